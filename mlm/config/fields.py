@@ -1,4 +1,4 @@
-"""Metadata of config fields, declared in annotations: bounds, purposes of paths, import paths, other names.
+"""Metadata of config fields, declared in annotations: bounds, conditions, purposes of paths, other names.
 
 A field is annotated `Annotated[int, POSITIVE]`, `InputPath | None` or `Annotated[int, Also("n_layer")]`. The
 engine reads the metadata: `build.py` checks bounds, expands `~`, rejects empty paths and looks at what exists
@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from fnmatch import fnmatchcase
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
@@ -82,6 +83,25 @@ class Also:
 
     def __init__(self, *names: str) -> None:
         self.names = names
+
+
+class OnlyIf:
+    """Condition without which nothing reads a field, so that typing it is an error.
+
+    `key` is of the same section, or in full with its dot. It must be read itself, and have one of `values`
+    (patterns of fnmatch); without any, a value other than null, 0, false and empty.
+    """
+
+    def __init__(self, key: str, *values: object) -> None:
+        self.key, self.values = key, values
+
+    def within(self, prefix: str) -> "OnlyIf":
+        """The condition with its key in full, of a field in the section that `prefix` begins keys of."""
+        return self if "." in self.key else OnlyIf(prefix + self.key, *self.values)
+
+    def holds(self, value: Any) -> bool:
+        """True for a value of the key with which the field is read."""
+        return any(fnmatchcase(str(value), str(each)) for each in self.values) if self.values else bool(value)
 
 
 class ImportPath:

@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache, reduce
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from mlm.config.fields import Also, Bound, ImportPath, Options, Role, metadata
+from mlm.config.fields import Also, Bound, ImportPath, OnlyIf, Options, Role, metadata
 from mlm.util.errors import Problem
 
 HOISTED = "parallel"  # the section whose fields are top-level keys
@@ -39,6 +39,8 @@ class Leaf:
     """Names that other programs have for it."""
     shipped: tuple[str, ...] | None = None
     """Shipped values of a key that also takes an import path; None for other keys."""
+    only_if: OnlyIf | None = None
+    """Condition under which it is read, its key in full; None for always."""
     is_hoisted: bool = False
     """True for a field of `parallel`."""
 
@@ -107,12 +109,12 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"model": {"num_layers": 2}} as {"model.num_layers": 2}; {} and settings named OPTIONS stay whole."""
+def flatten(tree: dict[str, Any], prefix: str = "", *, whole: str = OPTIONS) -> dict[str, Any]:
+    """{"model": {"num_layers": 2}} as {"model.num_layers": 2}; {} and settings named `whole` stay whole."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, dict) and value and name != OPTIONS:
-            flat |= flatten(value, f"{prefix}{name}.")
+        if isinstance(value, dict) and value and name != whole:
+            flat |= flatten(value, f"{prefix}{name}.", whole=whole)
         else:
             flat[f"{prefix}{name}"] = value
     return flat
@@ -170,19 +172,20 @@ def choices(kind: Any) -> list[Any]:
     return [choice for a in alternatives(kind) if get_origin(a) is Literal for choice in get_args(a)]
 
 
-def _walk(cls: type, prefix: str) -> Iterator[Leaf]:
+def _walk(cls: type, prefix: str, section_only_if: OnlyIf | None = None) -> Iterator[Leaf]:
     types, docs = get_type_hints(cls), field_docs(cls)
     annotations = get_type_hints(cls, include_extras=True)
     for item in fields(cls):
-        kind = types[item.name]
+        kind, annotation = types[item.name], annotations[item.name]
+        condition = metadata(annotation, OnlyIf)
+        only_if = condition.within(prefix) if condition else section_only_if
         if is_dataclass(kind):
             assert isinstance(kind, type)
             if item.name == HOISTED:
                 yield from (replace(leaf, is_hoisted=True) for leaf in _walk(kind, prefix))
             else:
-                yield from _walk(kind, f"{prefix}{item.name}.")
+                yield from _walk(kind, f"{prefix}{item.name}.", only_if)
         else:
-            annotation = annotations[item.name]
             names, own = metadata(annotation, Also), metadata(annotation, ImportPath)
             yield Leaf(
                 key=f"{prefix}{item.name}",
@@ -193,6 +196,7 @@ def _walk(cls: type, prefix: str) -> Iterator[Leaf]:
                 bound=metadata(annotation, Bound),
                 also=names.names if names else (),
                 shipped=own.shipped if own else None,
+                only_if=only_if,
             )
 
 

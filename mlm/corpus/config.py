@@ -12,6 +12,7 @@ from mlm.config.fields import (
     SEED,
     SHARE,
     InputPath,
+    OnlyIf,
     OutFolder,
     OutPlace,
     ResultFile,
@@ -20,6 +21,8 @@ from mlm.data.config import SPLITS, DataPath, StoredPath
 from mlm.util.errors import Problem
 
 MAX_DOCUMENT_BYTES = 1 << 26
+ENABLED, AGAINST, CUT = OnlyIf("enabled"), OnlyIf("against"), OnlyIf("action", "cut")
+HUB = OnlyIf("input", "hub:*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +38,7 @@ class DataTokenizerConfig:
     """bpe: byte-level BPE as GPT-2's; wordpiece: as BERT's."""
     vocab_size: int = 8192
     """Tokens to learn, special tokens and bytes or letters among them: at least 257 for bpe."""
-    lowercase: bool = True
+    lowercase: Annotated[bool, OnlyIf("kind", "wordpiece")] = True
     """Lowercase text and strip accents in training of kind=wordpiece (bert-*-uncased does). For an imported
     vocab.txt the tokenizer_config.json beside it decides, else the absence of capitals in its tokens."""
     text_key: str = "text"
@@ -50,7 +53,7 @@ class NormaliseConfig:
     """Fix mojibake, curly quotes, ligatures, control characters and Unicode forms (library ftfy)."""
     languages: tuple[str, ...] = ()
     """ISO 639-1 codes to keep, such as [en]; empty keeps all. Needs mlm[data]."""
-    min_language_score: Annotated[float, PROBABILITY] = 0.65
+    min_language_score: Annotated[float, PROBABILITY, OnlyIf("languages")] = 0.65
     """Least probability of a document's language for it to count as one of `languages`."""
 
 
@@ -98,15 +101,15 @@ class DedupConfig:
 
     enabled: bool = True
     """Remove near-duplicates. The first in corpus order stays."""
-    threshold: Annotated[float, FRACTION] = 0.7
+    threshold: Annotated[float, FRACTION, ENABLED] = 0.7
     """Largest Jaccard similarity with an earlier kept document; above it, removed (arXiv:1909.08053)."""
-    ngram: Annotated[int, POSITIVE] = 5
+    ngram: Annotated[int, POSITIVE, ENABLED] = 5
     """Length of a shingle, in units."""
-    unit: Literal["word", "character"] = "word"
+    unit: Annotated[Literal["word", "character"], ENABLED] = "word"
     """Unit of a shingle."""
-    bands: Annotated[int, POSITIVE] = 42
+    bands: Annotated[int, POSITIVE, ENABLED] = 42
     """Bands of the signature: a pair that agrees on one whole band is compared."""
-    rows: Annotated[int, POSITIVE] = 6
+    rows: Annotated[int, POSITIVE, ENABLED] = 6
     """Hashes in a band. A pair of similarity J is missed with probability (1 - J**rows)**bands."""
 
 
@@ -116,19 +119,19 @@ class DecontaminateConfig:
 
     against: tuple[InputPath, ...] = ()
     """Evaluation texts: wikitext103, lambada (from the Hub; needs mlm[data]), or files .jsonl, .txt, …"""
-    ngram: Annotated[int, POSITIVE] = 13
+    ngram: Annotated[int, POSITIVE, AGAINST] = 13
     """Words that must agree in a row."""
-    min_ngram: Annotated[int, POSITIVE] = 8
+    min_ngram: Annotated[int, POSITIVE, AGAINST] = 8
     """An evaluation text shorter than `ngram` words is matched whole if it has this many."""
-    action: Literal["cut", "drop"] = "cut"
+    action: Annotated[Literal["cut", "drop"], AGAINST] = "cut"
     """cut removes the match and `margin` letters on each side, drop the document."""
-    margin: Annotated[int, NOT_NEGATIVE] = 200
+    margin: Annotated[int, NOT_NEGATIVE, CUT] = 200
     """Letters removed on each side of a match."""
-    min_piece: Annotated[int, NOT_NEGATIVE] = 200
+    min_piece: Annotated[int, NOT_NEGATIVE, CUT] = 200
     """Pieces with fewer letters are dropped."""
-    max_matches: Annotated[int, NOT_NEGATIVE] = 10
+    max_matches: Annotated[int, NOT_NEGATIVE, CUT] = 10
     """A document with more matches is dropped as a whole."""
-    parts: tuple[str, ...] = SPLITS
+    parts: Annotated[tuple[str, ...], AGAINST] = SPLITS
     """Parts of the corpus that are searched. [train], where `against` names the input's own validation and
     test files: their text is removed from train, and they stay whole."""
 
@@ -152,11 +155,11 @@ class DataBuildConfig:
     On a command line write slashes (0.9/0.05/0.05): Hydra takes commas for a sweep."""
     text_key: str = "text"
     """Key (or column) that holds a document's text."""
-    hub_config: str | None = None
+    hub_config: Annotated[str | None, HUB] = None
     """Configuration (subset) of a Hub dataset."""
-    hub_split: str = "train"
+    hub_split: Annotated[str, HUB] = "train"
     """Split of a Hub dataset."""
-    hub_revision: str | None = None
+    hub_revision: Annotated[str | None, HUB] = None
     """Commit, tag or branch of a Hub dataset; null means its main branch now."""
     bad_input: Literal["refuse", "skip"] = "refuse"
     """A document that cannot be read stops the build (refuse), or is counted and listed in
@@ -220,11 +223,11 @@ class DataInspectConfig:
     """Corpus folder, or prefix of a .bin/.idx pair."""
     tokenizer: InputPath | None = None
     """Tokenizer to decode samples with; null takes tokenizer.json beside the corpus, if there is one."""
-    samples: Annotated[int, NOT_NEGATIVE] = 3
+    samples: Annotated[int, NOT_NEGATIVE, OnlyIf("token", None)] = 3
     """Documents to decode, spread over the corpus; 0 decodes none."""
     document: int | None = None
     """Number of a document to show whole; path is then a prefix, or a folder's train part is taken."""
-    token: int | None = None
+    token: Annotated[int | None, OnlyIf("document", None)] = None
     """As `document`, by the number of one of its tokens."""
     out: ResultFile | None = None
     """JSON file for the same facts; null writes none."""

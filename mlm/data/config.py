@@ -13,6 +13,7 @@ from mlm.config.fields import (
     CacheFolder,
     ImportPath,
     InputPath,
+    OnlyIf,
     Role,
 )
 
@@ -22,6 +23,7 @@ SPLITS = ("train", "validation", "test")
 MASKED = 0.15
 """Share of the tokens that a BERT predicts (arXiv:1810.04805, section 3.1)."""
 
+BERT = OnlyIf("model.kind", "bert")
 DATA_NAMES = Also("dataset", "data_dir", "data_path", "train_file")
 DataPath = Annotated[InputPath, DATA_NAMES]
 StoredPath = Annotated[str, Role.STORED, DATA_NAMES]
@@ -77,11 +79,11 @@ class DataConfig:
     """Let tokens attend only to their own document."""
     mask_eod_loss: bool = False
     """Do not score what follows an end-of-document token: the first token of the next document."""
-    masked_lm_prob: Annotated[float, PROBABILITY] = MASKED
+    masked_lm_prob: Annotated[float, PROBABILITY, BERT] = MASKED
     """bert: share of a sample's tokens that are to be predicted."""
-    short_seq_prob: Annotated[float, SHARE] = 0.1
+    short_seq_prob: Annotated[float, SHARE, BERT] = 0.1
     """bert: share of samples made shorter than seq_length, so that the model learns to read such."""
-    max_ngram: Annotated[int, POSITIVE] = 3
+    max_ngram: Annotated[int, POSITIVE, BERT] = 3
     """bert: most words masked together; n with probability proportional to 1/n."""
     eod_id: Annotated[int | None, NOT_NEGATIVE] = None
     """The end-of-document token, for these three; null takes that of the corpus's receipt or tokenizer."""

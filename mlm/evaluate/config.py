@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from mlm.config.fields import POSITIVE, SEED, CheckpointPath, InputPath, ResultFile
+from mlm.config.fields import POSITIVE, SEED, CheckpointPath, InputPath, OnlyIf, ResultFile
 from mlm.data.config import DataPath, MicroBatchSize, SeqLength
 from mlm.launch.config import DistConfig
 from mlm.optim.config import PrecisionConfig
@@ -65,7 +65,7 @@ class ZeroShotConfig:
     """Score only the first N articles or passages, for a trial; null scores all."""
     tokenizer: InputPath | None = None
     """tokenizer.json; null takes the one saved with the run."""
-    force: bool = False
+    force: Annotated[bool, OnlyIf("tokenizer")] = False
     """Score although `tokenizer` is not the one of the run."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

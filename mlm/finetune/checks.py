@@ -16,7 +16,7 @@ from mlm.launch.checks import (
     problems_of,
 )
 from mlm.parallel.layout_checks import FINETUNE_LAYOUT_RULES, READER_RULES, Launch
-from mlm.training.checks import adapters_have_a_rank, optimizer_fits_layout, optimizer_works
+from mlm.training.checks import optimizer_fits_layout, optimizer_works
 from mlm.util.errors import Absent, Problem, UserError, show
 
 if TYPE_CHECKING:
@@ -44,16 +44,6 @@ def check_eval_task(
     """Problems of `mlm eval TASK` that are visible without reading the checkpoint or the rows."""
     launch = Launch(world_size, local_devices)
     return [*problems_of(config, launch, READER_RULES, EVAL_TASK_RULES), *check_task(config.task)]
-
-
-def _tests_are_named(config: FinetuneConfig, _: Launch) -> Problem | None:
-    if not config.data.predict_tests or config.task.tests:
-        return None
-    return Problem(
-        ("data.predict_tests", "task.tests"),
-        f"data.predict_tests=true: task {config.task.name} has no task.tests",
-        "use data.predict_tests=false",
-    )
 
 
 def _rows_exist(config: Any, _: Launch) -> Problem | None:
@@ -147,9 +137,7 @@ EVAL_TASK_RULES = (
 FINETUNE_RULES = (
     optimizer_works,
     optimizer_fits_layout,
-    _tests_are_named,
     _incidents_are_followed,
-    adapters_have_a_rank,
     lr_falls,
     *EVAL_TASK_RULES,
 )

@@ -13,6 +13,7 @@ from mlm.config.fields import (
     CheckpointPath,
     ImportPath,
     InputPath,
+    OnlyIf,
     OutFolder,
     ResultFile,
 )
@@ -35,6 +36,12 @@ SHIPPED = {
 """Import paths of the shipped types of task."""
 
 
+LABELLED = OnlyIf("task.kind", "classification", "regression", "choice", "span")
+NAMED = OnlyIf("kind", "classification", "choice")
+SPAN = OnlyIf("kind", "span")
+CONVERSATIONS = OnlyIf("task.kind", "chat", "preferences")
+TRAINS = OnlyIf("optimizer.kind")
+"""Of a default of training, which evaluation has not."""
 PreferenceLoss = Literal["dpo", "ipo", "simpo", "orpo"]
 SMOOTHING = Bound(lambda x: 0 <= x < 0.5, "at least 0 and below 0.5")
 
@@ -52,18 +59,18 @@ class TaskConfig:
     columns: tuple[str, ...]
     """Columns of the texts. classification, regression: one or two texts; choice: article, question, options;
     span: context, question; chat: messages, or else conversations, or prompt and completion."""
-    label: str = "label"
+    label: Annotated[str, LABELLED] = "label"
     """Column of the label: its number, its name in `labels`, a number in label_range; of kind span the
     answers: text and answer_start."""
     id: str | None = "idx"
     """Column that names a row in files of predictions; rows are counted from 0 where there is none."""
-    labels: tuple[str, ...] = ()
+    labels: Annotated[tuple[str, ...], NAMED] = ()
     """Names of the labels by number; of kind choice those of the options."""
-    label_range: tuple[float, float] | None = None
+    label_range: Annotated[tuple[float, float] | None, OnlyIf("kind", "regression")] = None
     """Least and largest label of kind regression; null admits all numbers."""
-    unanswerable: bool = False
+    unanswerable: Annotated[bool, SPAN] = False
     """Kind span: a question may have no answer in its context (SQuAD 2.0)."""
-    allow_empty: bool = False
+    allow_empty: Annotated[bool, LABELLED] = False
     """Take rows with an empty text; false names them and stops."""
     metrics: tuple[str, ...] = ("accuracy",)
     """Metrics to report; the best checkpoint is chosen by the first. classification: accuracy, f1, macro_f1,
@@ -84,50 +91,50 @@ class TaskConfig:
     """Splits to validate on; the best checkpoint is chosen on the first."""
     tests: tuple[str, ...] = ("test",)
     """Splits to predict. They need no labels."""
-    submission: tuple[str, ...] = ()
+    submission: Annotated[tuple[str, ...], LABELLED] = ()
     """Names of the files of predictions of `tests`, in their order, without .tsv; a file is named after its
     split where there is none."""
-    submit_names: bool = True
+    submit_names: Annotated[bool, NAMED] = True
     """Submit the names of labels; false submits their numbers."""
     max_length: Annotated[int, POSITIVE] = 512
     """Maximum tokens of a sequence, special tokens included; at most the model's max_positions.
 
     Longer ones are truncated."""
-    question_length: Annotated[int | None, POSITIVE] = None
+    question_length: Annotated[int | None, POSITIVE, OnlyIf("kind", "choice", "span")] = None
     """Tokens kept of a question (kind span), or of a question with its option (kind choice); null keeps all
     that leave room for the rest."""
-    doc_stride: Annotated[int, NOT_NEGATIVE] = 128
+    doc_stride: Annotated[int, NOT_NEGATIVE, SPAN] = 128
     """Kind span: tokens that two neighbouring windows of a context share."""
-    max_answer_length: Annotated[int, POSITIVE] = 30
+    max_answer_length: Annotated[int, POSITIVE, SPAN] = 30
     """Kind span: most tokens of an answer."""
-    answers: Literal["all", "last"] = "all"
+    answers: Annotated[Literal["all", "last"], OnlyIf("kind", "chat")] = "all"
     """Kind chat: the assistant's messages that the loss is taken on."""
-    held_out: Annotated[float, FRACTION] = 0.05
+    held_out: Annotated[float, FRACTION, CONVERSATIONS] = 0.05
     """Kinds chat and preferences: share of a single file's rows that are validated on, and not trained on;
     one at least."""
-    loss: PreferenceLoss = "dpo"
+    loss: Annotated[PreferenceLoss, OnlyIf("kind", "preferences")] = "dpo"
     """Kind preferences: dpo (arXiv:2305.18290), ipo (arXiv:2310.12036), and without a reference
     model simpo (arXiv:2405.14734) and orpo (arXiv:2403.07691)."""
-    beta: Annotated[float, POSITIVE] = 0.1
+    beta: Annotated[float, POSITIVE, OnlyIf("kind", "preferences")] = 0.1
     """Kind preferences: factor of rewards; of ipo its tau, of orpo the weight of the odds ratio. simpo takes
     2 to 10."""
-    label_smoothing: Annotated[float, SMOOTHING] = 0.0
+    label_smoothing: Annotated[float, SMOOTHING, OnlyIf("loss", "dpo", "simpo")] = 0.0
     """Kind preferences, dpo and simpo: probability that an answer was preferred by mistake."""
-    margin: Annotated[float, NOT_NEGATIVE] = 0.5
+    margin: Annotated[float, NOT_NEGATIVE, OnlyIf("loss", "simpo")] = 0.5
     """Kind preferences, simpo: reward by which a chosen answer is to lead (gamma)."""
-    n_best: Annotated[int, POSITIVE] = 20
+    n_best: Annotated[int, POSITIVE, SPAN] = 20
     """Kind span: begins and ends of answers that are tried for each window, and answers that are kept."""
-    null_threshold: float = 0.0
+    null_threshold: Annotated[float, OnlyIf("unanswerable")] = 0.0
     """Kind span, unanswerable: how much the score of no answer must exceed that of the best answer."""
-    lr: float = 2.0e-5
+    lr: Annotated[float, TRAINS] = 2.0e-5
     """Peak learning rate: default of optimizer.lr."""
-    weight_decay: float = 0.01
+    weight_decay: Annotated[float, TRAINS] = 0.01
     """Default of optimizer.weight_decay."""
-    epochs: int = 3
+    epochs: Annotated[int, TRAINS] = 3
     """Default of train.epochs."""
-    batch_size: int = 32
+    batch_size: Annotated[int, TRAINS] = 32
     """Rows per step: default of train.global_batch_size."""
-    warmup: float = 0.06
+    warmup: Annotated[float, TRAINS] = 0.06
     """Default of schedule.warmup."""
 
 
@@ -140,7 +147,7 @@ class TaskDataConfig:
     file, of which chat holds out task.held_out; null means the Hub's task.hub."""
     tokenizer: InputPath | None = None
     """tokenizer.json, or a folder that holds one; null takes the one saved with the checkpoint."""
-    chat_template: InputPath | None = None
+    chat_template: Annotated[InputPath | None, CONVERSATIONS] = None
     """Jinja file with the chat template of task.kind=chat, or chatml, which is built in; null takes the
     tokenizer's."""
 
@@ -151,9 +158,9 @@ class FinetuneDataConfig(TaskDataConfig):
 
     train_rows: Annotated[int | None, POSITIVE] = None
     """Rows of the training split to train on, drawn at random with data.seed; null takes all."""
-    seed: Annotated[int, SEED] = 1234
+    seed: Annotated[int, SEED, OnlyIf("train_rows")] = 1234
     """Seed of that choice, independent of `seed`, so that runs of several seeds train on the same rows."""
-    predict_tests: bool = False
+    predict_tests: Annotated[bool, OnlyIf("task.tests")] = False
     """Write predictions of the task's test splits with the best checkpoint."""
 
 
@@ -168,7 +175,7 @@ class FinetuneTrainConfig:
     micro_batch_size: MicroBatchSize = 8
     """Texts of task.max_length tokens one rank runs through the model at once; more of shorter ones. The rest
     of a batch is accumulated."""
-    sort_batches: Annotated[int, POSITIVE] = 50
+    sort_batches: Annotated[int, POSITIVE, LABELLED] = 50
     """Rows of this many batches are sorted by length before they are split into batches, so that little is
     padded; 1 leaves them in random order."""
     validate_every: Annotated[
@@ -190,7 +197,7 @@ class FinetuneScheduleConfig:
     """Shape of the decay."""
     warmup: Annotated[float, FRACTION, WARMUP_NAMES] = 0.06
     """Share of the steps that warm up."""
-    min_lr: MinLearningRate = 0.0
+    min_lr: Annotated[MinLearningRate, OnlyIf("decay", "cosine", "linear")] = 0.0
     """Learning rate at the end."""
 
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from mlm.config.fields import EXTENT, FRACTION, NOT_NEGATIVE, POSITIVE, Also, ImportPath, Options
+from mlm.config.fields import EXTENT, FRACTION, NOT_NEGATIVE, POSITIVE, Also, ImportPath, OnlyIf, Options
 from mlm.models.family import SHIPPED, Architecture, ModelFamily, count_parameters, family_of
 
 if TYPE_CHECKING:
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mlm.models.backbone import Transformer
 
 
+ADAPTED = OnlyIf("rank")
 ALL_LINEAR = "all-linear"
 """Target of adapters: every linear layer of the transformer layers."""
 
@@ -22,17 +23,19 @@ class LoraConfig:
 
     rank: Annotated[int, NOT_NEGATIVE, Also("lora_r", "lora_rank")] = 0
     """Rank r of the adapters; 0 trains the weights themselves."""
-    alpha: Annotated[float, POSITIVE, Also("lora_alpha")] = 16.0
+    alpha: Annotated[float, POSITIVE, ADAPTED, Also("lora_alpha")] = 16.0
     """Adapters are scaled by alpha / rank."""
-    targets: Annotated[tuple[str, ...], Also("target_modules", "lora_target_modules")] = (ALL_LINEAR,)
+    targets: Annotated[tuple[str, ...], ADAPTED, Also("target_modules", "lora_target_modules")] = (
+        ALL_LINEAR,
+    )
     """Layers with adapters, by the ends of their names here (qkv, query, kv, out, up, down) or in
     transformers (q_proj, v_proj, c_attn); all-linear takes every linear layer of the transformer layers, but
     those of routed experts, which `experts` takes."""
-    dropout: Annotated[float, FRACTION, Also("lora_dropout")] = 0.0
+    dropout: Annotated[float, FRACTION, ADAPTED, Also("lora_dropout")] = 0.0
     """Dropout on the inputs of adapters, but those of routed experts."""
-    rslora: Annotated[bool, Also("use_rslora")] = False
+    rslora: Annotated[bool, ADAPTED, Also("use_rslora")] = False
     """Scale by alpha / sqrt(rank), which keeps large ranks as strong (arXiv:2312.03732)."""
-    dora: Annotated[bool, Also("use_dora")] = False
+    dora: Annotated[bool, ADAPTED, Also("use_dora")] = False
     """Train norms of a weight's rows, but of routed experts, apart from directions (arXiv:2402.09353)."""
 
     @property
@@ -96,7 +99,7 @@ class ModelConfig:
     head: Literal["language_model", "none", "classification", "span"] = "language_model"
     """Outputs made of the hidden states: those of pretraining (bert: masked tokens and the order
     of sentences), nothing, num_labels numbers per text, or two per token (where an answer begins, ends)."""
-    num_labels: Annotated[int, NOT_NEGATIVE] = 0
+    num_labels: Annotated[int, NOT_NEGATIVE, OnlyIf("head", "classification")] = 0
     """Outputs of head=classification."""
     options: Options = field(default_factory=dict)
     """Settings of the family alone, by name: those of llama are in mlm/models/llama/settings.py; gpt2 and

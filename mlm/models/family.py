@@ -245,6 +245,8 @@ class ModelFamily(Generic[C, B]):
     """Weights that a token of pretraining is multiplied with after the layers, at a tp: an average."""
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     """Names of its own settings, model.options.NAME, with their defaults."""
+    settings: type | None = None
+    """Dataclass of those that declare what they apply to."""
     dense_twin: "Callable[[ModelConfig], ModelConfig | None]" = no_problem
     """Return the dense model that a mixture of experts can start from; None for other models. Raises
     ConfigError for experts that are no copies of an MLP."""

@@ -3,15 +3,19 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, ImportPath, Options, exact
+from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, ImportPath, OnlyIf, Options, exact
 
 OPTIMIZERS = ImportPath("adamw", "muon")
 DECAYS = ImportPath("cosine", "linear", "constant", "inverse_sqrt")
 STABLE_DECAYS = ("constant", "inverse_sqrt")
 """Decays that do not depend on the length of the run: a cooldown may begin at any step."""
+STABLE = OnlyIf("decay", *STABLE_DECAYS)
 DECAY_NAMES = Also("lr_decay_style", "lr_scheduler_type", "scheduler")
 MinLearningRate = Annotated[float, NOT_NEGATIVE, Also("min_learning_rate", "lr_min")]
 WARMUP_NAMES = Also("warmup_iters", "num_warmup_steps", "lr_warmup_iters")
+WARMUP_SHARE_NAMES = Also("warmup_ratio", "warmup_fraction", "lr_warmup_fraction")
+HALF = OnlyIf("dtype", "bf16", "fp16", "fp8")
+FP16 = OnlyIf("dtype", "fp16")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +74,7 @@ class OptimizerConfig:
     """Other rates or decay of some parameters, by patterns of their names of which the first that fits
     counts: groups=["*.mlp.* lr_scale=0.5","*.bias lr=1e-3 weight_decay=0.1"]. lr_scale is a factor of the
     rate that it would have, lr its peak."""
-    muon: MuonConfig = field(default_factory=MuonConfig)
+    muon: Annotated[MuonConfig, OnlyIf("kind", "muon")] = field(default_factory=MuonConfig)
     options: Options = field(default_factory=dict)
     """Settings of an optimizer of your own, by name; adamw and muon have none."""
 
@@ -86,20 +90,24 @@ class ScheduleConfig:
     the way from min_lr up to optimizer.lr: 0 to 1."""
     warmup_steps: Annotated[int | None, NOT_NEGATIVE, WARMUP_NAMES] = None
     """Steps of linear warm-up from 0; null means the share schedule.warmup of train.steps."""
-    warmup: Annotated[float, FRACTION, Also("warmup_ratio", "warmup_fraction", "lr_warmup_fraction")] = 0.01
+    warmup: Annotated[float, FRACTION, OnlyIf("warmup_steps", None), WARMUP_SHARE_NAMES] = 0.01
     """Share of train.steps that warms up where warmup_steps is null; a hundredth as in arXiv:1909.08053."""
-    decay_steps: Annotated[int | None, POSITIVE, Also("lr_decay_iters", "decay_iters")] = None
+    decay_steps: Annotated[
+        int | None, POSITIVE, OnlyIf("decay", "cosine", "linear"), Also("lr_decay_iters", "decay_iters")
+    ] = None
     """Step at which min_lr is reached; null means train.steps, whose last step repeats the rate of the step
     before where min_lr=0."""
     min_lr: MinLearningRate = 1e-5
     """Learning rate at decay_steps and after; at the end of a cooldown; the least of inverse_sqrt."""
-    cooldown: Annotated[int | None, NOT_NEGATIVE, Also("lr_wsd_decay_iters", "num_decay_steps")] = None
+    cooldown: Annotated[int | None, NOT_NEGATIVE, STABLE, Also("lr_wsd_decay_iters", "num_decay_steps")] = (
+        None
+    )
     """Last steps of the run, in which the rate falls to min_lr, of decay=constant or inverse_sqrt; null means
     the share schedule.cooldown_share of train.steps. For a run that is resumed, or begins with ckpt=…, and
     without train.steps: the next so many steps, the last of the run."""
-    cooldown_share: Annotated[float, FRACTION] = 0.0
+    cooldown_share: Annotated[float, FRACTION, OnlyIf("cooldown", None)] = 0.0
     """Share of train.steps that cools down where cooldown is null."""
-    cooldown_shape: Annotated[Literal["linear", "1-sqrt"], Also("lr_wsd_decay_style")] = "1-sqrt"
+    cooldown_shape: Annotated[Literal["linear", "1-sqrt"], STABLE, Also("lr_wsd_decay_style")] = "1-sqrt"
     """The share of the rate that is left after a share x of the cooldown: 1 - x, or 1 - sqrt(x)
     (arXiv:2405.18392, section 3)."""
     options: Options = field(default_factory=dict)
@@ -131,12 +139,12 @@ class PrecisionConfig:
     ] = "fp32"
     """Format of activations and matrix products; tf32: float32, multiplied with 10-bit mantissas;
     fp8: bf16 whose linear layers multiply 8-bit floats, on an H100 or later."""
-    cast: Literal["step", "use"] = "step"
+    cast: Annotated[Literal["step", "use"], HALF] = "step"
     """Cast of parameters to a half format: once for all micro-batches of a step, which takes 2 bytes a
     parameter, or at every use. No effect where zero=2|3 gathers them in that format."""
-    initial_loss_scale: Annotated[float, POSITIVE] = 2.0**32
+    initial_loss_scale: Annotated[float, POSITIVE, FP16] = 2.0**32
     """fp16: the loss is multiplied by this before backward."""
-    min_loss_scale: Annotated[float, POSITIVE] = 1.0
+    min_loss_scale: Annotated[float, POSITIVE, FP16] = 1.0
     """fp16: training aborts with a diagnosis when the scale would fall below."""
-    loss_scale_window: Annotated[int, POSITIVE] = 1000
+    loss_scale_window: Annotated[int, POSITIVE, FP16] = 1000
     """fp16: the scale doubles after this many steps without overflow."""

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
-from mlm.config.fields import POSITIVE, Also
+from mlm.config.fields import POSITIVE, Also, OnlyIf
 from mlm.util.errors import format_settings
 
 TensorSize = Annotated[
@@ -53,7 +53,7 @@ class ParallelConfig:
     """Pipeline schedule. 1f1b interleaves when vp > 1; zb_h1 puts weight gradients into the bubble."""
     zero: Zero = 0
     """Sharded over dp * cp replicas: 0 nothing, 2 optimizer state and reduced gradients, 3 weights too."""
-    zero_reduce: ZeroReduce = "last"
+    zero_reduce: Annotated[ZeroReduce, OnlyIf("zero")] = "last"
     """zero=2|3: reduce-scatter gradients in the last micro-batch of a step, until which the whole gradient is
     kept, or in every micro-batch, which keeps 1/dp of it."""
     recompute: Annotated[Recompute, Also("recompute_granularity")] = "none"

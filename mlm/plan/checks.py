@@ -23,7 +23,7 @@ from mlm.plan.config import (
     PlanMemoryConfig,
     PlanScheduleConfig,
 )
-from mlm.plan.goodput import LEAST_SHARE, FailureConfig, goodput
+from mlm.plan.goodput import LEAST_SHARE, goodput
 from mlm.plan.layout import BATCH_NAMES, DEFAULTS, PlannedLayout
 from mlm.training.checks import SETTINGS_RULES, context_problem
 from mlm.util.errors import Problem
@@ -56,7 +56,7 @@ def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
     if outside := out_of_range(config):
         return list(outside.values())
     query = query_of(config)
-    rules = (*SETTINGS_RULES, _price_has_tokens, _run_ends, _out_ends_in(TABLE_ENDINGS, "plan"))
+    rules = (*SETTINGS_RULES, _run_ends, _out_ends_in(TABLE_ENDINGS, "plan"))
     if problems := problems_of(query.run, ANYWHERE, MODEL_RULES, rules):
         return problems
     found = context_problem(config.parallel.cp or 1, config.model, config.data)
@@ -92,19 +92,9 @@ def check_plan_calibrate(config: PlanCalibrateConfig) -> list[Problem]:
     return problems_of(config, ANYWHERE, (), (_out_ends_in(HARDWARE_ENDINGS, "hardware"),))
 
 
-def _price_has_tokens(config: PlanLayoutsConfig, _: Launch) -> Problem | None:
-    if config.price_per_gpu_hour is None or config.tokens is not None:
-        return None
-    problem = f"price_per_gpu_hour={config.price_per_gpu_hour:g}: no number of tokens to train on"
-    return Problem(("price_per_gpu_hour", "tokens"), problem, "add tokens=…, such as tokens=300e9")
-
-
 def _run_ends(config: PlanLayoutsConfig, _: Launch) -> Problem | None:
-    """The problem of failures without their mean time, or so many that a run makes no progress."""
+    """The problem of so many failures that a run makes no progress."""
     failures, given = config.failures, goodput(config.failures, config.gpus)
-    if given is None and failures != FailureConfig():
-        problem = "failures.mtbf_hours=null: no mean time between failures, which failures.* need"
-        return Problem(("failures.mtbf_hours",), problem, "add failures.mtbf_hours=…, such as 50000")
     if given is None or given.share >= LEAST_SHARE:
         return None
     why = f"gpus={config.gpus} fail every {given.failure_s:.3g} s and make no progress"

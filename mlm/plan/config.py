@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY, Also, Bound, ResultFile
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY, Also, Bound, OnlyIf, ResultFile
 from mlm.launch.config import DistConfig
 from mlm.parallel.config import (
     ContextSize,
@@ -91,7 +91,7 @@ class PlanLayoutsConfig(PlannedRunConfig):
     time, with their fastest layouts, the cheapest first."""
     tokens: Annotated[float | None, POSITIVE, Also("train_tokens", "max_tokens")] = None
     """Tokens to train on, such as 300e9: adds days and, with a price, cost."""
-    price_per_gpu_hour: Annotated[float | None, POSITIVE] = None
+    price_per_gpu_hour: Annotated[float | None, POSITIVE, OnlyIf("tokens")] = None
     """Price of one GPU for an hour, in any currency; needs tokens."""
     failures: FailureConfig = field(default_factory=FailureConfig)
     show: Annotated[int, POSITIVE] = 10

@@ -4,10 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, OnlyIf
 
 LEAST_SHARE = 1e-6
 """Share of the time that is progress below which a run never ends."""
+FAILS = OnlyIf("mtbf_hours")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,11 +18,11 @@ class FailureConfig:
     mtbf_hours: Annotated[float | None, POSITIVE] = None
     """Mean time between failures of one GPU with its share of a host, hours; null plans without failures.
     419 interruptions of 16,384 GPUs in 54 days (arXiv:2407.21783, section 3.3.4) are 50,700."""
-    checkpoint_s: Annotated[float, POSITIVE] = 30.0
+    checkpoint_s: Annotated[float, POSITIVE, FAILS] = 30.0
     """Seconds that a checkpoint stops training."""
-    interval_s: Annotated[float | None, POSITIVE] = None
+    interval_s: Annotated[float | None, POSITIVE, FAILS] = None
     """Seconds of training between checkpoints; null takes Young's and Daly's, which loses least."""
-    restart_s: Annotated[float, NOT_NEGATIVE] = 600.0
+    restart_s: Annotated[float, NOT_NEGATIVE, FAILS] = 600.0
     """Seconds from a failure to the first step after it."""
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Annotated, Literal
 
-from mlm.config.fields import POSITIVE, Also, Bound, InputPath, ResultFile
+from mlm.config.fields import POSITIVE, Also, Bound, InputPath, OnlyIf, ResultFile
 
 WAIT = Bound(lambda x: 0 < x <= 86_400, "above 0 and at most 86400, a day")
 """Longer waits overflow a browser's timer, which then reloads without a pause."""
@@ -34,7 +34,7 @@ class ReportConfig:
     """Page to write, .html."""
     watch: bool = False
     """Write the page again while the runs go on, until they are finished or Ctrl-C."""
-    every_s: Annotated[float, WAIT] = 5.0
+    every_s: Annotated[float, WAIT, OnlyIf("watch")] = 5.0
     """Seconds between updates with watch=true, at most a day (86400)."""
 
 

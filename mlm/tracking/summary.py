@@ -49,6 +49,7 @@ def write_summary(
     resume: Sequence[str],
     header: Rows,
     total_steps: int,
+    decays: bool = True,
     unit: str = "nats per token",
     prompt: str | None = None,
     validation: Sequence[str] = (),
@@ -64,6 +65,7 @@ def write_summary(
         resume: the words that continue the run: `["mlm", "pretrain", "resume=runs/a"]`.
         header: further rows on what ran (model, layout, precision …).
         total_steps: steps that the run is to take.
+        decays: True if the learning rate ends with schedule.decay_steps.
         unit: unit of the loss.
         prompt: starts the example of `mlm generate`; None leaves that out (no tokenizer, or no text).
         validation: the validation sets, of a blend one each; without any `mlm eval loss` is left out.
@@ -91,7 +93,7 @@ def write_summary(
         table([(f"`{path.name}`", text) for pattern, text in FILES for path in sorted(out.glob(pattern))]),
         "## How to continue",
         "From the folder that it was started in:",
-        commands(out, resume, run.done, total_steps, prompt, validation, trusted),
+        commands(out, resume, run.done, total_steps, decays, prompt, validation, trusted),
     ]
     path = out / "README.md"
     if path.exists() and not is_summary(path):  # the user's, come since the run began
@@ -216,6 +218,7 @@ def commands(
     resume: Sequence[str],
     done: int,
     total_steps: int,
+    decays: bool,
     prompt: str | None,
     validation: Sequence[str],
     trusted: str | None,
@@ -223,9 +226,9 @@ def commands(
     """Return a shell block: resume or extend, evaluate, generate."""
     lines = [f"# resume after step {done}", shlex.join(resume)]
     if done >= total_steps:
-        keeps = f"schedule.decay_steps={total_steps}"
-        lines = [f"# train on; {keeps} keeps the learning rate where it ended"]
-        lines.append(shlex.join([*resume, f"train.steps={2 * total_steps}", keeps]))
+        keeps = [f"schedule.decay_steps={total_steps}"] * decays
+        lines = ["# train on" + "".join(f"; {each} keeps the learning rate where it ended" for each in keeps)]
+        lines.append(shlex.join([*resume, f"train.steps={2 * total_steps}", *keeps]))
     trust = f"{TRUST}={trusted} " if trusted else ""
     if validation:
         score = f"{trust}mlm eval loss {override('ckpt', str(out))}"

@@ -1,7 +1,6 @@
 """Checks of the settings of a training run."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,7 +17,7 @@ from mlm.launch.checks import (
     lr_falls,
     problems_of,
 )
-from mlm.models.config import NO_ADAPTERS, ModelConfig
+from mlm.models.config import ModelConfig
 from mlm.models.family import (
     SHIPPED,
     data_problem,
@@ -149,19 +148,6 @@ def _cooldown_problem(config: PretrainConfig) -> Problem | None:
     )
 
 
-def _decay_cools(config: PretrainConfig, _: Launch) -> Problem | None:
-    schedule = config.schedule
-    if schedule.decay in STABLE_DECAYS or schedule.cooldown_start(config.train.steps) >= config.train.steps:
-        return None
-    key = "schedule.cooldown" if schedule.cooldown else "schedule.cooldown_share"
-    value = schedule.cooldown or schedule.cooldown_share
-    return Problem(
-        (key, "schedule.decay"),
-        f"{key}={value:g}: schedule.decay={schedule.decay} falls to the end of the run by itself",
-        f"use {key}=0, or schedule.decay={' or '.join(STABLE_DECAYS)} from the start",
-    )
-
-
 def _ramp_divides(config: PretrainConfig, launch: Launch) -> Problem | None:
     train = config.train
     if train.ramp_batch is None:
@@ -270,23 +256,13 @@ def context_problem(cp: int, model: ModelConfig, data: DataConfig) -> Problem | 
     return None
 
 
-def _mirror_is_named(config: PretrainConfig, _: Launch) -> Problem | None:
-    if config.checkpoint.mirror or not config.checkpoint.from_mirror:
-        return None
-    key = "checkpoint.from_mirror"
-    return Problem((key,), f"{key}=true: no store is named", "add checkpoint.mirror=s3://BUCKET/PREFIX")
-
-
 def _prompts_can_be_continued(config: PretrainConfig, _: Launch) -> Problem | None:
-    prompts, key, every = config.train.sample_prompts, "train.sample_prompts", "train.validate_every"
+    prompts, key = config.train.sample_prompts, "train.sample_prompts"
     if not prompts:
         return None
     if not config.model.family.causal:
         why = f"model.kind={config.model.kind} does not read from left to right"
         return Problem((key, "model.kind"), f"{key}: {why}", f"remove {key}")
-    if not config.train.validate_every:
-        why = f"{every}=0 validates never, and samples are drawn at validations"
-        return Problem((key, every), f"{key}: {why}", f"set {every}=1000, or remove {key}")
     if len(prompts) > MOST_PROMPTS:
         return Problem((key,), f"{key}: {len(prompts)} prompts; {MOST_PROMPTS} is the limit", "choose some")
     for number, prompt in enumerate(prompts, start=1):
@@ -303,16 +279,6 @@ def _adapters_have_a_base(config: PretrainConfig, _: Launch) -> Problem | None:
     return Problem(("lora.rank", "ckpt"), problem, "set ckpt=… to one, or lora.rank=0")
 
 
-def adapters_have_a_rank(config: Any, _: Launch) -> Problem | None:
-    """The problem of settings of adapters without any."""
-    settings, plain = asdict(config.lora), asdict(NO_ADAPTERS)
-    for name in settings if not config.lora.rank else ():
-        if settings[name] != plain[name]:
-            problem = f"lora.{name}={show(settings[name])}: lora.rank=0 adds no adapters"
-            return Problem((f"lora.{name}", "lora.rank"), problem, "set lora.rank=16, or leave it out")
-    return None
-
-
 OWN_CODE_RULES = (
     optimizer_works,
     lambda config, _: _own_code_problem(_check_patterns, config.optimizer, config.model),
@@ -323,7 +289,6 @@ OWN_CODE_RULES = (
 """Conditions of the user's own code beside the model's family."""
 SETTINGS_RULES = (
     _warmup_ends,
-    _decay_cools,
     _ramp_divides,
     lr_falls,
     loss_scale_can_fall,
@@ -336,14 +301,12 @@ SETTINGS_RULES = (
     graphs_replay,
     lambda config, _: context_problem(config.parallel.cp, config.model, config.data),
     _prompts_can_be_continued,
-    adapters_have_a_rank,
 )
 """Conditions of the settings alone."""
 PRETRAIN_RULES = (
     devices_exist,
     *SETTINGS_RULES,
     _observers_exist,
-    _mirror_is_named,
     lambda config, _: present.corpus(config.data),
     lambda config, _: present.corpus_extras(config.data),
     lambda config, _: present.checkpoint(config.ckpt),

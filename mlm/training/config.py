@@ -12,6 +12,7 @@ from mlm.config.fields import (
     Bound,
     CheckpointPath,
     ImportPath,
+    OnlyIf,
     OutFolder,
     StoreFolder,
 )
@@ -54,14 +55,14 @@ class TrainConfig:
         int, NOT_NEGATIVE, Also("eval_interval", "eval_steps", "val_interval", "val_every")
     ] = 1000
     """Steps between validations; 0 turns them off. The last step is validated too."""
-    validate_batches: Annotated[int, POSITIVE, Also("eval_iters")] = 10
+    validate_batches: Annotated[int, POSITIVE, OnlyIf("validate_every"), Also("eval_iters")] = 10
     """Global batches of validation samples per validation."""
-    sample_prompts: tuple[str, ...] = ()
+    sample_prompts: Annotated[tuple[str, ...], OnlyIf("validate_every")] = ()
     """Texts that the model continues at each validation, at most 64: sample_prompts=["The","ROMEO:"]. What it
     writes is in metrics.jsonl and in `mlm report`. Of models that read from left to right."""
-    sample_tokens: Annotated[int, SAMPLE_TOKENS] = 40
+    sample_tokens: Annotated[int, SAMPLE_TOKENS, OnlyIf("sample_prompts")] = 40
     """New tokens of each prompt, at most 4096. A pass each, as of a validation's micro-batch."""
-    sample_temperature: Annotated[float, TEMPERATURE] = 0.0
+    sample_temperature: Annotated[float, TEMPERATURE, OnlyIf("sample_prompts")] = 0.0
     """Draws below 1 prefer the probable tokens, above 1 the improbable; 0 takes the most probable one. Draws
     are a function of `seed`, and do not change the training."""
     observers: Annotated[tuple[str, ...], ImportPath()] = ()
@@ -86,7 +87,7 @@ class CheckpointConfig:
     mirror: StoreFolder | None = None
     """s3://BUCKET/PREFIX of an S3-compatible store, to which each checkpoint is uploaded while training
     continues; `resume=` of it continues the run on any machine. One run to a prefix."""
-    from_mirror: bool = False
+    from_mirror: Annotated[bool, OnlyIf("mirror")] = False
     """Begin with the newest checkpoint of the mirror if `out` lacks it, as resume=s3://… does. Not kept for
     the next resume."""
 
@@ -103,14 +104,14 @@ class IncidentConfig:
     """Steps in which a clean run reaches a loss or gradient norm once, by the tail of recent steps: such a
     number is an incident. 0 looks for numbers that are not finite only; between 0 and 1 each high number is
     one, for trials."""
-    window: Annotated[int, POSITIVE] = 512
+    window: Annotated[int, POSITIVE, OnlyIf("threshold")] = 512
     """Recent steps from which that tail is estimated; the first 32 are not judged."""
     patience: Annotated[int, NOT_NEGATIVE] = 8
     """Steps in a row without finite gradients after which the run has diverged and ends; 0 never ends it."""
     keep: Annotated[int, NOT_NEGATIVE] = 16
     """Most incidents recorded in a run folder; later ones are a line in the log. Outliers, slow ranks and
     uneven loads may take half of the places, the others are for numbers not finite and bits that differ."""
-    rewinds: Annotated[int, NOT_NEGATIVE] = 8
+    rewinds: Annotated[int, NOT_NEGATIVE, OnlyIf("action", "rewind")] = 8
     """Most returns to a checkpoint; further incidents end the run."""
 
 
@@ -122,12 +123,12 @@ class CheckConfig:
     """Steps between comparisons of what must be equal bit for bit on several ranks; 0 never compares."""
     ranks_every: Annotated[int, NOT_NEGATIVE] = 100
     """Steps between lines that name the slowest rank and what it spends time on; 0 for none."""
-    slow_factor: Annotated[float, POSITIVE] = 2.0
+    slow_factor: Annotated[float, POSITIVE, OnlyIf("ranks_every")] = 2.0
     """A rank that is busy this many times as long as the median of the others is an incident."""
-    expert_steps: Annotated[int, NOT_NEGATIVE] = 100
+    expert_steps: Annotated[int, NOT_NEGATIVE, OnlyIf("model.options.num_experts")] = 100
     """Steps in a row in which no token chooses an expert, or nearly every one does, that are an incident; 0
     for none. Judged in each step, reported in logged ones."""
-    expert_share: Annotated[float, PROBABILITY] = 0.9
+    expert_share: Annotated[float, PROBABILITY, OnlyIf("expert_steps")] = 0.9
     """Tokens of the global batch from which nearly every one has chosen an expert: its router collapses."""
 
 

@@ -11,7 +11,6 @@ import torch
 from mlm.checkpoint.native.save_load import resolve
 from mlm.data.config import DataConfig
 from mlm.finetune import run
-from mlm.finetune.checks import check_finetune
 from mlm.finetune.config import FinetuneConfig
 from mlm.inference.trained import load_trained, resolve_checkpoint
 from mlm.models.config import LoraConfig
@@ -121,12 +120,6 @@ def test_a_target_that_names_no_layer_is_an_error(folder: Path, tmp_path: Path) 
     none = replace(LORA, targets=())
     (problem,) = run.preflight(adapting(folder, lora=none, out=str(tmp_path / "out")))
     assert problem.startswith("lora.targets=[]: no layer is named there; use ")
-
-
-def test_settings_of_adapters_without_a_rank_are_an_error(folder: Path) -> None:
-    config = adapting(folder, lora=LoraConfig(alpha=32.0))
-    (problem,) = check_finetune(config, world_size=None, local_devices=None)
-    assert str(problem).startswith("lora.alpha=32.0: lora.rank=0 adds no adapters; set lora.rank=16")
 
 
 def test_in_bfloat16_the_base_has_no_float32_copy(folder: Path) -> None:

@@ -199,7 +199,10 @@ def test_a_file_of_hardware_with_a_mistake_is_named_with_its_line(
 
 def test_a_price_without_tokens_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LAYOUTS, "price_per_gpu_hour=2"]) == 2
-    assert "price_per_gpu_hour=2: no number of tokens to train on; add tokens=" in capsys.readouterr().err
+    assert (
+        "price_per_gpu_hour=2.0: has no effect with tokens=null; remove it, or set tokens"
+        in capsys.readouterr().err
+    )
 
 
 def test_presets_are_complete() -> None:

@@ -103,6 +103,11 @@ def test_a_finished_run_is_extended(summarise: Summarise) -> None:
     assert shell_lines(summarise())[0] == longer
 
 
+def test_a_rate_that_does_not_decay_needs_no_end(summarise: Summarise) -> None:
+    """mlm pretrain rejects schedule.decay_steps, which nothing would read."""
+    assert shell_lines(summarise(decays=False))[0] == [*COMMAND, "train.steps=200"]
+
+
 def test_without_a_validation_set_nothing_is_scored(summarise: Summarise) -> None:
     assert "mlm eval" not in summarise(validation=[])
 

@@ -8,6 +8,7 @@ from mlm.config.fields import (
     POSITIVE,
     CheckpointPath,
     InputPath,
+    OnlyIf,
     OutFolder,
     ResultFile,
 )
@@ -153,9 +154,9 @@ class ConvertConfig:
     to: Literal["native", "hf", "torch_dist", "torch", "torchtitan", "megatron_dcp"] = "native"
     """Format: native (a run of mlm), hf (transformers), torch_dist and torch (Megatron-LM's distributed and
     classic one), torchtitan and megatron_dcp (DCP with their names)."""
-    tp: TensorSize = 1
+    tp: Annotated[TensorSize, OnlyIf("to", "native", "torch")] = 1
     """Tensor-parallel size of to=native and to=torch; the other formats have none."""
-    pp: PipelineSize = 1
+    pp: Annotated[PipelineSize, OnlyIf("to", "native", "torch")] = 1
     """Pipeline-parallel size of to=native and to=torch."""
     dtype: DType = "float32"
     """Numbers to write; native is float32."""
@@ -168,7 +169,7 @@ class ConvertConfig:
     """Attention heads of a Megatron-LM source of 2019, which does not record them."""
     tokenizer: InputPath | None = None
     """Tokenizer to put beside native and hf, where the source has none: as in `mlm import megatron`."""
-    max_file_gb: Annotated[float, POSITIVE] = 5.0
+    max_file_gb: Annotated[float, POSITIVE, OnlyIf("to", "hf", "torchtitan", "megatron_dcp")] = 5.0
     """Largest file of hf and DCP folders, in 10^9 bytes; a larger tensor has its own."""
     verify: bool = True
     """Compare every parameter, and the logits of 64 tokens, with the source; refuse where they differ."""
@@ -184,9 +185,9 @@ class ExportMegatronConfig:
     """Folder to write, for --load: release/ and latest_checkpointed_iteration.txt."""
     format: Literal["torch_dist", "torch"] = "torch_dist"
     """torch_dist loads at any layout; torch is the classic one, of a file per rank."""
-    tp: TensorSize = 1
+    tp: Annotated[TensorSize, OnlyIf("format", "torch")] = 1
     """Tensor-parallel size of format=torch."""
-    pp: PipelineSize = 1
+    pp: Annotated[PipelineSize, OnlyIf("format", "torch")] = 1
     """Pipeline-parallel size of format=torch."""
     dtype: DType = "float32"
     """Numbers to write."""

@@ -30,7 +30,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.inference.trained import split_problems
 from mlm.parallel.config import ParallelConfig
 from mlm.training.run_folder import new_folder, out_problems
-from mlm.util.errors import ConfigError, UserError, attempt
+from mlm.util.errors import ConfigError, Problem, UserError, attempt
 from mlm.util.terminal import Advance, progress_bar
 
 MEGATRON = ("torch_dist", "torch", "megatron_dcp")
@@ -85,6 +85,11 @@ def open_(config: ConvertConfig, tokenizer: Tokenizer | None = None) -> Source:
     """Open the source. Raises UserError."""
     settings = SourceSettings(config.config, config.vocab_size, config.num_heads, tokenizer)
     source = open_source(config.source, settings)
+    without_model = ("torchtitan", "torch_dist", "megatron_dcp")
+    for key, formats in (("config", without_model), ("vocab_size", MEGATRON), ("num_heads", MEGATRON)):
+        if getattr(config, key) is not None and source.format not in formats:
+            why = f"has no effect with source={config.source}, of the format {source.format}"
+            raise UserError(Problem.at(key, getattr(config, key), why, "remove it"))
     if source.base is not None:
         raise UserError(
             f"source={config.source}: holds adapters alone; convert what mlm export hf merge=true writes"
@@ -99,8 +104,6 @@ def open_(config: ConvertConfig, tokenizer: Tokenizer | None = None) -> Source:
 
 def check_target(config: ConvertConfig, source: Source) -> None:
     """Raise UserError if the target has no such model, or the layout does not divide it."""
-    if config.to not in ("native", "torch") and (config.tp, config.pp) != (1, 1):
-        raise UserError(f"tp={config.tp} pp={config.pp}: to={config.to} has no layout: leave them out")
     if source.filled and config.to != "native":
         raise UserError(
             f"{source.path} lacks {min(source.filled)}: use to=native, which fills it, then convert that"

@@ -16,7 +16,7 @@ from mlm.config.fields import MOST, expand_home
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.suggest import did_you_mean
 from mlm.config.tree import alternatives, leaves
-from mlm.util.errors import UserError
+from mlm.util.errors import Problem, UserError
 
 HELP = ("--help", "-h")
 VERSION = ("--version", "-V")
@@ -149,7 +149,15 @@ def parse(command: Command, words: Sequence[str]) -> Arguments:
         else:
             parsed.overrides.append(word)
     if not parsed.help:
-        parsed.overrides = _renamed(command, _with_positional(command, parsed.overrides))
+        typed = parsed.overrides
+        parsed.overrides = _renamed(command, _with_positional(command, typed))
+        for text in {*parsed.overrides} - {*typed}:  # of which the key was not typed, or another name of it
+            key, _, value = text.partition("=")
+            others = [each for each in parsed.overrides if each.startswith(f"{key}=")]
+            if len(others) > 1:
+                raise UserError(
+                    Problem((key,), f"{' '.join(others)}: one {key} is taken", "remove the other")
+                )
     return parsed
 
 

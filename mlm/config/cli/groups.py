@@ -1,7 +1,7 @@
 """Config groups: the YAML of each choice, shipped in configs/ or of a --config-dir, and what it says."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -117,6 +117,18 @@ def _values(path: Path) -> dict[str, Any]:
             for key, value in base.items():
                 own.setdefault(key, value)
     return values
+
+
+def own_keys(choices: Mapping[str, Any], config_dir: str | None) -> set[str]:
+    """Keys that the user's own YAML of some choices sets."""
+    keys = set[str]()
+    for group, name in choices.items():
+        path = choice_file(group, str(name), config_dir)
+        if path is None or path.is_relative_to(CONFIG_DIR):
+            continue
+        values = yaml.safe_load(path.read_text("utf-8")) or {}
+        keys |= flatten(values, "" if GLOBAL in comment_of(path) else f"{group}.", whole="").keys()
+    return keys
 
 
 def takes_task(command: Command) -> bool:

@@ -28,9 +28,10 @@ from mlm.config.cli.compose import (
     problem_of_composing,
 )
 from mlm.config.cli.entry import INTERRUPTED, KILLED, OK, report, say, speaks_for_host, version_line
-from mlm.config.cli.groups import command_groups
-from mlm.config.cli.overrides import Overrides, prepare
+from mlm.config.cli.groups import command_groups, own_keys
+from mlm.config.cli.overrides import Overrides, keys_of, prepare
 from mlm.config.cli.saved import SavedValues, take_saved, take_saved_task
+from mlm.config.cli.unread import unread_problems
 from mlm.config.imports import trusting
 from mlm.config.suggest import divisors
 from mlm.config.tree import MISSING_VALUE, flatten, leaves
@@ -39,7 +40,7 @@ from mlm.launch.environment import read_rank_place
 from mlm.launch.typed import record_job
 from mlm.optim.auto_precision import settle_precision
 from mlm.parallel.layout_checks import RANKS_PER_NODE
-from mlm.util.errors import ConfigError, Problem, UserError
+from mlm.util.errors import ConfigError, Problem, UserError, attempt
 from mlm.util.ownership import STDOUT
 
 LAUNCH = "mlm.launch.start"
@@ -167,7 +168,7 @@ def prepare_job(job: Execution) -> Callable[[], int]:
     if (line := settle_precision(values, first_gpu)) and speaks_for_host(os.environ):
         print(f"mlm {job.command.name}: {line}", file=sys.stderr)
     _place(job, values)
-    keys = {text.partition("=")[0] for text in job.texts}
+    keys = {key for text in job.texts for key in keys_of(text)}
     for key, settle in job.command.settles.items():
         if key in keys and (line := resolve(settle)(values, keys)) and speaks_for_host(os.environ):
             print(f"mlm {job.command.name}: {line}", file=sys.stderr)
@@ -175,7 +176,8 @@ def prepare_job(job: Execution) -> Callable[[], int]:
     imports = [typed.get(key) for key, leaf in leaves(job.command.spec).items() if leaf.shipped is not None]
     trusted = partial(trusting, imports, job.overrides.import_paths)
     with trusted():
-        config = _build(job, values)
+        written = own_keys(composition.typed.hydra.runtime.choices, arguments.config_dir)
+        config = _build(job, values, keys, written)
         _check_files(job, config)
 
     def start() -> int:
@@ -302,7 +304,7 @@ def _devices_needed(config: Any, size: int) -> str:
     return f"; needs {nodes} nodes of {gpus}" if nodes > 1 else f"; needs {gpus} on one node"
 
 
-def _build(job: Execution, values: dict[str, Any]) -> Any:
+def _build(job: Execution, values: dict[str, Any], typed: set[str], written: set[str]) -> Any:
     command = job.command
 
     def check_on_ranks(config: Any) -> Sequence[str]:
@@ -315,8 +317,14 @@ def _build(job: Execution, values: dict[str, Any]) -> Any:
             return [*error.problems, *command.check(config, world_size=_ranks(config), local_devices=1)]
         return command.check(config, world_size=facts.world_size, local_devices=facts.local_devices)
 
+    def check(config: Any) -> Sequence[str]:
+        problems = list((check_on_ranks if command.check else command.local_check)(config))
+        named = {key for problem in problems for key in Problem.of(problem).keys}
+        unread = attempt(problems, lambda: [*unread_problems(config, typed - named, written - named)])
+        return [*problems, *(unread or ())]
+
     try:
-        config = build(command.spec, values, check_on_ranks if command.check else command.local_check)
+        config = build(command.spec, values, check)
     except ConfigError as error:
         raise ConfigError(job.overrides.all_problems(error.problems)) from None
     if job.overrides.problems:

@@ -14,13 +14,6 @@ from mlm.parallel.layout_checks import READER_RULES, Launch
 from mlm.util.errors import Problem
 
 
-def _one_source_of_prompts(config: GenerateConfig, _: Launch) -> Problem | None:
-    if config.prompts is None or not config.prompt:
-        return None
-    both = f"prompts={config.prompts} and prompt={config.prompt}: give one of the two"
-    return Problem(("prompts", "prompt"), both)
-
-
 def _least_below_most(config: GenerateConfig, _: Launch) -> Problem | None:
     least, most = config.min_new_tokens, config.max_new_tokens
     if least <= most:
@@ -33,11 +26,7 @@ def _least_below_most(config: GenerateConfig, _: Launch) -> Problem | None:
 
 
 def _chat_settings_serve(config: GenerateConfig, _: Launch) -> Problem | None:
-    chat = {"chat_template": config.chat_template, "system": config.system}
     if not config.chat:
-        for key, value in chat.items():
-            if value is not None:
-                return Problem((key, "chat"), f"{key}={value} is of chat=true", "set chat=true")
         return None
     if config.special_tokens:
         problem = "special_tokens=true: in a message names of special tokens are text"
@@ -53,7 +42,7 @@ def _chat_settings_serve(config: GenerateConfig, _: Launch) -> Problem | None:
 check_generate = checked_by(
     READER_RULES,
     (
-        *(devices_exist, loss_scale_can_fall, _one_source_of_prompts),
+        *(devices_exist, loss_scale_can_fall),
         lambda config, _: present.file("prompts", config.prompts),
         *(_least_below_most, checkpoint_exists, tokenizer_exists, _chat_settings_serve),
         lambda config, _: present.chat_template("chat_template", config.chat_template),

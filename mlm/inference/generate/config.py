@@ -11,6 +11,7 @@ from mlm.config.fields import (
     Also,
     CheckpointPath,
     InputPath,
+    OnlyIf,
     ResultFile,
 )
 from mlm.data.config import MicroBatchSize
@@ -32,7 +33,7 @@ class GenerateConfig:
 
     ckpt: CheckpointPath
     """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
-    prompt: Annotated[str, Also("start", "text")] = ""
+    prompt: Annotated[str, OnlyIf("prompts", None), Also("start", "text")] = ""
     """Text to continue; - reads it from standard input. Empty begins a document: after an end-of-document
     token."""
     prompts: InputPath | None = None
@@ -52,9 +53,9 @@ class GenerateConfig:
     \\n is a line break and \\t a tab, as shells pass neither easily."""
     temperature: Annotated[float, NOT_NEGATIVE] = 0.8
     """Divides the logits; 0 takes the most probable token."""
-    top_k: Annotated[int, NOT_NEGATIVE] = 0
+    top_k: Annotated[int, NOT_NEGATIVE, OnlyIf("temperature")] = 0
     """Sample among this many most probable tokens; 0 means all."""
-    top_p: Annotated[float, PROBABILITY] = 1.0
+    top_p: Annotated[float, PROBABILITY, OnlyIf("temperature")] = 1.0
     """Sample among the fewest most probable tokens whose probabilities reach this sum."""
     repetition_penalty: Annotated[float, POSITIVE] = 1.0
     """Divides the logits of tokens that the text holds already, and multiplies those below 0
@@ -62,13 +63,13 @@ class GenerateConfig:
     chat: bool = False
     """Answer messages: prompt is the user's, or a line of prompts is {"messages": [{"role", "content"}, …]}.
     The tokenizer's chat template makes text of them; the token after an answer ends it."""
-    chat_template: InputPath | None = None
+    chat_template: Annotated[InputPath | None, OnlyIf("chat")] = None
     """Jinja file with the chat template, or chatml; null takes the tokenizer's."""
-    system: str | None = None
+    system: Annotated[str | None, OnlyIf("chat")] = None
     """With chat=true and a prompt: message of the system before it; null sends none."""
     special_tokens: bool = False
     """Read names of special tokens in a prompt, such as <|endoftext|>, as those tokens, not as letters."""
-    seed: Annotated[int, SEED] = 1234
+    seed: Annotated[int, SEED, OnlyIf("temperature")] = 1234
     """Seed of the sampling."""
     tokenizer: InputPath | None = None
     """tokenizer.json; null takes the one saved with the run."""

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from mlm.data.sampler import Batch
 from mlm.models.family import ModelFamily
 from mlm.models.gpt2.family import Windows, head_products
-from mlm.models.llama import megatron
-from mlm.models.llama.settings import DEFAULTS, architecture, dense_twin, model_problem, warning
+from mlm.models.llama import megatron, settings
 
 if TYPE_CHECKING:  # checks of settings need no torch
     from mlm.models.llama.model import Llama
@@ -18,13 +17,14 @@ FAMILY: "ModelFamily[Llama, Batch]" = ModelFamily(
     objective="mlm.models.gpt2.model:NextToken.of",
     samples=Windows(),
     splits_sequences=True,
-    options=DEFAULTS,
-    architecture=architecture,
+    options=settings.DEFAULTS,
+    settings=settings.LlamaSettings,
+    architecture=settings.architecture,
     head_products=head_products,
     protocol="consecutive windows, every token but the first scored once",
-    model_problem=model_problem,
-    warning=warning,
-    dense_twin=dense_twin,
+    model_problem=settings.model_problem,
+    warning=settings.warning,
+    dense_twin=settings.dense_twin,
     huggingface="mlm.models.llama.huggingface:MAPPING",
     megatron=megatron.MAPPING,
 )

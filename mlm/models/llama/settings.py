@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass, fields, replace
+from typing import Annotated
 
-from mlm.config.fields import exact
+from mlm.config.fields import OnlyIf, exact
 from mlm.models.config import ModelConfig
 from mlm.models.family import Architecture
 from mlm.models.gpt2.family import decoder_problem
-from mlm.parallel.expert.settings import RouterSettings
+from mlm.parallel.expert.settings import EXPERTS, RouterSettings
 from mlm.util.errors import ConfigError, Problem, show
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -16,6 +17,9 @@ ROUTER_SCORES = ("softmax", "sigmoid")
 """Values of router_scores."""
 BALANCES = ("none", "bias", "sequence", "global_batch", "micro_batch")
 """Values of balance."""
+SCALED = OnlyIf("rope_scaling", *ROPE_TYPES[1:])
+LLAMA3, YARN = OnlyIf("rope_scaling", "llama3"), OnlyIf("rope_scaling", "yarn")
+LATENT = OnlyIf("kv_lora_rank")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,30 +38,30 @@ class LlamaSettings(RouterSettings):
     rope_scaling: str = "default"
     """Scaling of the frequencies for longer contexts: default (none), linear (arXiv:2306.15595), llama3
     (arXiv:2407.21783, section 3.4.2) or yarn (arXiv:2309.00071)."""
-    rope_factor: float = 1.0
+    rope_factor: Annotated[float, SCALED] = 1.0
     """Factor by which the context becomes longer."""
-    rope_original_positions: int = 0
+    rope_original_positions: Annotated[int, OnlyIf("rope_scaling", "llama3", "yarn")] = 0
     """Context before scaling, in tokens, of llama3 and yarn; 0 means max_positions."""
-    rope_low_freq_factor: float = 1.0
+    rope_low_freq_factor: Annotated[float, LLAMA3] = 1.0
     """Of llama3: wavelengths beyond the original context over this are scaled in full."""
-    rope_high_freq_factor: float = 4.0
+    rope_high_freq_factor: Annotated[float, LLAMA3] = 4.0
     """Of llama3: wavelengths below the original context over this stay."""
-    rope_beta_fast: float = 32.0
+    rope_beta_fast: Annotated[float, YARN] = 32.0
     """Of yarn: dimensions that turn more often in the original context stay."""
-    rope_beta_slow: float = 1.0
+    rope_beta_slow: Annotated[float, YARN] = 1.0
     """Of yarn: dimensions that turn less often are scaled in full."""
-    rope_attention_factor: float = 0.0
+    rope_attention_factor: Annotated[float, YARN] = 0.0
     """Of yarn: factor of cosines and sines; 0 means 0.1 ln(rope_factor) + 1."""
-    rope_truncate: bool = True
+    rope_truncate: Annotated[bool, YARN] = True
     """Of yarn: round the dimensions where its ramp begins and ends to whole ones."""
-    rope_mscale: float = 0.0
+    rope_mscale: Annotated[float, YARN] = 0.0
     """Of yarn and latent attention: scores are multiplied by (0.1 rope_mscale ln(rope_factor) + 1)^2, as
     DeepSeek-V3's mscale_all_dim."""
     window: int = 0
     """Tokens that each attends to, itself included (arXiv:2310.06825, section 2); 0 for all before it."""
     qk_norm: bool = False
     """Norm the queries and keys of each head before they are turned, as Qwen 3 (arXiv:2302.05442)."""
-    qk_norm_whole: bool = False
+    qk_norm_whole: Annotated[bool, OnlyIf("qk_norm")] = False
     """Of qk_norm: norm those of all heads together, as OLMoE (arXiv:2409.02060, section 4.2.5)."""
     qkv_bias: bool = False
     """Biases of queries, keys and values, as Qwen 2."""
@@ -66,17 +70,17 @@ class LlamaSettings(RouterSettings):
     kv_lora_rank: int = 0
     """Width of the latent vector that keys and values come from (arXiv:2405.04434, section 2.1); 0 for the
     usual attention. Then head_dim is the width of queries and keys, rope_head_dim included."""
-    q_lora_rank: int = 0
+    q_lora_rank: Annotated[int, LATENT] = 0
     """Of latent attention: width of the latent vector that queries come from; 0 for none."""
-    rope_head_dim: int = 0
+    rope_head_dim: Annotated[int, LATENT] = 0
     """Of latent attention: dimensions of a head that are turned; those of keys are shared by all heads."""
-    v_head_dim: int = 0
+    v_head_dim: Annotated[int, LATENT] = 0
     """Of latent attention: width of a head's values; 0 means head_dim."""
-    expert_ffn_size: int = 0
+    expert_ffn_size: Annotated[int, EXPERTS] = 0
     """Width of an expert; 0 means model.ffn_hidden_size. With expert_tp=tp a multiple of tp."""
-    shared_experts: int = 0
+    shared_experts: Annotated[int, EXPERTS] = 0
     """Experts beside these that every token goes through (arXiv:2401.06066), as one MLP of their width."""
-    dense_layers: int = 0
+    dense_layers: Annotated[int, EXPERTS] = 0
     """First layers that have an MLP of model.ffn_hidden_size and no experts."""
 
     @classmethod
@@ -267,10 +271,6 @@ def _value_problem(model: ModelConfig, settings: LlamaSettings) -> Problem | Non
 def _latent_problem(model: ModelConfig, settings: LlamaSettings) -> tuple[str, str, str] | None:
     """Return setting, problem and fix of latent attention."""
     if not settings.kv_lora_rank:
-        names = ("q_lora_rank", "rope_head_dim", "v_head_dim", "rope_mscale")
-        for name in names:
-            if getattr(settings, name):
-                return name, "is of latent attention alone", "set model.options.kv_lora_rank too"
         return None
     most = settings.head_dim - 1
     if not 0 < settings.rope_head_dim <= most or settings.rope_head_dim % 2:
@@ -289,8 +289,7 @@ def _mixture_problem(model: ModelConfig, settings: LlamaSettings) -> tuple[str, 
     """Return setting, problem and fix of a mixture of experts."""
     experts, groups = settings.num_experts, settings.router_groups
     if not experts:
-        wrong = "capacity_factor", "is of experts, and model.options.num_experts=0", "remove it"
-        return wrong if settings.capacity_factor else None
+        return None
     for name, values in (("router_scores", ROUTER_SCORES), ("balance", BALANCES)):
         if getattr(settings, name) not in values:
             return name, "is none of ours", f"use {', '.join(values[:-1])} or {values[-1]}"

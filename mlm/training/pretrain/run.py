@@ -29,6 +29,7 @@ from mlm.inference.base import Base, base_name, load_any_weights
 from mlm.inference.hf_source import load_model_folder
 from mlm.inference.trained import resolve_checkpoint
 from mlm.launch.doctor.folder import check_start
+from mlm.optim.config import STABLE_DECAYS
 from mlm.optim.schedule import warmup_warning
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan import forecast
@@ -357,6 +358,7 @@ def finish_directory(
             resume=resume_command("pretrain", out, config),
             header=rows,
             total_steps=config.train.steps,
+            decays=config.schedule.decay not in STABLE_DECAYS,
             unit=config.model.family.loss_unit,
             prompt="The" if generates else None,
             trusted=kind.partition(":")[0] if is_path(kind) else None,

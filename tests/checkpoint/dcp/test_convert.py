@@ -147,7 +147,7 @@ def test_layout_of_a_format_without_one_is_rejected(
     llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["convert", str(llama), str(tmp_path / "x"), "to=torch_dist", "tp=2"]) == 2
-    assert "tp=2 pp=1: to=torch_dist has no layout" in capfd.readouterr().err
+    assert "tp=2: has no effect with to=torch_dist" in capfd.readouterr().err
 
 
 def test_interrupted_conversion_continues(

@@ -52,8 +52,8 @@ OWN_CONFIG = "write your settings to DIR/experiment/NAME.yaml and type --config-
         ),
         (
             f"{SOUND} checkpoint.from_mirror=true",
-            "mlm pretrain: checkpoint.from_mirror=true: no store is named; "
-            "add checkpoint.mirror=s3://BUCKET/PREFIX",
+            "mlm pretrain: checkpoint.from_mirror=true: has no effect with checkpoint.mirror=null; "
+            "remove it, or set checkpoint.mirror",
         ),
         ("eval loss model=gpt2_8b ckpt=.", "mlm eval loss: unknown key 'model'; --help lists the keys"),
         (

@@ -128,7 +128,7 @@ def test_ctrl_c_ends_an_answer_with_130_and_no_word(llama: Path) -> None:
     [
         (["chat=true"], "chat=true: no message to answer"),
         (["prompt=a\udcff"], "prompt: holds half a surrogate pair (U+DCFF), no UTF-8: correct it"),
-        (["system=be brief", "prompt=a"], "system=be brief is of chat=true; set chat=true"),
+        (["system=be brief", "prompt=a"], "system=be brief: has no effect with chat=false"),
         (["chat=true", "prompt=a", "special_tokens=true"], "special_tokens=true: in a message"),
         (["chat=true", "prompts=bad.jsonl"], "bad.jsonl:1: message 1: role='bot' is unknown"),
         (["chat=true", "prompts=empty.jsonl"], 'empty.jsonl:1: holds no prompt: write {"messages": […]} or'),

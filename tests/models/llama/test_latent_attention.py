@@ -166,7 +166,6 @@ def check_cache(ctx: ParallelContext) -> None:
 
 
 WRONG = [
-    ({"kv_lora_rank": 0}, "q_lora_rank=11 is of latent attention alone"),
     ({"rope_head_dim": 3}, "rope_head_dim=3 does not go with latent attention"),
     ({"rope_head_dim": 10}, "rope_head_dim=10 does not go with latent attention"),
     ({"v_head_dim": 11}, "v_head_dim=11 must be at most head_dim=10"),

@@ -122,7 +122,6 @@ def test_sigmoid_mixture_with_groups_bias_and_shared_experts_is_deepseeks() -> N
         ({"dense_layers": 2}, "dense_layers=2 leaves no layer of model.num_layers=2 to experts"),
         ({"router_scores": "tanh"}, "router_scores=tanh is none of ours"),
         ({"balance": "batch"}, "balance=batch is none of ours"),
-        ({"num_experts": 0, "capacity_factor": 1.5}, "capacity_factor=1.5 is of experts"),
     ],
 )
 def test_settings_of_no_mixture_are_one_line(options: dict[str, Any], problem: str) -> None:

@@ -17,7 +17,7 @@ TINY = [
     *(f"model.vocab_size={VOCAB}", "model.max_positions=4", "data.seq_length=4"),
     *("train.global_batch_size=8", "train.micro_batch_size=4", "train.steps=6", "train.validate_every=3"),
     *("train.validate_batches=2", "checkpoint.save_every=3", "checkpoint.keep_last=9", "schedule=constant"),
-    *("schedule.warmup_steps=0", "optimizer.lr=1e-2", "log.every=1", "schedule.decay_steps=100"),
+    *("schedule.warmup_steps=0", "optimizer.lr=1e-2", "log.every=1"),
 ]
 
 

@@ -118,7 +118,7 @@ def test_a_stopped_run_continues_bit_equal_with_the_command_its_summary_names(
     corpus: Path, run: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    stopped = [*TINY, f"data.path={corpus}", f"out={out}", "train.steps=3", "schedule.decay_steps=6"]
+    stopped = [*TINY, f"data.path={corpus}", f"out={out}", "train.steps=3"]
     assert main(["pretrain", *stopped]) == 0
     assert f"mlm pretrain resume={out}" in (out / "README.md").read_text()
     assert main(["pretrain", f"resume={out}", "train.steps=6"]) == 0
