@@ -94,8 +94,8 @@ class Saver(Observer):
 
     Each checkpoint that is complete is passed to `mirror`, which returns at once.
 
-    A save deletes the last good checkpoint only when the step after it is sound too, as its own weights may be
-    what ruins the next (`Trainer.is_sound`).
+    A save deletes the last good checkpoint only when the step after it is sound too, as its own weights may
+    be what ruins the next (`Trainer.is_sound`).
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from mlm.checkpoint.native.folders import (
 )
 from mlm.checkpoint.native.format import CheckpointError, read_manifest_head
 from mlm.checkpoint.native.norms import largest_jump
-from mlm.checkpoint.native.run_state import DOUBTS, NOT_FINITE_SINCE, doubts_in
+from mlm.checkpoint.native.run_state import doubtful_since, not_finite_since
 from mlm.util.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -79,8 +79,10 @@ def checkpoint_doubt(directory: Path, since: int | None = None) -> str | None:
         summary = read_manifest_head(directory)
     except (UserError, OSError):
         return None
-    for step, key in doubts_in(summary.state):
-        return f"{DOUBTS[key]} since step {step}"
+    if since := not_finite_since(summary.state):
+        return f"steps are not finite since step {since}"
+    if since := doubtful_since(summary.state):
+        return f"the loss is far above its best, or replicas differ, since step {since}"
     jump = largest_jump(summary.tensors)
     return jump and f"the norm of {jump[0]} is {jump[1]:.3g} times what it was"
 
@@ -100,19 +102,19 @@ def newest_good(
             return path
     before = (path for path in paths if given is None or step_of(path) < given - 1)
     for path in (path for path in before if problem_of(path) is None):
-        manifest = read_manifest_head(path)
-        keys = {key for _, key in doubts_in(manifest.state)}
-        if keys <= {NOT_FINITE_SINCE} and largest_jump(manifest.tensors) is None:
+        head = read_manifest_head(path)
+        is_unchanged = doubtful_since(head.state) == not_finite_since(head.state)
+        if is_unchanged and largest_jump(head.tensors) is None:
             return path
     return None
 
 
 def _first_doubt(paths: Sequence[Path], since: int | None) -> int | None:
     """The first step that has gone wrong by `since` or by the newest checkpoint; None if neither says so."""
-    steps = [since] if since else []
+    steps = [since]
     with suppress(UserError, OSError):
-        steps += [step for step, _ in doubts_in(read_manifest_head(paths[0]).state)] if paths else []
-    return min(steps, default=None)
+        steps += [doubtful_since(read_manifest_head(path).state) for path in paths[:1]]
+    return min(filter(None, steps), default=None)
 
 
 def _is_deletable(path: Path) -> bool:

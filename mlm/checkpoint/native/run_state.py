@@ -23,16 +23,8 @@ INCIDENTS = "incidents"
 """Key of what a run remembers of its incidents, which decides on later ones."""
 NOT_FINITE_SINCE = "not_finite_since"
 """Key of a run's incidents: the first of the newest steps that are not finite; 0 if the newest is finite."""
-HIGH_SINCE = "high_since"
-"""The same of steps whose loss is far above the run's best."""
-DIFFER_SINCE = "differ_since"
-"""The first step whose weights were not equal on all replicas; 0 if none is known."""
-DOUBTS = {
-    NOT_FINITE_SINCE: "steps are not finite",
-    HIGH_SINCE: "losses are far above the best",
-    DIFFER_SINCE: "replicas differ",
-}
-"""Why weights are doubtful, by the key that says since which step."""
+DOUBTFUL_SINCE = "doubtful_since"
+"""The same of steps that are not finite, whose loss is far above the best, or whose replicas differ."""
 LORA = "lora"
 """Key of the base that the adapters in a checkpoint belong to: its name and digest."""
 LINEAGE = "lineage"
@@ -66,11 +58,16 @@ def check_run_state(manifest: "Manifest", path: Path) -> None:
             raise CorruptFileError(f"{path}: its {key}={str(value)[:40]} is out of range. {RESTORE}")
 
 
-def doubts_in(state: Mapping[str, Any]) -> list[tuple[int, str]]:
-    """Return since which step weights are doubtful and by which key of DOUBTS, the earliest first."""
+def not_finite_since(state: Mapping[str, Any], key: str = NOT_FINITE_SINCE) -> int:
+    """Return the first of the newest steps whose numbers are not finite; 0 if the newest is finite."""
     incidents = state.get(INCIDENTS)
-    since = {key: incidents.get(key) if isinstance(incidents, dict) else 0 for key in DOUBTS}
-    return sorted((step, key) for key, step in since.items() if type(step) is int and step > 0)
+    since = incidents.get(key) if isinstance(incidents, dict) else 0
+    return since if type(since) is int else 0
+
+
+def doubtful_since(state: Mapping[str, Any]) -> int:
+    """Return the first of the newest steps that have gone wrong; 0 if the newest is sound."""
+    return not_finite_since(state, DOUBTFUL_SINCE) or not_finite_since(state)
 
 
 def label_names(state: Mapping[str, Any]) -> tuple[str, ...]:

@@ -10,12 +10,7 @@ import torch
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import point_latest, step_of
 from mlm.checkpoint.native.format import TensorEntry, read_manifest_head
-from mlm.checkpoint.native.norms import (
-    largest_jump,
-    norm,
-    not_finite_problem,
-    with_norms,
-)
+from mlm.checkpoint.native.norms import largest_jump, norm, not_finite_problem, with_norms
 from mlm.checkpoint.native.save_load import CheckpointError, stored_tensors
 from mlm.optim.schedule import learning_rate
 from mlm.training.incidents.probe import StepProbe, describe_place
@@ -67,11 +62,11 @@ class DivergenceStop(Observer):
     def diagnosis(self, good: Path | None) -> str:
         """What went wrong since when and the way back, in a line. Collective."""
         trainer, config, memory = self.trainer, self.trainer.config, self.incidents.memory
-        advice, where = f"a lower optimizer.lr, a higher {self.warmup_key}", ""
-        lr = learning_rate(memory.doubt, config.optimizer, config.schedule, config.train.steps)
+        advice = f"a lower optimizer.lr, a higher {self.warmup_key}"
+        where = f"the run ends with {self.incidents.end}"
         if memory.differ:
-            cause, advice = "replicas differ", "other hardware"
-            where = "; ".join(self.incidents.torn)
+            cause, advice = "replicas differ", "another host"
+            where = "; ".join(self.incidents.torn) or where
         elif memory.since:
             probe = StepProbe(trainer)
             probe.run(self.incidents.batches)
@@ -83,12 +78,11 @@ class DivergenceStop(Observer):
                 cause = f"gradients still overflow at precision.min_loss_scale={floor:g}"
                 advice += " or precision=bf16"
         else:
-            cause = f"losses are at least {memory.ceiling:.6g}, far above the best"
-        if self.incidents.end is not None:
-            where += f"{'; ' if where else ''}the run ends with {self.incidents.end}"
+            cause = f"losses are above {memory.ceiling:.4g}, far from the best,"
+        lr = learning_rate(memory.doubt, config.optimizer, config.schedule, config.train.steps)
         text = f"step {trainer.step}: {cause} since step {memory.doubt}, where the learning rate was {lr:.4g}"
-        state, way = self.describe_state(good), describe_way_back(config.out, good, advice)
-        return f"{text}; {where}; {state}. {way}"
+        state = self.describe_state(good)
+        return f"{text}; {where}; {state}. {describe_way_back(config.out, good, advice)}"
 
     def describe_state(self, good: Path | None) -> str:
         """State of weights and moments in words: not finite, or grown since `good`. Collective."""

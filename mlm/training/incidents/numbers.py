@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mlm.checkpoint.native.run_state import DIFFER_SINCE, HIGH_SINCE, NOT_FINITE_SINCE
+from mlm.checkpoint.native.run_state import DOUBTFUL_SINCE, NOT_FINITE_SINCE
 from mlm.data.sampler import Ranges
 from mlm.parallel.collectives import all_reduce
 from mlm.training.state import INCIDENTS
@@ -40,9 +40,8 @@ FEWEST_PEAKS, SHARE = 4, 16
 """The tail is one in SHARE of the excesses, at least FEWEST_PEAKS."""
 CEILING = math.log(1000)
 """Excess of a norm that is an outlier whatever the tail; clean runs had 400 times the level."""
-RARE, YOUNG = 1e6, 3.0
-"""Weights are doubtful from a loss that is above the best level by what clean steps reach once in RARE, or
-that is YOUNG times the highest before, while the window is not full."""
+RARE = 1e6
+"""Weights are doubtful from a loss that is above the best level by what clean steps reach once in RARE."""
 TINY = 1e-30
 MOST_STEPS, MOST_RANGES, MOST_SAMPLES = 10_000, 10_000, (1 << 62) - 1
 
@@ -127,7 +126,7 @@ class Tail:
         self.values = deque[float](maxlen=min(LEVEL, size))
         self.excesses = deque[float]()
         self.ordered: list[float] = []
-        self.level, self.highest = math.nan, 0.0
+        self.level = math.nan
         self.levels = deque[float](maxlen=size)
 
     def add(self, value: float) -> None:
@@ -138,7 +137,7 @@ class Tail:
             self.excesses.append(max(value - self.level, 0.0))
             insort(self.ordered, self.excesses[-1])
         self.values.append(value)
-        self.level, self.highest = median(self.values), max(self.highest, abs(value))
+        self.level = median(self.values)
         self.levels.append(self.level)
 
     def limit(self, steps: float, least: float) -> float:
@@ -148,12 +147,16 @@ class Tail:
         least *= self.size / len(self.excesses)  # few steps have not shown all that a young run does
         return self.level + return_level(self.ordered, steps, least)
 
-    def ceiling(self, least: float) -> float:
-        """Return the number from which weights are doubtful; infinite before the first step."""
-        if not self.values:
-            return math.inf
-        usual = self.limit(RARE, least) - self.level + min(self.levels)
-        return usual if len(self.excesses) == self.size else min(usual, YOUNG * self.highest)
+    def ceiling(self) -> float:
+        """Return the loss from which weights are doubtful; infinite before the first step.
+
+        Until the window is full, a loss of twice the highest level and a nat is doubtful too.
+        """
+        young = 2 * max(self.levels) + 1 if self.levels else math.inf
+        if len(self.excesses) < self.fewest:
+            return young
+        usual = min(self.levels) + return_level(self.ordered, RARE, LEAST_SPREAD * abs(self.level))
+        return usual if len(self.excesses) == self.size else min(usual, young)
 
 
 class Recent:
@@ -175,16 +178,11 @@ class Recent:
             self.losses.add(loss)
             self.norms.add(math.log(max(norm, TINY)))
 
-    @property
-    def least(self) -> float:
-        """Least mean of the tail of losses."""
-        return max(LEAST_SPREAD * abs(self.losses.level), TINY)
-
     def limits(self, steps: float) -> tuple[float, float]:
         """Return the loss and the norm that clean steps reach once in so many; infinite for 0 steps."""
         if not steps:
             return math.inf, math.inf
-        loss = self.losses.limit(steps, self.least)
+        loss = self.losses.limit(steps, max(LEAST_SPREAD * abs(self.losses.level), TINY))
         norm = self.norms.limit(steps, LEAST_LOG_SPREAD)
         return loss, math.exp(min(norm, self.norms.level + CEILING)) if norm < math.inf else norm
 
@@ -206,22 +204,23 @@ class Memory:
     since: int = 0
     """First of the newest steps that are not finite, overflows of float16 too; 0 if the newest is finite."""
     high: int = 0
-    """First of the newest steps whose loss is at least `ceiling`; 0 if that of the newest is not."""
-    ceiling: float = 0.0
-    """Loss from which weights are doubtful until step `expires`, as the run was before the first such loss."""
+    """First of the newest steps whose loss is above `ceiling`; 0 if that of the newest is not."""
     expires: int = 0
+    """Last step that is compared with `ceiling`: it is kept as it was before the first high loss."""
     differ: int = 0
     """First step whose weights were not equal on all replicas; 0 if none is known."""
+    ceiling: float = 0.0
+    """Loss from which weights are doubtful."""
 
     @property
     def doubt(self) -> int:
-        """First step that has gone wrong, of which no later one has shown the contrary; 0 if there is none."""
+        """First of the newest steps that have gone wrong; 0 if the newest is sound."""
         return min(filter(None, (self.since, self.high, self.differ)), default=0)
 
     def judge_loss(self, loss: float, step: int) -> None:
         """Compare the loss of a step with the run's best, before it is added to `recent`."""
-        ceiling = self.ceiling if step <= self.expires else self.recent.losses.ceiling(self.recent.least)
-        if loss < ceiling:
+        ceiling = self.ceiling if step <= self.expires else self.recent.losses.ceiling()
+        if loss <= ceiling:
             self.high = 0
             return
         if step > self.expires:
@@ -250,10 +249,8 @@ class Memory:
             "streak": self.streak,
             "returned": list(self.returned),
             NOT_FINITE_SINCE: self.since,
-            HIGH_SINCE: self.high,
-            DIFFER_SINCE: self.differ,
-            "ceiling": self.ceiling,
-            "expires": self.expires,
+            DOUBTFUL_SINCE: self.doubt,
+            "doubts": [self.high, self.expires, self.differ, self.ceiling],
         }
 
 
@@ -271,9 +268,10 @@ def decode(saved: Any, window: int) -> Memory:
         recent = Recent(window, saved["recent"])
         failed, target = map(number, saved["returned"])
         rewinds, streak, since = (number(saved[k]) for k in ("rewinds", "streak", NOT_FINITE_SINCE))
-        high, expires, differ = (number(saved.get(k, 0)) for k in (HIGH_SINCE, "expires", DIFFER_SINCE))
-        counts = (rewinds, streak, (failed, target), since, high, float(saved.get("ceiling", 0.0)))
-        return Memory(recent, ranges, steps, *counts, expires, differ)
+        *doubts, ceiling = saved.get("doubts", (0, 0, 0, 0.0))
+        high, expires, differ = map(number, doubts)
+        counts = (rewinds, streak, (failed, target), since, high, expires, differ)
+        return Memory(recent, ranges, steps, *counts, float(ceiling))
     except (AssertionError, KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(
             f"its state of incidents is damaged ({error!r}); take another checkpoint"

@@ -4,7 +4,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,9 @@ from mlm.optim.adamw import can_defer
 from mlm.optim.clip import gradient_norm
 from mlm.parallel.collectives import ToHost
 from mlm.tracking.reporter import Reporter
-from mlm.training.incidents.comparisons import (
-    SecondPass,
-    compute_again,
-    replica_differences,
-)
+from mlm.training.incidents.comparisons import SecondPass, compute_again, replica_differences
 from mlm.training.incidents.numbers import StepNumbers, decode, exceeds_limits, shared_numbers, sum_numbers
-from mlm.training.incidents.probe import StepProbe
+from mlm.training.incidents.probe import WEIGHT, StepProbe
 from mlm.training.incidents.record import (
     FOLDER,
     make_folder,
@@ -186,17 +182,14 @@ class Incidents(Observer):
 
     def judge_end(self) -> None:
         """Judge the weights after the last update, by the batches of the last step. Collective."""
-        trainer, memory = self.trainer, self.memory
+        trainer = self.trainer
         with trainer.unobserved():
             parts = trainer.compute_gradients(self.batches)
         norm = gradient_norm(trainer.shards, trainer.ctx) / trainer.scaler.scale
         self.end = numbers = shared_numbers(trainer, parts, norm)
-        overflows = trainer.scaler.dynamic and math.isfinite(numbers.loss) and not memory.streak
-        if numbers.are_finite or overflows:
-            self.note_finite(numbers.loss)
-        else:
-            memory.since = memory.since or trainer.step + 1
-            self.note_doubt()
+        if trainer.scaler.dynamic and not self.memory.streak:  # an overflow of gradients is usual then
+            numbers = replace(numbers, norm=0.0)
+        self.count_bad_steps(numbers, IncidentReasons())
 
     def compare_replicas(self, step: int) -> None:
         """Look for weights and moments of `step` that are not equal on all replicas. Collective."""
@@ -237,12 +230,13 @@ class Incidents(Observer):
             reasons.add("transient", again.line("normal" if numbers.are_finite else "finite"))
             action = "stop" if self.settings.action == "stop" else "computed again"
             details = {"second_pass": again.encode()}
-        elif self.has_place(reasons) and not self.torn:
+        elif self.has_place(reasons):
             probe = StepProbe(self.trainer)
             probe.run(self.batches)
             findings = probe.gather()
-            reasons.lines += findings.lines()
-            details = findings.encode()
+            if not self.torn or (findings.first_bad or {}).get("tensor") == WEIGHT:
+                reasons.lines += findings.lines()
+                details = findings.encode()
         folder = self.write(reasons, details, numbers, probe)
         text = f"step {step}: incident: {reasons.text(folder)}"
         ends = "exhausted" in reasons.kinds and action != "rewind"  # DivergenceStop ends the run
