@@ -40,8 +40,11 @@ FEWEST_PEAKS, SHARE = 4, 16
 """The tail is one in SHARE of the excesses, at least FEWEST_PEAKS."""
 CEILING = math.log(1000)
 """Excess of a norm that is an outlier whatever the tail; clean runs had 400 times the level."""
-RARE = 1e6
-"""Weights are doubtful from a loss that is above the best level by what clean steps reach once in RARE."""
+RARE, LEAST_RISE = 1e6, 0.25
+"""Weights are doubtful from a loss that is above the best level by what clean steps reach once in RARE, and by
+LEAST_RISE nats: of a model that knows its data by heart, losses rise a hundredfold by chance."""
+RAMP = 8
+"""Steps in which losses that grow do not make the next one usual."""
 TINY = 1e-30
 MOST_STEPS, MOST_RANGES, MOST_SAMPLES = 10_000, 10_000, (1 << 62) - 1
 
@@ -127,7 +130,7 @@ class Tail:
         self.excesses = deque[float]()
         self.ordered: list[float] = []
         self.level = math.nan
-        self.levels = deque[float](maxlen=size)
+        self.levels, self.ceilings = deque[float](maxlen=size), deque[float](maxlen=RAMP)
 
     def add(self, value: float) -> None:
         """Take note of a step."""
@@ -139,6 +142,7 @@ class Tail:
         self.values.append(value)
         self.level = median(self.values)
         self.levels.append(self.level)
+        self.ceilings.append(self.ceiling())
 
     def limit(self, steps: float, least: float) -> float:
         """Return the number that clean steps reach once in so many; infinite before it is known."""
@@ -148,14 +152,15 @@ class Tail:
         return self.level + return_level(self.ordered, steps, least)
 
     def ceiling(self) -> float:
-        """Return the loss from which weights are doubtful; infinite before the first step.
+        """Return the loss from which weights are doubtful by all steps so far.
 
         Until the window is full, a loss of twice the highest level and a nat is doubtful too.
         """
-        young = 2 * max(self.levels) + 1 if self.levels else math.inf
+        young = 2 * max(self.levels) + 1
         if len(self.excesses) < self.fewest:
             return young
-        usual = min(self.levels) + return_level(self.ordered, RARE, LEAST_SPREAD * abs(self.level))
+        rise = max(return_level(self.ordered, RARE, LEAST_SPREAD * abs(self.level)), LEAST_RISE)
+        usual = min(self.levels) + rise
         return usual if len(self.excesses) == self.size else min(usual, young)
 
 
@@ -219,7 +224,7 @@ class Memory:
 
     def judge_loss(self, loss: float, step: int) -> None:
         """Compare the loss of a step with the run's best, before it is added to `recent`."""
-        ceiling = self.ceiling if step <= self.expires else self.recent.losses.ceiling()
+        ceiling = self.ceiling if step <= self.expires else min(self.recent.losses.ceilings, default=math.inf)
         if loss <= ceiling:
             self.high = 0
             return

@@ -15,9 +15,11 @@ from mlm.training.incidents.watcher import Incidents
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.incidents.runs import watcher
-from tests.training.incidents.test_places import batches_of, layer
+from tests.training.incidents.test_places import batches_of
 from tests.training.incidents.test_transient import usual
 from tests.training.test_trainer import config
+
+NAME = "token.weight"
 
 
 def doubts(losses: list[float], window: int = 512) -> list[int]:
@@ -44,7 +46,7 @@ def test_the_first_steps_are_in_doubt_above_twice_the_highest_level_and_a_nat(st
 
 def test_a_ruin_that_grows_step_by_step_is_noticed_in_a_young_run() -> None:
     """As of lr=1 from step 41 on: each loss alone is near the one before."""
-    assert doubts([*noise(40, 4.2), 4.3, 6.5, 8.9, 12.0, 20.0])[-1] in (43, 44)
+    assert doubts([*noise(40, 4.2), 4.3, 6.5, 8.9, 12.0, 20.0])[-1] == 43
 
 
 def test_a_model_that_has_learned_is_in_doubt_at_the_loss_of_a_uniform_guess() -> None:
@@ -64,8 +66,8 @@ def test_doubt_lasts_until_the_loss_is_usual_again_or_for_a_window() -> None:
     assert doubts([*young, *[9.0] * 600])[-1] == 0
 
 
-def test_losses_of_zero_are_usual() -> None:
-    assert doubts([0.0] * 40)[-1] == 0
+def test_losses_of_zero_are_usual_and_a_tenth_above_them_too() -> None:
+    assert doubts([*[0.0] * 40, 0.1])[-1] == 0
 
 
 def test_a_checkpoint_remembers_the_doubt() -> None:
@@ -81,9 +83,7 @@ def faulty_replica(ctx: ParallelContext, out: Path, action: Any) -> tuple[list[s
     incidents: Incidents = watcher(trainer, out)
     incidents.memory.recent = usual()
     if ctx.rank == 1:
-        module = layer(trainer, 1)
-        assert module is not None
-        module.mlp.up.weight.data[0, 0] = 1e8
+        next(s for s in trainer.shards if s.name == NAME).parameter.data.mul_(1e4)
     ended = False
     try:
         trainer.train_step((incidents.on_step_start(batches := batches_of(trainer)), batches)[1])
@@ -95,6 +95,6 @@ def faulty_replica(ctx: ParallelContext, out: Path, action: Any) -> tuple[list[s
 @pytest.mark.parametrize(("action", "ends"), [("log", False), ("rewind", True)])
 def test_an_incident_of_one_replica_blames_no_sample(action: str, ends: bool, tmp_path: Path) -> None:
     for (said,), doubt, ended in run_on_ranks(faulty_replica, tmp_path, action, dp=2):
-        assert "silent corruption: layers.1.mlp.up.weight differs over dp on ranks 0, 1" in said
+        assert f"silent corruption: {NAME} differs over dp on ranks 0, 1" in said
         assert "sample" not in said
         assert (doubt, ended) == (1, ends)
