@@ -41,8 +41,8 @@ FEWEST_PEAKS, SHARE = 4, 16
 CEILING = math.log(1000)
 """Excess of a norm that is an outlier whatever the tail; clean runs had 400 times the level."""
 RARE, LEAST_RISE = 1e6, 0.25
-"""Weights are doubtful from a loss that is above the best level by what clean steps reach once in RARE, and by
-LEAST_RISE nats: of a model that knows its data by heart, losses rise a hundredfold by chance."""
+"""Weights are doubtful from a loss that is above the best level by what clean steps reach once in RARE, and
+by LEAST_RISE nats: of a model that knows its data by heart, losses rise a hundredfold by chance."""
 RAMP = 8
 """Steps in which losses that grow do not make the next one usual."""
 TINY = 1e-30

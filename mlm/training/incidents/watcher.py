@@ -111,7 +111,8 @@ class Incidents(Observer):
         self.note_doubt()
 
     def before_save(self) -> None:
-        """Put the memory into the state of the trainer."""
+        """Compare replicas, and put the memory into the state of the trainer. Collective."""
+        self.check_replicas()
         self.trainer.extra_state[INCIDENTS] = self.memory.encode()
 
     def on_step_start(self, batches: Sequence[Any]) -> None:
@@ -356,7 +357,12 @@ class Incidents(Observer):
         self.trainer.ctx.watch.traffic = None
         if self.rewinds:
             raise RewindRequested(self.rewind)
-        if not self.checks.every or self.trainer.step % self.checks.every:
+        if self.checks.every and self.trainer.step % self.checks.every == 0:
+            self.check_replicas()
+
+    def check_replicas(self) -> None:
+        """Report replicas that differ, once. Collective."""
+        if self.torn or not self.checks.every:
             return
         self.compare_replicas(self.trainer.step + 1)
         if self.torn:

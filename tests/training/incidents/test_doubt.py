@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mlm.checkpoint.native.run_state import DOUBTFUL_SINCE, INCIDENTS
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.config import IncidentConfig
 from mlm.training.incidents.numbers import Memory, Recent, decode
@@ -98,3 +99,21 @@ def test_an_incident_of_one_replica_blames_no_sample(action: str, ends: bool, tm
         assert f"silent corruption: {NAME} differs over dp on ranks 0, 1" in said
         assert "sample" not in said
         assert (doubt, ended) == (1, ends)
+
+
+def save_with_a_flip(ctx: ParallelContext, out: Path) -> tuple[bool, int, str]:
+    """If a save says that replicas differ, since when its checkpoint is in doubt, what the run hears."""
+    trainer = Trainer[Any](config(), ctx)
+    incidents = watcher(trainer, out)
+    if ctx.rank == 1:
+        trainer.shards[0].parameter.data.view(-1)[0] += 1e-9
+    incidents.before_save()
+    incidents.before_save()  # said once
+    return trainer.is_sound, trainer.extra_state[INCIDENTS][DOUBTFUL_SINCE], " ".join(incidents.said)  # type: ignore[attr-defined]
+
+
+def test_replicas_are_compared_before_a_save(tmp_path: Path) -> None:
+    """The weights after step 0 are what the first step begins with."""
+    for is_sound, since, said in run_on_ranks(save_with_a_flip, tmp_path, dp=2):
+        assert (is_sound, since) == (False, 1)
+        assert said.count("silent corruption: ") == 1
