@@ -110,10 +110,14 @@ def newest_good(
 
 
 def _first_doubt(paths: Sequence[Path], since: int | None) -> int | None:
-    """The first step that has gone wrong by `since` or by the newest checkpoint; None if neither says so."""
+    """The first step that has gone wrong by `since` or by the newest checkpoint; None if neither says so.
+
+    Steps that are not finite change no weight: where they are all that it tells, older ones may be good.
+    """
     steps = [since]
     with suppress(UserError, OSError):
-        steps += [doubtful_since(read_manifest_head(path).state) for path in paths[:1]]
+        states = [read_manifest_head(path).state for path in paths[:1]]
+        steps += [first for x in states if (first := doubtful_since(x)) != not_finite_since(x)]
     return min(filter(None, steps), default=None)
 
 
