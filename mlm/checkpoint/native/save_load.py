@@ -188,7 +188,7 @@ def publish_manifest(staging: Path, root: Path, manifest: Manifest) -> None:
         )
     if jump := largest_jump(manifest.tensors):
         log.warning(
-            "step %d: the norm of %s is %.3g times what it was: too high a learning rate, or bad memory? No older "
+            "step %d: the norm of %s is %.3g times what it was: too high a learning rate, or bad memory? No "
             "good checkpoint is deleted for this one",
             *(manifest.step, *jump),
         )

@@ -152,9 +152,9 @@ def test_a_planted_number_is_kept_aside_named_and_left(
     ("words", "cause"),
     [
         (["optimizer.lr=1e30", "train.steps=8"], "loss or gradients are not finite in precision=fp32"),
-        (["optimizer.lr=1e3", "train.steps=8"], "losses are above "),
-        (["optimizer.lr=1e3", "train.steps=5"], "losses are above "),
-        (["optimizer.lr=1e3", "train.steps=8", "checkpoint.asynchronous=false"], "losses are above "),
+        (["optimizer.lr=10", "train.steps=8"], "losses are above "),
+        (["optimizer.lr=10", "train.steps=5"], "losses are above "),
+        (["optimizer.lr=10", "train.steps=8", "checkpoint.asynchronous=false"], "losses are above "),
     ],
     ids=["not finite", "finite", "by its last update", "training waits for saves"],
 )
