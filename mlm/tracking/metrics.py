@@ -56,7 +56,7 @@ class StepMetrics:
     loss_scale: float | None
     """fp16: factor on the loss before backward; None in other formats."""
     skipped_steps: int
-    """fp16: steps skipped for overflow so far."""
+    """Steps skipped so far: not finite, or in fp16 an overflow."""
     tokens: int
     """Tokens consumed so far, over all ranks and attempts."""
     tokens_per_s: float

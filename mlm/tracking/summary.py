@@ -175,7 +175,7 @@ def results(run: RunRecords, unit: str) -> Rows:
     add("MFU (median)", run.median("mfu"), "{:.1%}".format)
     add("memory of rank 0 (most logged)", run.highest("step", "memory_gib"), "{:.2f} GiB".format)
     if (skipped := run.last("step", "skipped_steps")) > 0:
-        rows.append(("steps skipped for overflow", f"{skipped:,.0f}"))
+        rows.append(("steps skipped, not finite", f"{skipped:,.0f}"))
     return rows
 
 

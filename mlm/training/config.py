@@ -120,7 +120,8 @@ class CheckConfig:
     """Comparisons that find silent corruption and slow ranks during training."""
 
     every: Annotated[int, NOT_NEGATIVE] = 500
-    """Steps between comparisons of what must be equal bit for bit on several ranks; 0 never compares."""
+    """Steps between comparisons of what must be equal bit for bit on several ranks, beside those before each
+    save; 0 never compares."""
     ranks_every: Annotated[int, NOT_NEGATIVE] = 100
     """Steps between lines that name the slowest rank and what it spends time on; 0 for none."""
     slow_factor: Annotated[float, POSITIVE, OnlyIf("ranks_every")] = 2.0

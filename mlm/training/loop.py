@@ -51,6 +51,7 @@ class Loop(ABC):
     saver: Saver
     is_stopping: bool = field(default=False, init=False)
     """True once any rank was asked to stop, as all ranks agree."""
+    incidents: Incidents = field(init=False)
     experts: ExpertWatch | None = field(default=None, init=False)
     """The observer of the loads of experts, where they are balanced."""
     stops_after: int = field(default=1, init=False)
@@ -98,7 +99,9 @@ class Loop(ABC):
                 self.stops_after = trainer.step + 1
                 is_last = self.is_done() or self.is_stopping
                 save_due |= self.is_save_due(validated)  # waits for a step that is finite
-                if is_last or (save_due and trainer.is_sound):
+                if is_last or (save_due and trainer.is_finite):
+                    if self.is_done():
+                        self.incidents.judge_end()
                     self.save(awaited=is_last)
                     save_due = False
                 if self.is_stopping and not self.is_done():
@@ -109,7 +112,7 @@ class Loop(ABC):
         """Return the observers of the run, in the order in which they are called."""
         trainer, reporter, saver = self.trainer, self.reporter, self.saver
         config, out = trainer.config, saver.out
-        incidents = Incidents(trainer, out, reporter, saver)
+        self.incidents = incidents = Incidents(trainer, out, reporter, saver)
         # incidents first, as a step that they return from is not reported
         watching: list[Observer] = [incidents, self.vote]
         if trainer.ctx.world_size > 1:
@@ -196,7 +199,7 @@ class Loop(ABC):
         with self.trainer.observers.phase("saving"):
             self.saver.begin()
             if awaited:
-                self.saver.finish()
+                self.saver.finish(is_judged=self.is_done())
         self.throughput.start()
 
 

@@ -140,7 +140,10 @@ def resume(trainer: Trainer) -> Path | None:
         return CheckpointError(f"out={config.out}: {error}")
 
     # one rank looks: two might see different things on a shared disk
-    return load_first_whole(trainer, ranks.broadcast(ranks.together(look, explain)))
+    path = load_first_whole(trainer, ranks.broadcast(ranks.together(look, explain)))
+    if path is not None and ctx.is_main and (doubt := checkpoint_doubt(path)):
+        log.warning("%s is doubtful: %s; mlm ckpt rollback goes back to the newest good one", path, doubt)
+    return path
 
 
 def rewind(trainer: Trainer, before: int | None = None) -> Path | None:

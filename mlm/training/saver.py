@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.retention import prune
 from mlm.checkpoint.native.run_state import Save
 from mlm.checkpoint.native.save_load import CheckpointError, TensorShard, save_checkpoint, stored_tensors
 from mlm.checkpoint.native.staging import StagedFile
@@ -61,8 +62,8 @@ class PendingSave:
     """Seconds that training has waited for it."""
     judged: threading.Event = field(default_factory=threading.Event)
     """Set when a later step, or the end of training, has shown what its weights are worth."""
-    is_sound: bool = True
-    """True if the numbers of that step are finite; set before `judged`."""
+    is_sound: bool = False
+    """True if the numbers of that step are as usual; set before `judged`."""
     seconds: float = 0.0
     """Seconds until it was written; 0 before."""
     path: Path | None = None
@@ -93,8 +94,8 @@ class Saver(Observer):
 
     Each checkpoint that is complete is passed to `mirror`, which returns at once.
 
-    A save deletes older checkpoints only when the step after it is finite too, as its own weights may be what
-    ruins the next (`Trainer.is_sound`).
+    A save deletes the last good checkpoint only when the step after it is sound too, as its own weights may
+    be what ruins the next (`Trainer.is_sound`).
     """
 
     def __init__(
@@ -108,6 +109,8 @@ class Saver(Observer):
         self._pending: PendingSave | None = None
         self._failed: BaseException | None = None
         """Error of a save that training waited for."""
+        self._unjudged: PendingSave | None = None
+        """That save, until a step has shown what its weights are worth."""
         ctx, limit_s = trainer.ctx, trainer.config.dist.checkpoint_timeout_s
         self._run_id, self._count = str(Ranks.of(ctx).broadcast(os.urandom(16).hex())), 0
         self._asynchronous = trainer.config.checkpoint.asynchronous
@@ -144,10 +147,10 @@ class Saver(Observer):
             pending.thread.start()
             pending.waited = time.perf_counter() - pending.begun
         else:
-            self._judge(pending)
+            pending.judged.set()
             self._write(pending, trainer.ctx.host_group, trainer.ctx.watch, None)
             pending.waited = pending.seconds
-            self._failed = self._collect()
+            self._failed, self._unjudged = self._collect(), pending
 
     @property
     def past(self) -> Past:
@@ -164,8 +167,7 @@ class Saver(Observer):
 
     def after_step(self, outcome: object) -> None:
         """Judge the save in flight by the step that has ended; report it if written. Raises LostPeer."""
-        if self._pending is not None and self.trainer.step > self._pending.step:
-            self._judge(self._pending)
+        self._judge(self._pending or self._unjudged)
         if (
             self._pending is not None
             and self._pending.thread is not None
@@ -173,8 +175,12 @@ class Saver(Observer):
         ):
             self._collect()
 
-    def finish(self) -> None:
-        """Wait for the save in flight. Raises SaveFailedError on every rank if it failed."""
+    def finish(self, *, is_judged: bool = False) -> None:
+        """Wait for the save in flight, which is judged if training has ended.
+
+        Raises SaveFailedError on every rank if it failed.
+        """
+        self._judge(self._pending or self._unjudged, is_judged=is_judged)
         error, self._failed = self._collect() or self._failed, None
         if isinstance(error, CheckpointError):
             raise SaveFailedError(str(error)) from error
@@ -187,6 +193,7 @@ class Saver(Observer):
         if pending is None:
             return None
         self._judge(pending)
+        pending.judged.set()
         if pending.thread is not None and pending.thread.is_alive():
             begin = time.perf_counter()
             pending.thread.join()
@@ -204,11 +211,18 @@ class Saver(Observer):
             raise pending.error  # a rank is lost, or a bug: no disk can be blamed
         return pending.error
 
-    def _judge(self, pending: PendingSave) -> None:
-        """Let a save delete older checkpoints if the newest step is finite."""
-        if not pending.judged.is_set():
-            pending.is_sound = self.trainer.is_sound
-            pending.judged.set()
+    def _judge(self, save: PendingSave | None, *, is_judged: bool = False) -> None:
+        """Let a save delete older checkpoints, if a step after it has shown that its weights are sound."""
+        trainer, settings = self.trainer, self.trainer.config.checkpoint
+        if save is None or not (is_judged or trainer.step > save.step):
+            return
+        if not save.judged.is_set():
+            save.is_sound = trainer.is_sound
+            save.judged.set()
+        elif save is self._unjudged:
+            self._unjudged = None
+            if trainer.ctx.is_main and trainer.is_sound and save.path is not None:
+                prune(save.path.parent, keep_last=settings.keep_last, keep_every=settings.keep_every)
 
     def _copy(self, pending: PendingSave) -> None:
         """Copy the tensors to be written, on a GPU when its queue has got to `pending.ready`."""

@@ -42,7 +42,7 @@ class Quiet(PretrainLoop):
             ctx=ParallelContext(),
             objective=SimpleNamespace(losses=1, parts=("loss",)),
             train_step=self.take_step,
-            is_sound=True,
+            is_finite=True,
             newest_samples=range(0),
             validate=lambda batches: self.spend(10.0, [next(losses)]),
         )
@@ -51,7 +51,7 @@ class Quiet(PretrainLoop):
             micro_batch=lambda number, count: None,
             validation=lambda step, loss, perplexity, parts: self.events.append(("validate", step)),
         )
-        saver = SimpleNamespace(poll=lambda: None, begin=lambda: self.spend(20.0), finish=lambda: None)
+        saver = SimpleNamespace(poll=lambda: None, begin=lambda: self.spend(20.0), finish=lambda **_: None)
         super().__init__(
             trainer=trainer,  # type: ignore[arg-type]
             samples=None,  # type: ignore[arg-type]
@@ -63,6 +63,7 @@ class Quiet(PretrainLoop):
             stop=SimpleNamespace(requested=False),  # type: ignore[arg-type]
             saver=saver,  # type: ignore[arg-type]
         )
+        self.incidents = SimpleNamespace(judge_end=lambda: None)  # type: ignore[assignment]
 
     events: list[Event]
 

@@ -193,7 +193,6 @@ def test_a_save_deletes_older_ones_only_if_the_next_step_is_finite(
         saver.begin()
         steps_of(trainer, 1)
         saver.after_step(None)
-        trainer.is_sound = True if asynchronous else sound
         saver.begin()
         steps_of(trainer, 1)
         trainer.is_sound = sound

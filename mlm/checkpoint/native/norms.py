@@ -11,7 +11,7 @@ from torch import Tensor
 from mlm.checkpoint.native.format import TensorEntry
 
 JUMP = 100.0
-"""Growth of a weight's norm since the checkpoint before, from which the new one is doubtful."""
+"""Growth or shrinkage of a weight's norm since the checkpoint before, from which the new one is doubtful."""
 LEAST_RMS = 0.01
 """Root mean square of a weight that can jump: biases begin at zero, and grow by any factor."""
 NOT_FINITE, LARGEST = math.nan, sys.float_info.max
@@ -70,11 +70,11 @@ def not_finite_problem(tensors: Mapping[str, TensorEntry]) -> str | None:
 
 
 def largest_jump(tensors: Mapping[str, TensorEntry]) -> tuple[str, float] | None:
-    """The weight that grew most since the checkpoint before, and its factor; None if none reached JUMP."""
-    grown = {}
+    """The weight that changed most since the checkpoint before, and its factor; None if none reached JUMP."""
+    ratios = {}
     for name, entry in tensors.items():
         least = LEAST_RMS * math.sqrt(math.prod(entry.shape))
         if name.startswith("model.") and entry.norm is not None and (entry.norm_before or 0.0) > least:
-            grown[name] = entry.norm / (entry.norm_before or 1.0)
-    most = max(grown.items(), key=lambda each: each[1], default=("", 0.0))
-    return most if most[1] >= JUMP else None
+            ratios[name] = entry.norm / (entry.norm_before or 1.0)
+    jumps = [each for each in ratios.items() if not 1 / JUMP < each[1] < JUMP]
+    return max(jumps, key=lambda each: each[1], default=None)

@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mlm.checkpoint.native.folders import (
@@ -16,16 +17,16 @@ from mlm.checkpoint.native.folders import (
 )
 from mlm.checkpoint.native.format import CheckpointError, read_manifest_head
 from mlm.checkpoint.native.norms import largest_jump
-from mlm.checkpoint.native.run_state import not_finite_since
+from mlm.checkpoint.native.run_state import doubtful_since, not_finite_since
 from mlm.util.errors import UserError
 
 log = logging.getLogger(__name__)
 
 
-def prune(root: Path, *, keep_last: int, keep_every: int) -> None:
+def prune(root: Path, *, keep_last: int, keep_every: int, since: int | None = None) -> None:
     """Delete old checkpoints after a save. Never raises: a leftover is no failed save."""
     try:
-        old = outdated(root, keep_last=keep_last, keep_every=keep_every)
+        old = outdated(root, keep_last=keep_last, keep_every=keep_every, since=since)
     except CheckpointError as e:
         log.warning("old checkpoints were not pruned: %s", e)
         return
@@ -50,9 +51,9 @@ def outdated(
     `problem_of` is asked of those that would be kept and counted, the newest first, until enough are whole.
     Raises CheckpointError when `root` cannot be read.
     """
-    named, old = latest_name(root), list[Path]()
-    most, good, doubtful = max(keep_last, 1), 0, 0
-    for path in candidates(root):
+    named, old, paths = latest_name(root), list[Path](), candidates(root)
+    most, good, doubtful, since = max(keep_last, 1), 0, 0, _first_doubt(paths, since)
+    for path in paths:
         if good < most:
             if checkpoint_doubt(path, since) is None:
                 good += problem_of(path) is None
@@ -69,17 +70,19 @@ def outdated(
 def checkpoint_doubt(directory: Path, since: int | None = None) -> str | None:
     """Why a checkpoint may be of a run that has gone wrong; None if its manifest does not say so.
 
-    `since` is the first of the run's steps that were not finite, if it has diverged: the weights before it
-    are doubtful too.
+    `since` is the first of the run's steps that have gone wrong, if it has: the weights before it are
+    doubtful too.
     """
     if since is not None and step_of(directory) >= since - 1:
-        return f"no step after it was finite since step {since}"
+        return f"the run has gone wrong since step {since}"
     try:
         summary = read_manifest_head(directory)
     except (UserError, OSError):
         return None
     if since := not_finite_since(summary.state):
         return f"steps are not finite since step {since}"
+    if since := doubtful_since(summary.state):
+        return f"the loss is far above its best, or replicas differ, since step {since}"
     jump = largest_jump(summary.tensors)
     return jump and f"the norm of {jump[0]} is {jump[1]:.3g} times what it was"
 
@@ -89,16 +92,33 @@ def newest_good(
 ) -> Path | None:
     """The newest checkpoint to continue from that is whole and not doubtful; None if there is none.
 
-    Where all are doubtful, the newest one before step `since` - 1 whose weights have not jumped: steps that
-    are not finite change no weight. Raises CheckpointError when `root` cannot be read.
+    Where all are doubtful, the newest one before step `since` - 1 whose weights have not jumped, if only for
+    steps that are not finite: they change no weight. Raises CheckpointError when `root` cannot be read.
     """
-    paths = candidates(root)
+    paths, given = candidates(root), since
+    since = _first_doubt(paths, since)
     for path in paths:
         if checkpoint_doubt(path, since) is None and problem_of(path) is None:
             return path
-    before = (path for path in paths if since is None or step_of(path) < since - 1)
-    whole = (path for path in before if problem_of(path) is None)
-    return next((path for path in whole if largest_jump(read_manifest_head(path).tensors) is None), None)
+    before = (path for path in paths if given is None or step_of(path) < given - 1)
+    for path in (path for path in before if problem_of(path) is None):
+        head = read_manifest_head(path)
+        is_unchanged = doubtful_since(head.state) == not_finite_since(head.state)
+        if is_unchanged and largest_jump(head.tensors) is None:
+            return path
+    return None
+
+
+def _first_doubt(paths: Sequence[Path], since: int | None) -> int | None:
+    """The first step that has gone wrong by `since` or by the newest checkpoint; None if neither says so.
+
+    Steps that are not finite change no weight: where they are all that it tells, older ones may be good.
+    """
+    steps = [since]
+    with suppress(UserError, OSError):
+        states = [read_manifest_head(path).state for path in paths[:1]]
+        steps += [first for x in states if (first := doubtful_since(x)) != not_finite_since(x)]
+    return min(filter(None, steps), default=None)
 
 
 def _is_deletable(path: Path) -> bool:

@@ -23,6 +23,8 @@ INCIDENTS = "incidents"
 """Key of what a run remembers of its incidents, which decides on later ones."""
 NOT_FINITE_SINCE = "not_finite_since"
 """Key of a run's incidents: the first of the newest steps that are not finite; 0 if the newest is finite."""
+DOUBTFUL_SINCE = "doubtful_since"
+"""The same of steps that are not finite, whose loss is far above the best, or whose replicas differ."""
 LORA = "lora"
 """Key of the base that the adapters in a checkpoint belong to: its name and digest."""
 LINEAGE = "lineage"
@@ -56,11 +58,16 @@ def check_run_state(manifest: "Manifest", path: Path) -> None:
             raise CorruptFileError(f"{path}: its {key}={str(value)[:40]} is out of range. {RESTORE}")
 
 
-def not_finite_since(state: Mapping[str, Any]) -> int:
+def not_finite_since(state: Mapping[str, Any], key: str = NOT_FINITE_SINCE) -> int:
     """Return the first of the newest steps whose numbers are not finite; 0 if the newest is finite."""
     incidents = state.get(INCIDENTS)
-    since = incidents.get(NOT_FINITE_SINCE) if isinstance(incidents, dict) else 0
+    since = incidents.get(key) if isinstance(incidents, dict) else 0
     return since if type(since) is int else 0
+
+
+def doubtful_since(state: Mapping[str, Any]) -> int:
+    """Return the first of the newest steps that have gone wrong; 0 if the newest is sound."""
+    return not_finite_since(state, DOUBTFUL_SINCE) or not_finite_since(state)
 
 
 def label_names(state: Mapping[str, Any]) -> tuple[str, ...]:

@@ -91,7 +91,7 @@ def save_checkpoint(
     replicated one is passed by one of its owners. `state` is taken from rank 0. Returns the new directory. A
     kill at any instant leaves the previous checkpoint intact. `staged` holds a copy of `shards` filled under
     `save_id`, the same on all ranks: it is written, and of `shards` only the shapes count. `may_prune` is
-    asked on rank 0 when all is written: False keeps the old ones until the next save.
+    asked on rank 0 when all is written: False counts the new one as doubtful.
 
     Raises CheckpointError on every rank, leaving no files, if any rank cannot write or the shards
     do not tile their tensors; NotFiniteError on every rank if a tensor holds NaN or infinity, leaving the
@@ -124,8 +124,8 @@ def save_checkpoint(
         if ranks.is_main:
             discard(staging)
         raise
-    if ranks.is_main and may_prune():
-        prune(root, keep_last=keep_last, keep_every=keep_every)
+    if ranks.is_main:
+        prune(root, keep_last=keep_last, keep_every=keep_every, since=None if may_prune() else step + 1)
     return root / step_name(step)
 
 
@@ -188,7 +188,7 @@ def publish_manifest(staging: Path, root: Path, manifest: Manifest) -> None:
         )
     if jump := largest_jump(manifest.tensors):
         log.warning(
-            "step %d: the norm of %s is %.3g times what it was: too high a learning rate? No older "
+            "step %d: the norm of %s is %.3g times what it was: too high a learning rate, or bad memory? No "
             "good checkpoint is deleted for this one",
             *(manifest.step, *jump),
         )

@@ -1,19 +1,17 @@
-"""The end of a run that has diverged: where numbers are not finite, since when, and the way back."""
+"""The end of a run that has gone wrong: where numbers are not finite, since when, and the way back."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
 from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.folders import point_latest, step_of
 from mlm.checkpoint.native.format import TensorEntry, read_manifest_head
-from mlm.checkpoint.native.norms import (
-    largest_jump,
-    norm,
-    not_finite_problem,
-    with_norms,
-)
-from mlm.checkpoint.native.save_load import stored_tensors
+from mlm.checkpoint.native.norms import largest_jump, norm, not_finite_problem, with_norms
+from mlm.checkpoint.native.save_load import CheckpointError, stored_tensors
 from mlm.optim.schedule import learning_rate
 from mlm.training.incidents.probe import StepProbe, describe_place
 from mlm.training.incidents.watcher import IncidentError, Incidents, describe_way_back, find_newest_good
@@ -26,7 +24,7 @@ FINITE = "all activations and gradients of this step are finite, if not the sum 
 
 
 class DivergenceStop(Observer):
-    """Ends a run after incident.patience steps in a row that were not finite.
+    """Fails a run after incident.patience steps in a row that were not finite, or at its end if in doubt.
 
     `warmup_key` is the setting of the warm-up, which the error names.
     """
@@ -40,29 +38,51 @@ class DivergenceStop(Observer):
         memory = self.incidents.memory
         if not memory.since or not 0 < self.incidents.settings.patience <= memory.streak:
             return
-        good = find_newest_good(self.trainer, memory.since)
-        record = {"step": self.trainer.step, "since": memory.since, "good": good and good.name}
-        self.reporter.event("diverged", record)
-        raise IncidentError(self.diagnosis(memory.since, good))
+        self.fail()
 
-    def diagnosis(self, since: int, good: Path | None) -> str:
-        """Why the steps from `since` on are not finite and the way back, in a line. Collective."""
-        trainer, config = self.trainer, self.trainer.config
-        probe = StepProbe(trainer)
-        probe.run(self.incidents.batches)
-        place = probe.gather().first_bad
-        where = f"the first number that is not finite is in {describe_place(place)}" if place else FINITE
-        lr = learning_rate(since, config.optimizer, config.schedule, config.train.steps)
-        cause = f"loss or gradients are not finite in precision={config.precision.dtype}"
+    def on_run_end(self) -> None:
+        """Raise IncidentError if the run's last weights are doubtful. Collective then."""
+        if self.incidents.end is not None and self.incidents.memory.doubt:
+            self.fail()
+
+    def fail(self) -> NoReturn:
+        """Point `latest` at the newest good checkpoint and raise IncidentError. Collective."""
+        trainer, memory = self.trainer, self.incidents.memory
+        with suppress(CheckpointError):  # a failed save was reported
+            self.incidents.saver.finish()
+        good = find_newest_good(trainer, memory.doubt)
+        record = {"step": trainer.step, "since": memory.doubt, "good": good and good.name}
+        self.reporter.event("diverged", record)
+        text = self.diagnosis(good)
+        if good is not None and trainer.ctx.is_main and (memory.since or memory.high):
+            with suppress(UserError, OSError):
+                point_latest(good.parent, step_of(good))
+        raise IncidentError(text)
+
+    def diagnosis(self, good: Path | None) -> str:
+        """What went wrong since when and the way back, in a line. Collective."""
+        trainer, config, memory = self.trainer, self.trainer.config, self.incidents.memory
         advice = f"a lower optimizer.lr, a higher {self.warmup_key}"
-        if trainer.scaler.dynamic:
-            floor = config.precision.min_loss_scale
-            cause = f"gradients still overflow at precision.min_loss_scale={floor:g}"
-            advice += " or precision=bf16"
-        text = (
-            f"step {trainer.step}: {cause} since step {since}, where the learning rate was {lr:.4g}; {where}"
-        )
-        return f"{text}; {self.describe_state(good)}. {describe_way_back(config.out, good, advice)}"
+        where = f"the run ends with {self.incidents.end}"
+        if memory.differ:
+            cause, advice = "replicas differ", "another host"
+            where = "; ".join(self.incidents.torn) or where
+        elif memory.since:
+            probe = StepProbe(trainer)
+            probe.run(self.incidents.batches)
+            place = probe.gather().first_bad
+            where = f"the first number that is not finite is in {describe_place(place)}" if place else FINITE
+            cause = f"loss or gradients are not finite in precision={config.precision.dtype}"
+            if trainer.scaler.dynamic:
+                floor = config.precision.min_loss_scale
+                cause = f"gradients still overflow at precision.min_loss_scale={floor:g}"
+                advice += " or precision=bf16"
+        else:
+            cause = f"losses are above {memory.ceiling:.4g}, far from the best,"
+        lr = learning_rate(memory.doubt, config.optimizer, config.schedule, config.train.steps)
+        text = f"step {trainer.step}: {cause} since step {memory.doubt}, where the learning rate was {lr:.4g}"
+        state = self.describe_state(good)
+        return f"{text}; {where}; {state}. {describe_way_back(config.out, good, advice)}"
 
     def describe_state(self, good: Path | None) -> str:
         """State of weights and moments in words: not finite, or grown since `good`. Collective."""

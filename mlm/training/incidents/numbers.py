@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mlm.checkpoint.native.run_state import NOT_FINITE_SINCE
+from mlm.checkpoint.native.run_state import DOUBTFUL_SINCE, NOT_FINITE_SINCE
 from mlm.data.sampler import Ranges
 from mlm.parallel.collectives import all_reduce
 from mlm.training.state import INCIDENTS
@@ -40,6 +40,11 @@ FEWEST_PEAKS, SHARE = 4, 16
 """The tail is one in SHARE of the excesses, at least FEWEST_PEAKS."""
 CEILING = math.log(1000)
 """Excess of a norm that is an outlier whatever the tail; clean runs had 400 times the level."""
+RARE, LEAST_RISE = 1e6, 0.25
+"""Weights are doubtful from a loss that is above the best level by what clean steps reach once in RARE, and
+by LEAST_RISE nats: of a model that knows its data by heart, losses rise a hundredfold by chance."""
+RAMP = 8
+"""Steps in which losses that grow do not make the next one usual."""
 TINY = 1e-30
 MOST_STEPS, MOST_RANGES, MOST_SAMPLES = 10_000, 10_000, (1 << 62) - 1
 
@@ -125,6 +130,7 @@ class Tail:
         self.excesses = deque[float]()
         self.ordered: list[float] = []
         self.level = math.nan
+        self.levels, self.ceilings = deque[float](maxlen=size), deque[float](maxlen=RAMP)
 
     def add(self, value: float) -> None:
         """Take note of a step."""
@@ -135,6 +141,8 @@ class Tail:
             insort(self.ordered, self.excesses[-1])
         self.values.append(value)
         self.level = median(self.values)
+        self.levels.append(self.level)
+        self.ceilings.append(self.ceiling())
 
     def limit(self, steps: float, least: float) -> float:
         """Return the number that clean steps reach once in so many; infinite before it is known."""
@@ -142,6 +150,18 @@ class Tail:
             return math.inf
         least *= self.size / len(self.excesses)  # few steps have not shown all that a young run does
         return self.level + return_level(self.ordered, steps, least)
+
+    def ceiling(self) -> float:
+        """Return the loss from which weights are doubtful by all steps so far.
+
+        Until the window is full, a loss of twice the highest level and a nat is doubtful too.
+        """
+        young = 2 * max(self.levels) + 1
+        if len(self.excesses) < self.fewest:
+            return young
+        rise = max(return_level(self.ordered, RARE, LEAST_SPREAD * abs(self.level)), LEAST_RISE)
+        usual = min(self.levels) + rise
+        return usual if len(self.excesses) == self.size else min(usual, young)
 
 
 class Recent:
@@ -188,6 +208,29 @@ class Memory:
     """Step of the incident that training last returned from, and that of the checkpoint it returned to."""
     since: int = 0
     """First of the newest steps that are not finite, overflows of float16 too; 0 if the newest is finite."""
+    high: int = 0
+    """First of the newest steps whose loss is above `ceiling`; 0 if that of the newest is not."""
+    expires: int = 0
+    """Last step that is compared with `ceiling`: it is kept as it was before the first high loss."""
+    differ: int = 0
+    """First step whose weights were not equal on all replicas; 0 if none is known."""
+    ceiling: float = 0.0
+    """Loss from which weights are doubtful."""
+
+    @property
+    def doubt(self) -> int:
+        """First of the newest steps that have gone wrong; 0 if the newest is sound."""
+        return min(filter(None, (self.since, self.high, self.differ)), default=0)
+
+    def judge_loss(self, loss: float, step: int) -> None:
+        """Compare the loss of a step with the run's best, before it is added to `recent`."""
+        ceiling = self.ceiling if step <= self.expires else min(self.recent.losses.ceilings, default=math.inf)
+        if loss <= ceiling:
+            self.high = 0
+            return
+        if step > self.expires:
+            self.ceiling, self.expires = ceiling, step + self.recent.losses.size
+        self.high = self.high or step
 
     def limit(self, step: int) -> int | None:
         """Return the step that an incident at `step` returns to one below of, None for any.
@@ -211,6 +254,8 @@ class Memory:
             "streak": self.streak,
             "returned": list(self.returned),
             NOT_FINITE_SINCE: self.since,
+            DOUBTFUL_SINCE: self.doubt,
+            "doubts": [self.high, self.expires, self.differ, self.ceiling],
         }
 
 
@@ -228,7 +273,10 @@ def decode(saved: Any, window: int) -> Memory:
         recent = Recent(window, saved["recent"])
         failed, target = map(number, saved["returned"])
         rewinds, streak, since = (number(saved[k]) for k in ("rewinds", "streak", NOT_FINITE_SINCE))
-        return Memory(recent, ranges, steps, rewinds, streak, (failed, target), since)
+        *doubts, ceiling = saved.get("doubts", (0, 0, 0, 0.0))
+        high, expires, differ = map(number, doubts)
+        counts = (rewinds, streak, (failed, target), since, high, expires, differ)
+        return Memory(recent, ranges, steps, *counts, float(ceiling))
     except (AssertionError, KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(
             f"its state of incidents is damaged ({error!r}); take another checkpoint"

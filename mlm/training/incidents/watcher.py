@@ -4,7 +4,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,12 @@ from mlm.checkpoint.native.save_load import CheckpointError
 from mlm.config.build import to_dict
 from mlm.launch.doctor.findings import versions
 from mlm.optim.adamw import can_defer
+from mlm.optim.clip import gradient_norm
 from mlm.parallel.collectives import ToHost
 from mlm.tracking.reporter import Reporter
-from mlm.training.incidents.comparisons import (
-    SecondPass,
-    compute_again,
-    replica_differences,
-)
+from mlm.training.incidents.comparisons import SecondPass, compute_again, replica_differences
 from mlm.training.incidents.numbers import StepNumbers, decode, exceeds_limits, shared_numbers, sum_numbers
-from mlm.training.incidents.probe import StepProbe
+from mlm.training.incidents.probe import WEIGHT, StepProbe
 from mlm.training.incidents.record import (
     FOLDER,
     make_folder,
@@ -55,6 +52,9 @@ DONE = {
     "computed again": "the update is that of the second pass",
 }
 """Actions in words."""
+
+
+OTHER_HOST = "; resume from a checkpoint before it (mlm ckpt inspect), on another host"
 
 
 class IncidentError(UserError):
@@ -94,6 +94,10 @@ class Incidents(Observer):
         self.load_memory()
         self.batches: Sequence[Any] = ()
         self.rewinds = False
+        self.torn: list[str] = []
+        """What differs between replicas, in words."""
+        self.end: StepNumbers | None = None
+        """Numbers of the weights that the run ends with."""
         existing = len(list(self.root.glob("step-*"))) if trainer.ctx.is_main else 0
         self.count = int(Ranks.of(trainer.ctx).broadcast(existing))
         self.defers = trainer.ctx.device.type in DEFERRING and can_defer(
@@ -103,10 +107,12 @@ class Incidents(Observer):
     def load_memory(self) -> None:
         """Take the memory from the state of the trainer, which a checkpoint may have filled."""
         self.memory = decode(self.trainer.extra_state.get(INCIDENTS), self.settings.window)
-        self.trainer.left_out, self.trainer.is_sound = self.memory.ranges, not self.memory.since
+        self.trainer.left_out = self.memory.ranges
+        self.note_doubt()
 
     def before_save(self) -> None:
-        """Put the memory into the state of the trainer."""
+        """Compare replicas, and put the memory into the state of the trainer. Collective."""
+        self.check_replicas()
         self.trainer.extra_state[INCIDENTS] = self.memory.encode()
 
     def on_step_start(self, batches: Sequence[Any]) -> None:
@@ -126,7 +132,7 @@ class Incidents(Observer):
             loss, norm, is_held = arriving.read()
             if is_held:
                 return not self.judge(parts, grad_norm)
-            self.note_finite()
+            self.note_finite(loss)
             self.memory.recent.add(loss, norm)
             return None
 
@@ -144,6 +150,9 @@ class Incidents(Observer):
             again = compute_again(self.trainer, self.batches, parts, norm)
             if not again.numbers.are_finite or self.judge_numbers(again.numbers).kinds:
                 again = None
+                self.compare_replicas(self.trainer.step + 1)
+        if reasons.kinds and again is None and self.torn:
+            reasons.add("replicas_differ", f"silent corruption: {'; '.join(self.torn)}")
         kept = numbers if again is None else again.numbers
         self.count_bad_steps(kept, reasons)
         self.memory.recent.add(kept.loss, kept.norm)
@@ -153,18 +162,42 @@ class Incidents(Observer):
         """Count steps in a row that are not finite; an overflow that halves the loss scale is none."""
         memory, patience = self.memory, self.settings.patience
         if numbers.are_finite:
-            self.note_finite()
+            self.note_finite(numbers.loss)
             return
-        memory.since, self.trainer.is_sound = memory.since or self.trainer.step + 1, False
+        memory.since = memory.since or self.trainer.step + 1
+        self.note_doubt()
         if reasons.kinds:
             memory.streak += 1
             if memory.streak == patience:
                 reasons.add("exhausted", f"{patience} steps in a row without finite gradients")
 
-    def note_finite(self) -> None:
-        """Note that the numbers of the newest step are finite."""
+    def note_finite(self, loss: float) -> None:
+        """Note that the numbers of the next step are finite, and its loss."""
         self.memory.since = self.memory.streak = 0
-        self.trainer.is_sound = True
+        self.memory.judge_loss(loss, self.trainer.step + 1)
+        self.note_doubt()
+
+    def note_doubt(self) -> None:
+        """Tell the trainer what its weights are worth."""
+        self.trainer.is_finite, self.trainer.is_sound = not self.memory.since, not self.memory.doubt
+
+    def judge_end(self) -> None:
+        """Judge the weights after the last update, by the batches of the last step. Collective."""
+        trainer = self.trainer
+        with trainer.unobserved():
+            parts = trainer.compute_gradients(self.batches)
+        norm = gradient_norm(trainer.shards, trainer.ctx) / trainer.scaler.scale
+        self.end = numbers = shared_numbers(trainer, parts, norm)
+        if trainer.scaler.dynamic and not self.memory.streak:  # an overflow of gradients is usual then
+            numbers = replace(numbers, norm=0.0)
+        self.count_bad_steps(numbers, IncidentReasons())
+
+    def compare_replicas(self, step: int) -> None:
+        """Look for weights and moments of `step` that are not equal on all replicas. Collective."""
+        self.torn = replica_differences(self.trainer)
+        if self.torn:
+            self.memory.differ = self.memory.differ or step
+            self.note_doubt()
 
     def judge_numbers(self, numbers: StepNumbers) -> IncidentReasons:
         """Return what is not finite or far from recent numbers."""
@@ -202,14 +235,17 @@ class Incidents(Observer):
             probe = StepProbe(self.trainer)
             probe.run(self.batches)
             findings = probe.gather()
-            reasons.lines += findings.lines()
-            details = findings.encode()
+            if not self.torn or (findings.first_bad or {}).get("tensor") == WEIGHT:
+                reasons.lines += findings.lines()
+                details = findings.encode()
         folder = self.write(reasons, details, numbers, probe)
         text = f"step {step}: incident: {reasons.text(folder)}"
         ends = "exhausted" in reasons.kinds and action != "rewind"  # DivergenceStop ends the run
         self.reporter.problem(f"{text} ({DONE['stop' if ends else action]})")
         if action == "stop":
             text += f"; stopped as incident.action={self.settings.action} asks"
+            if self.torn:
+                raise IncidentError(text + OTHER_HOST)
             raise IncidentError(text + (self.explain_no_rewind() if self.settings.action == "rewind" else ""))
         if action == "skip":
             self.memory.steps.append(step)
@@ -222,8 +258,8 @@ class Incidents(Observer):
     def action(self) -> str:
         """Return what is done: as asked, or as far as it can be."""
         asked = self.settings.action
-        if asked != "rewind":
-            return asked
+        if asked != "rewind" or self.torn:
+            return "stop" if asked == "rewind" else asked
         trainer, before = self.trainer, self.memory.limit(self.trainer.step + 1)
         is_left = bool(rewind_candidates(trainer.config, before)) if trainer.ctx.is_main else False
         if not Ranks.of(trainer.ctx).any_of([is_left])[0]:
@@ -236,7 +272,7 @@ class Incidents(Observer):
         why = f"no checkpoint before step {memory.limit(self.trainer.step + 1)} is left to return to"
         if memory.rewinds >= most:
             why = f"training has returned incident.rewinds={most} times"
-        good = find_newest_good(self.trainer, memory.since or None)
+        good = find_newest_good(self.trainer, memory.doubt or None)
         advice = "a lower optimizer.lr or incident.action=skip"
         return f": {why}. {describe_way_back(config.out, good, advice)}"
 
@@ -321,14 +357,18 @@ class Incidents(Observer):
         self.trainer.ctx.watch.traffic = None
         if self.rewinds:
             raise RewindRequested(self.rewind)
-        if not self.checks.every or self.trainer.step % self.checks.every:
+        if self.checks.every and self.trainer.step % self.checks.every == 0:
+            self.check_replicas()
+
+    def check_replicas(self) -> None:
+        """Report replicas that differ, once. Collective."""
+        if self.torn or not self.checks.every:
             return
-        if torn := replica_differences(self.trainer):
-            text = self.report("replicas_differ", f"silent corruption: {'; '.join(torn)}")
+        self.compare_replicas(self.trainer.step + 1)
+        if self.torn:
+            text = self.report("replicas_differ", f"silent corruption: {'; '.join(self.torn)}")
             if self.settings.action in ("stop", "rewind"):
-                raise IncidentError(
-                    f"{text}; resume from a checkpoint before it (mlm ckpt inspect), on another host"
-                )
+                raise IncidentError(text + OTHER_HOST)
 
     def rewind(self) -> None:
         """Return to the last good checkpoint and leave out the samples of the incident. Collective.

@@ -66,7 +66,7 @@ from mlm.training.pretrain.samples import PromptSampler
 from mlm.training.resume import claim, continue_data, model_folder, resume
 from mlm.training.run_tokenizer import tokenizer_now, tokenizer_of
 from mlm.training.saver import SaveFailedError
-from mlm.training.state import CHECKPOINTS
+from mlm.training.state import CHECKPOINTS, INCIDENTS
 from mlm.training.trainer import Trainer
 from mlm.training.upcycle import dense_config, start_from_dense
 from mlm.util.errors import UserError, writing_to
@@ -122,7 +122,8 @@ def load_base(trainer: Trainer) -> None:
 def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Path], None]) -> int:
     """Run the loop from the trainer's state and finish the run directory. Return the exit code."""
     config, ctx = trainer.config, trainer.ctx
-    changed = continue_data(trainer)
+    if (changed := continue_data(trainer)) and (memory := trainer.extra_state.get(INCIDENTS)):
+        memory["recent"] = []  # other data may have other losses
     left = config.train.steps - trainer.step
     whole, ramp = config.train.global_batch_size, config.train.ramp_batch
     num_samples = first_of_step(trainer.consumed_samples, max(0, left), whole, (), ramp)

@@ -13,7 +13,7 @@ from mlm.checkpoint.native.folders import EVIDENCE, latest_checkpoint, step_name
 from mlm.checkpoint.native.format import NotFiniteError, read_manifest
 from mlm.checkpoint.native.norms import joint_norm, norm
 from mlm.checkpoint.native.retention import checkpoint_doubt, newest_good, outdated
-from mlm.checkpoint.native.run_state import INCIDENTS, NOT_FINITE_SINCE
+from mlm.checkpoint.native.run_state import DOUBTFUL_SINCE, INCIDENTS, NOT_FINITE_SINCE
 from mlm.checkpoint.native.save_load import save_checkpoint
 from mlm.checkpoint.native.slices import TensorShard
 from mlm.parallel.mesh import ParallelContext
@@ -121,7 +121,7 @@ def test_weights_that_jump_are_saved_with_a_warning_and_push_out_nothing(
     assert [path.name for path in tmp_path.glob("step-*")] == [step_name(5)]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1.0, 90.0), (1e-4, 1.0), (1.0, 0.0)])
+@pytest.mark.parametrize(("before", "after"), [(1.0, 90.0), (1e-4, 1.0), (1.0, 0.02)])
 def test_growth_of_training_is_no_jump(tmp_path: Path, before: float, after: float) -> None:
     save(tmp_path, 1, model(before))
     assert checkpoint_doubt(save(tmp_path, 2, model(after, moment=1e-2))) is None
@@ -133,6 +133,25 @@ def test_a_checkpoint_of_steps_that_are_not_finite_pushes_out_nothing(tmp_path: 
     assert checkpoint_doubt(path) == "steps are not finite since step 2"
     assert outdated(tmp_path, keep_last=1, keep_every=0) == []
     assert newest_good(tmp_path) == tmp_path / step_name(1)
+
+
+def test_weights_that_have_vanished_push_out_nothing(tmp_path: Path) -> None:
+    save(tmp_path, 1, model(), keep_last=1)
+    save(tmp_path, 2, model(0.0), keep_last=1)
+    assert newest_good(tmp_path) == tmp_path / step_name(1)
+
+
+def test_checkpoints_of_doubtful_steps_push_out_nothing_and_are_not_good(tmp_path: Path) -> None:
+    """The newest says since which step; the weights before that step are what it judged."""
+    for step, since in ((1, 0), (4, 0), (6, 6), (7, 6)):
+        save(tmp_path, step, model(), keep_last=1, state={INCIDENTS: {DOUBTFUL_SINCE: since}})
+        assert newest_good(tmp_path) == tmp_path / step_name(min(step, 4))
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [step_name(4), step_name(7)]
+
+
+def test_no_checkpoint_is_good_where_all_have_high_losses(tmp_path: Path) -> None:
+    save(tmp_path, 1, model(), state={INCIDENTS: {DOUBTFUL_SINCE: 1}})
+    assert newest_good(tmp_path) is None
 
 
 def test_a_run_that_only_overflowed_has_a_checkpoint_to_go_back_to(tmp_path: Path) -> None:

@@ -148,10 +148,61 @@ def test_a_planted_number_is_kept_aside_named_and_left(
     assert pretrain(run, *SANE, "train.steps=7") == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (["optimizer.lr=1e30", "train.steps=8"], "loss or gradients are not finite in precision=fp32"),
+        (["optimizer.lr=10", "train.steps=8"], "losses are above "),
+        (["optimizer.lr=10", "train.steps=5"], "losses are above "),
+        (["optimizer.lr=10", "train.steps=8", "checkpoint.asynchronous=false"], "losses are above "),
+    ],
+    ids=["not finite", "finite", "by its last update", "training waits for saves"],
+)
+def test_a_run_that_ends_in_ruin_fails_and_latest_is_the_good_checkpoint(
+    run: Path, capsys: Output, words: list[str], cause: str
+) -> None:
+    assert pretrain(run, *SANE, *words) == 1
+    assert latest(run) == step_name(4)
+    assert step_name(int(words[1].partition("=")[2])) in names(run)  # its last state is kept too
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert cause in said
+    assert f"Newest good checkpoint: {run}/checkpoints/{step_name(4)}" in said
+
+
+@pytest.mark.parametrize("factor", [90.0, 0.0])
+def test_weights_that_a_fault_ruins_after_the_last_step_are_not_the_latest(
+    run: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    """Of numbers that are finite, whose norms have grown by less than a hundred, or are gone."""
+    update = Trainer.clip_and_update
+
+    def ruin(self: Trainer[Any], parts: torch.Tensor) -> StepOutcome:
+        outcome = update(self, parts)
+        for shard in self.shards if self.step == 6 else ():
+            shard.parameter.data.mul_(factor)
+        return outcome
+
+    monkeypatch.setattr(Trainer, "clip_and_update", ruin)
+    code = pretrain(run, *SANE, "train.steps=6")
+    good = main(["ckpt", "rollback", str(run)])
+    assert (code == 1 or factor == 0.0, good, latest(run)) == (True, 0, step_name(5))
+
+
+def test_a_spike_that_recovers_costs_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step's loss is far above the best; the run ends well, with the checkpoints that are kept."""
+    monkeypatch.setenv("MLM_TRUST", "tests")
+    assert (
+        pretrain(run, *SANE, "train.steps=7", "train.observers=[tests.training.incidents.spike:Spike]") == 0
+    )
+    assert max(losses(run).values()) > 20
+    assert names(run) == [step_name(7)]
+
+
 def test_steps_that_are_not_finite_are_not_saved(run: Path) -> None:
-    """The run is told to go on for ever."""
-    assert pretrain(run, *RUINED, "incident.patience=0", "train.steps=30") == 0
+    """The run is told to go on for ever: its end is judged."""
+    assert pretrain(run, *RUINED, "incident.patience=0", "train.steps=30") == 1
     assert names(run) == [step_name(4), step_name(5), step_name(30)]
+    assert latest(run) == step_name(4)
 
 
 def test_overflows_of_float16_cost_no_checkpoint_and_stop_nothing(tmp_path: Path) -> None:
