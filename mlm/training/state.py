@@ -44,6 +44,7 @@ CHECKPOINTS = folders.CHECKPOINTS
 """Folder of a run directory that holds its checkpoints."""
 INCIDENTS = run_state.INCIDENTS
 """Key of what a run remembers of its incidents, which decides on later ones."""
+VALIDATION_DUE = run_state.VALIDATION_DUE
 FINETUNING = run_state.FINETUNING
 """Key of what a finetuning run adds to the state of its checkpoints."""
 
@@ -153,9 +154,10 @@ def load(trainer: Trainer, path: Path) -> Manifest:
         trainer.past = read_past(trainer.config, path, manifest) if ctx.is_main else Past()
         if TOKENIZER in state:
             trainer.extra_state.setdefault(TOKENIZER, state[TOKENIZER])
-        trainer.extra_state.pop(INCIDENTS, None)
-        if INCIDENTS in state:
-            trainer.extra_state[INCIDENTS] = state[INCIDENTS]
+        for key in (INCIDENTS, VALIDATION_DUE):
+            trainer.extra_state.pop(key, None)
+            if key in state:
+                trainer.extra_state[key] = state[key]
     except UserError:
         raise
     except (KeyError, TypeError, ValueError) as error:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mlm.data.config import DataConfig
+from mlm.launch.stop import StopRequest
 from mlm.parallel.mesh import ParallelContext
 from mlm.tracking.config import LogConfig
 from mlm.tracking.metrics import Throughput
@@ -39,6 +40,8 @@ class Quiet(PretrainLoop):
         trainer = SimpleNamespace(
             step=0,
             config=config,
+            model=SimpleNamespace(polled=iter),
+            extra_state={},
             ctx=ParallelContext(),
             objective=SimpleNamespace(losses=1, parts=("loss",)),
             train_step=self.take_step,
@@ -60,7 +63,7 @@ class Quiet(PretrainLoop):
             throughput=Throughput(
                 tokens_per_step=1, flops_per_token=1.0, devices=1, peak=None, clock=self.clock
             ),
-            stop=SimpleNamespace(requested=False),  # type: ignore[arg-type]
+            stop=StopRequest(),
             saver=saver,  # type: ignore[arg-type]
         )
 
@@ -122,7 +125,7 @@ def test_one_process_stops_after_the_step_in_progress(asked_at: int, phase: str)
 
     def interrupted(*arguments: object) -> object:
         if loop.stops_after == asked_at:
-            loop.stop.requested = True  # type: ignore[misc]
+            loop.stop.request("enough")
         return work(*arguments)
 
     setattr(place, phase, interrupted)
@@ -134,7 +137,7 @@ def test_one_of_several_processes_says_which_step_is_the_last() -> None:
     """Their vote is open until the weights' update; a request made later takes a further step."""
     loop, said = Quiet(steps=1), list[str]()
     loop.vote.is_open = False
-    loop.vote.result = loop.vote.asked_since = lambda: False  # type: ignore[method-assign]
+    loop.vote.result = lambda: 0  # type: ignore[method-assign]
     loop.forward_backward = loop.update = lambda: said.append(loop.last_step())  # type: ignore[method-assign]
     loop.run()
     assert said == ["step 1", "step 2"]

@@ -212,12 +212,12 @@ def gradients_and_moments(trainer: Trainer) -> list[list[torch.Tensor]]:
 
 
 def test_a_stop_asked_of_one_rank_is_heard_by_all() -> None:
-    assert run_on_ranks(vote, dp=2) == [(False, True), (False, True)]
+    assert run_on_ranks(vote, dp=2) == [(0, 15), (0, 15)]
 
 
-def vote(ctx: ParallelContext) -> tuple[bool, bool]:
+def vote(ctx: ParallelContext) -> tuple[int, int]:
     trainer = Trainer(config(), ctx)
-    votes = [StopVote(trainer, lambda: False), StopVote(trainer, lambda: ctx.rank == 1)]
+    votes = [StopVote(trainer, lambda: 0), StopVote(trainer, lambda: 15 * ctx.rank)]
     for each in votes:
         each.before_update()
     return votes[0].result(), votes[1].result()
