@@ -89,6 +89,24 @@ def handling(
 
 
 @contextmanager
+def interrupt_held() -> Iterator[None]:
+    """Let the first Ctrl-C wait while inside: libraries that clean up replace it by an error of theirs."""
+    held = list[int]()
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if held:
+            raise KeyboardInterrupt
+        held.append(number)
+
+    try:
+        with handling([signal.SIGINT], hold):
+            yield
+    finally:
+        if held:
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
 def note_stop_requests(*, ends_process: bool = False) -> Iterator[None]:
     """Note the first signal that requests a stop, for a `StopRequest` or `Relay`.
 

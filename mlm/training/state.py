@@ -13,7 +13,7 @@ import mlm
 from mlm.checkpoint.native import folders, run_state
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import descendants_set_aside
-from mlm.checkpoint.native.run_state import LINEAGE, LORA, TOKENIZER, Lineage, check_run_state
+from mlm.checkpoint.native.run_state import LINEAGE, LORA, TOKENIZER, VALIDATION_DUE, Lineage, check_run_state
 from mlm.checkpoint.native.save_load import (
     CheckpointError,
     Manifest,
@@ -44,7 +44,6 @@ CHECKPOINTS = folders.CHECKPOINTS
 """Folder of a run directory that holds its checkpoints."""
 INCIDENTS = run_state.INCIDENTS
 """Key of what a run remembers of its incidents, which decides on later ones."""
-VALIDATION_DUE = run_state.VALIDATION_DUE
 FINETUNING = run_state.FINETUNING
 """Key of what a finetuning run adds to the state of its checkpoints."""
 

@@ -14,6 +14,7 @@ from mlm.launch.stop import (
     Stopped,
     StopRequest,
     interrupt_exit_code,
+    interrupt_held,
     note_stop_requests,
     stopping_at_once,
 )
@@ -119,6 +120,22 @@ def test_a_phase_with_nothing_to_save_ends_by_a_signal_noted_before() -> None:
         signal.raise_signal(signal.SIGHUP)
         with pytest.raises(Stopped), stopping_at_once("nothing is trained"):
             pass
+
+
+@interrupt_held()
+def interrupted(times: int, done: list[int]) -> None:
+    for number in range(times):
+        signal.raise_signal(signal.SIGINT)
+        done.append(number)
+
+
+@pytest.mark.parametrize("times, done", [(1, [0]), (2, [0])])
+def test_ctrl_c_within_a_library_waits_for_its_end_and_a_second_does_not(times: int, done: list[int]) -> None:
+    """Hydra and OmegaConf raise another error in a `finally` of theirs."""
+    went: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(times, went)
+    assert went == done
 
 
 def test_the_signal_before_a_time_limit_does_not_end_a_rendezvous() -> None:
