@@ -9,10 +9,9 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitTimeoutError
-from contextlib import contextmanager
 from datetime import timedelta
 from threading import Thread, Timer
 
@@ -55,33 +54,28 @@ def rendezvous_store(place: RankPlace, timeout_s: float) -> Store:
     check_addresses(place, os.environ)
     start_s = max(START_S, timeout_s)
     awaited = list(range(1, place.world_size)) if place.rank == 0 else [0]
-    with _announced(place, awaited):
-        return _join(place, start_s, awaited)
-
-
-@contextmanager
-def _announced(place: RankPlace, awaited: Sequence[int]) -> Iterator[None]:
-    """Say once after ANNOUNCE_S on stderr who is awaited; rank 0 does, and the first rank of other hosts."""
-    rank_key, size_key = place.variables
-
-    def announce() -> None:
-        print(
-            f"mlm: rank {place.rank} of {place.world_size} waits for {name_ranks(awaited)} at "
-            f"{place.master_addr} port {place.master_port}; {rank_key}={place.rank} and "
-            f"{size_key}={place.world_size} in the environment made this process a rank: unset {rank_key} "
-            "for a plain start",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    timer = Timer(ANNOUNCE_S, announce)
+    timer = Timer(ANNOUNCE_S, _announce, (place, awaited))
     timer.daemon = True
-    if LAUNCHED not in os.environ and place.local_rank in (0, place.rank):
+    if LAUNCHED not in os.environ and place.local_rank in (
+        0,
+        place.rank,
+    ):  # one per host
         timer.start()
     try:
-        yield
+        return _join(place, start_s, awaited)
     finally:
         timer.cancel()
+
+
+def _announce(place: RankPlace, awaited: Sequence[int]) -> None:
+    rank, size = place.variables
+    print(
+        f"mlm: rank {place.rank} of {place.world_size} waits for {name_ranks(awaited)} at "
+        f"{place.master_addr} port {place.master_port}; {rank}={place.rank} and {size}={place.world_size} in "
+        f"the environment made this process a rank: unset {rank} for a plain start",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _join(place: RankPlace, start_s: float, awaited: list[int]) -> Store:
