@@ -1,6 +1,7 @@
 """Training steps across layouts, precisions and restarts."""
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import PretrainConfig, TrainConfig
-from mlm.training.trainer import StopVote, Trainer
+from mlm.training.trainer import StopAgreed, StopVote, Trainer
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
 
@@ -221,3 +222,17 @@ def vote(ctx: ParallelContext) -> tuple[int, int]:
     for each in votes:
         each.before_update()
     return votes[0].result(), votes[1].result()
+
+
+def test_all_ranks_leave_a_validation_after_the_same_batch() -> None:
+    """Rank 1 is asked to stop while it computes batch 1; the vote that hears it travels with batch 2."""
+    assert run_on_ranks(batches_until_stop, dp=2) == [[0, 1, 2], [0, 1, 2]]
+
+
+def batches_until_stop(ctx: ParallelContext) -> list[int]:
+    seen: list[int] = []
+    vote = StopVote(Trainer(config(), ctx), lambda: 15 * (ctx.rank == 1 and 1 in seen))
+    with suppress(StopAgreed):
+        for number in vote.polled(range(9)):
+            seen.append(number)
+    return seen
