@@ -23,6 +23,7 @@ from mlm.finetune.splits import TaskSplit
 from mlm.finetune.task_type import check_installed
 from mlm.finetune.training import Material, finetune, pretrain_config
 from mlm.inference.trained import checkpoint_problems
+from mlm.launch.stop import stopping_at_once
 from mlm.parallel.mesh import ParallelContext
 from mlm.tracking.config import missing_extras
 from mlm.training.memory import reuse_large_blocks
@@ -83,7 +84,8 @@ def run(config: FinetuneConfig, ctx: ParallelContext) -> int:
     seen = ranks.broadcast(ranks.together(look, explain))
     results = [None if r is None else from_dict(Result, r) for _, r in seen]
     is_new = None in results
-    material = prepare(config, start, splits) if is_new else None
+    with stopping_at_once("stopped before training"):
+        material = prepare(config, start, splits) if is_new else None
     for n, one in enumerate(runs):
         if results[n] is None and material is not None:
             results[n], stopped = finetune(one, seen[n][0], material, ctx)

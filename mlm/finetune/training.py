@@ -31,6 +31,7 @@ from mlm.finetune.splits import TokenizedSplit
 from mlm.finetune.task_type import task_type
 from mlm.inference.base import Base, base_name
 from mlm.launch.doctor.folder import check_start
+from mlm.launch.stop import stopping_at_once
 from mlm.optim.config import ScheduleConfig
 from mlm.optim.precision import DTYPES
 from mlm.parallel.mesh import ParallelContext
@@ -243,9 +244,11 @@ def finetune(
             loop = FinetuneLoop(
                 *session, config=config, material=material, order=order, batcher=batcher, progress=progress
             )
-            if not loop.run():
+            if not loop.run() or (loop.is_stopping and material.tests):
                 return None, session.note_stopped("\nRun the same command again to continue.")
-        return finish(loop, settings, begun), session.stop.exit_code if loop.is_stopping else None
+        with stopping_at_once("stopped while predicting; the same command continues"):
+            result = finish(loop, settings, begun)
+        return result, session.stop.exit_code if loop.is_stopping else None
 
 
 def prepare_directory(config: FinetuneConfig, start: Start) -> None:
@@ -289,7 +292,8 @@ def load_start(
             base = Base(base_name(config.ckpt, start.named.path), below)
             trainer.extra_state[LORA] = base.encode()
     if is_asked and reference is not None:
-        reference.ask(trainer, batcher)
+        with stopping_at_once("stopped before training"):
+            reference.ask(trainer, batcher)
     checkpoint = resume(trainer)
     if checkpoint is None and not needs_body:
         load_body(trainer.shards, start.named, trainer.ctx)

@@ -1,13 +1,14 @@
 """A rank's position from the variables of torchrun or SLURM, and the variables of a launched rank.
 
-Pure functions of an environment: nothing here reads or sets `os.environ`.
+Functions of an environment: nothing here reads or sets `os.environ`.
 """
 
+import os
 import re
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlm.launch.stop import LAUNCHED
@@ -17,6 +18,8 @@ THREADS = "OMP_NUM_THREADS"
 LISTENER = "MLM_LISTENER"
 """Environment variable of a launched rank 0: the open socket on which it serves the rendezvous."""
 FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM numbers the batch script, `salloc` shells and the like from here
+SHELLS = ("interactive", "bash", "sh", "zsh")
+"""Names of SLURM jobs that are shells."""
 FIRST_PORT, PORTS = 12_000, 20_000  # below the range from which Linux assigns ports to any process
 
 
@@ -34,6 +37,8 @@ class RankPlace:
     """CPU cores assigned to this rank alone; None if ranks share the host's."""
     nodes: str = ""
     """SLURM's list of nodes where `master_addr` is the first of them; empty where it was set."""
+    variables: tuple[str, str] = field(default=("RANK", "WORLD_SIZE"), compare=False)
+    """The variables of `rank` and `world_size`."""
     job: str = ""
     """SLURM's job and step, so that no other job on the port is taken for it; empty without SLURM."""
 
@@ -47,11 +52,24 @@ def by_srun(environ: Mapping[str, str]) -> bool:
     """True if `srun` started this process as one of several tasks.
 
     A batch script and an interactive shell hold the allocation's variables too, but are not ranks, and the
-    only task of a step starts its own ranks as on any host.
+    only task of a step starts its own ranks as on any host. Nor is the first task of `srun --pty`, which
+    alone has a terminal: ranks that are started from its shell inherit its variables, but no terminal.
     """
+    is_shell = "SLURM_PTY_PORT" in environ or environ.get("SLURM_JOB_NAME") in SHELLS
+    if is_shell and has_terminal():
+        return False
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     in_step = step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
     return in_step and "SLURM_PROCID" in environ and _slurm_tasks(environ) > 1
+
+
+def has_terminal() -> bool:
+    """True if a terminal controls this process."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def read_rank_place(environ: Mapping[str, str]) -> RankPlace | None:
@@ -69,7 +87,7 @@ def read_rank_place(environ: Mapping[str, str]) -> RankPlace | None:
             master_addr=_text(environ, "MASTER_ADDR"),
             master_port=_number(environ, "MASTER_PORT"),
         )
-        return _possible(place, "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        return _possible(place, "LOCAL_WORLD_SIZE")
     if not by_srun(environ):
         return None
     nodes = environ.get("SLURM_STEP_NODELIST") or _text(environ, "SLURM_JOB_NODELIST")
@@ -84,13 +102,15 @@ def read_rank_place(environ: Mapping[str, str]) -> RankPlace | None:
         master_port=_number(environ, "MASTER_PORT", FIRST_PORT + (job + 101 * step) % PORTS),
         cores=_number(environ, "SLURM_CPUS_PER_TASK", 0) or None,
         nodes="" if environ.get("MASTER_ADDR") else nodes,
+        variables=("SLURM_PROCID", _slurm_tasks_key(environ)),
         job=f"{job}.{step}",
     )
-    return _possible(place, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_TASKS_PER_NODE")
+    return _possible(place, "SLURM_TASKS_PER_NODE")
 
 
-def _possible(place: RankPlace, rank: str, world_size: str, local_world_size: str) -> RankPlace:
-    """Return the position if it can be one, given the names of its variables. Raises UserError."""
+def _possible(place: RankPlace, local_world_size: str) -> RankPlace:
+    """Return the position if it can be one; `local_world_size` names a variable. Raises UserError."""
+    rank, world_size = place.variables
     if place.rank >= place.world_size:
         raise UserError(
             f"{rank}={place.rank} in the environment is not below {world_size}={place.world_size}: "
@@ -98,7 +118,7 @@ def _possible(place: RankPlace, rank: str, world_size: str, local_world_size: st
         )
     if place.local_world_size < 1:
         raise UserError(f"{local_world_size}={place.local_world_size} in the environment: use 1 or more")
-    if place.world_size > 1 and not 0 < place.master_port < 65536:
+    if not 0 < place.master_port < 65536:
         raise UserError(f"MASTER_PORT={place.master_port} in the environment: use 1 to 65535")
     return place
 
@@ -159,8 +179,11 @@ def import_path() -> str:
 
 
 def _slurm_tasks(environ: Mapping[str, str]) -> int:
-    key = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    return _number(environ, key, 1)
+    return _number(environ, _slurm_tasks_key(environ), 1)
+
+
+def _slurm_tasks_key(environ: Mapping[str, str]) -> str:
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int:

@@ -20,14 +20,12 @@ from mlm.parallel.watch import LostPeer, Watch, is_transport_error, name_ranks
 from mlm.util.errors import UserError, escape_controls
 from mlm.util.files import write_atomic
 
-INTERRUPTED = 130  # exit code after Ctrl-C: 128 + SIGINT
 REPORT_S = 1.0  # a failing rank stays so long for its peers to notice and report
 WATCH_POLL_S = 0.25
 GRACE_S = 2.0  # the transport's own error comes first if there is one
 DUMP_S = 10.0  # NCCL's flight recorder writes its file within seconds of the timeout
 RECORDS, EXIT_CODE = "error-*.json", "exit-code"
 MAX_LINES = 8  # lost peers that are reported when there is no other cause
-INTACT = "; the last checkpoint is intact"
 
 
 @dataclass(frozen=True)
@@ -195,15 +193,14 @@ def report(
     *,
     world_size: int,
     logs: Path,
-    saves: bool = True,
+    kept: str = "",
 ) -> tuple[str, int]:
     """Return the report of a failed job, and the command's exit code.
 
     The cause is, in this order: an exception of a rank's own; a process that ended without one; a lost peer.
     Within each, the first in time. `ends` are of the processes that were not ended by this one.
-    `saves`: the command has a run folder, which keeps checkpoints and logs.
+    `kept`: words on what a run has left, for a command with a run folder.
     """
-    closing = INTACT if saves else ""
     own = sorted((f for f in failures if not f.lost_peer), key=lambda f: f.time)
     if own:
         return _report_exception(own, world_size), own[0].exit_code
@@ -214,12 +211,12 @@ def report(
     )
     lost = sorted(failures, key=lambda f: f.time)
     if silent:
-        return _report_death(silent[0], lost, logs, closing), 1
+        return _report_death(silent[0], lost, logs, kept), 1
     if lost and lost[0].names_peer:
-        return "\n".join([lost[0].text, *_suspects(lost, ends, world_size, logs, closing)]), 1
+        return "\n".join([lost[0].text, *_suspects(lost, ends, world_size, logs, kept)]), 1
     if lost:
         return _report_exception(lost[:1], world_size), lost[0].exit_code
-    return f"mlm: a rank failed without leaving a trace{closing}", 1
+    return f"mlm: a rank failed without leaving a trace{kept}", 1
 
 
 def _report_exception(failures: Sequence[Failure], world_size: int) -> str:
@@ -229,19 +226,19 @@ def _report_exception(failures: Sequence[Failure], world_size: int) -> str:
 
 
 def _suspects(
-    lost: Sequence[Failure], ends: Sequence[ProcessEnd], world_size: int, logs: Path, closing: str
+    lost: Sequence[Failure], ends: Sequence[ProcessEnd], world_size: int, logs: Path, kept: str
 ) -> list[str]:
     """Return the likely reason why the first of the lost peers was lost."""
     known = {failure.rank for failure in lost} | {end.rank for end in ends}
     silent = sorted(set(range(world_size)) - known)
     if silent:
-        kept = f", and in {logs}" if closing else ""  # others are removed with the folder of the launch
-        return [f"mlm: {name_ranks(silent)} waited for nobody: look there first{kept}{closing}"]
+        place = f", and in {logs}" if kept else ""  # others are removed with the folder of the launch
+        return [f"mlm: {name_ranks(silent)} waited for nobody: look there first{place}{kept}"]
     waits = [failure.text for failure in lost[1 : 1 + MAX_LINES]]
-    return [*waits, f"mlm: every rank was waiting, so they disagree about what comes next{closing}"]
+    return [*waits, f"mlm: every rank was waiting, so they disagree about what comes next{kept}"]
 
 
-def _report_death(death: ProcessEnd, lost: Sequence[Failure], logs: Path, closing: str) -> str:
+def _report_death(death: ProcessEnd, lost: Sequence[Failure], logs: Path, kept: str) -> str:
     who = f"rank {death.rank} (pid {death.pid})"
     if death.exit_code < 0:
         number = signal.Signals(-death.exit_code)
@@ -253,7 +250,7 @@ def _report_death(death: ProcessEnd, lost: Sequence[Failure], logs: Path, closin
         }.get(number, "")
     else:
         why, hint = f"left with exit code {death.exit_code}", ""
-    text = f"mlm: {who} {why}{hint}{closing}"
+    text = f"mlm: {who} {why}{hint}{kept}"
     log = log_path(logs, death.rank)
     last = log.read_text(errors="replace").splitlines()[-10:] if log.exists() else []
     noticed = [failure.text for failure in lost[:1] if failure.names_peer]

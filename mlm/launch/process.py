@@ -22,7 +22,6 @@ from mlm.launch.config import DistConfig
 from mlm.launch.devices import device_kind
 from mlm.launch.environment import RankPlace, num_threads, place_variables, read_rank_place
 from mlm.launch.failure import (
-    INTERRUPTED,
     MAX_LINES,
     REPORT_S,
     Failure,
@@ -32,6 +31,7 @@ from mlm.launch.failure import (
     flight_recorder,
 )
 from mlm.launch.rendezvous import START_S, MissingRanksError, rendezvous_store
+from mlm.launch.stop import interrupt_exit_code, stopping_at_once
 from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.watch import Watch
 from mlm.util.errors import UserError
@@ -61,10 +61,11 @@ def run_joined(target: str, config: Any, *, place: RankPlace, out: Path | None) 
 
     reporter = FailureReporter(place.rank, publish)
     try:
-        store = rendezvous_store(place, config.dist.timeout_s) if place.world_size > 1 else None
+        with stopping_at_once("stopped while it waited for other ranks", requeues=False):
+            store = rendezvous_store(place, config.dist.timeout_s) if place.world_size > 1 else None
         run_rank(target, config, place=place, store=store, reporter=reporter)
-    except KeyboardInterrupt:
-        exit_now(INTERRUPTED)
+    except KeyboardInterrupt as error:
+        exit_now(interrupt_exit_code(error))
     except MissingRanksError as error:
         if error.is_reported:
             time.sleep(2 * REPORT_S)  # launchers end all ranks when one ends

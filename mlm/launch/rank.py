@@ -6,6 +6,7 @@ before torch is imported, which takes seconds and may print.
 
 import json
 import os
+import signal
 import sys
 import time
 from functools import partial
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from mlm.launch.failure import (
-    INTERRUPTED,
     RECORDS,
     REPORT_S,
     Failure,
@@ -25,6 +25,7 @@ from mlm.launch.failure import (
     note_exit_code,
     save_failure,
 )
+from mlm.launch.stop import Stopped
 from mlm.util.system import die_with_parent, imports_uncollected, writable_streams
 
 
@@ -43,8 +44,8 @@ def main() -> None:
         code = 1 if output.has_failed and not code else code
         if rank == 0 and code:
             note_exit_code(folder, code)
-    except KeyboardInterrupt:
-        exit_now(INTERRUPTED)
+    except KeyboardInterrupt as error:
+        exit_now(128 + (error.number if isinstance(error, Stopped) else signal.SIGINT))
     except Exception as error:
         failure = reporter.report(error)
         if (

@@ -5,13 +5,15 @@ Addresses are checked first, before torch and gloo retry for minutes or hang.
 
 import os
 import socket
+import sys
 import time
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitTimeoutError
 from datetime import timedelta
-from threading import Thread
+from threading import Thread, Timer
 
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
@@ -27,6 +29,8 @@ GRACE_S = 10.0
 """Seconds that other ranks wait longer than rank 0, so that they learn whom it missed."""
 ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun: ranks may be restarted, and the store is not new then
 HOSTS_SHOWN = 4
+ANNOUNCE_S = 5.0
+"""Seconds after which a rank says whom it waits for."""
 NO_STORE = "what accepts connections there is no rank 0, or hangs"
 
 
@@ -49,10 +53,37 @@ def rendezvous_store(place: RankPlace, timeout_s: float) -> Store:
     """
     check_addresses(place, os.environ)
     start_s = max(START_S, timeout_s)
+    awaited = list(range(1, place.world_size)) if place.rank == 0 else [0]
+    timer = Timer(ANNOUNCE_S, _announce, (place, awaited))
+    timer.daemon = True
+    if LAUNCHED not in os.environ and place.local_rank in (
+        0,
+        place.rank,
+    ):  # one per host
+        timer.start()
+    try:
+        return _join(place, start_s, awaited)
+    finally:
+        timer.cancel()
+
+
+def _announce(place: RankPlace, awaited: Sequence[int]) -> None:
+    rank, size = place.variables
+    print(
+        f"mlm: rank {place.rank} of {place.world_size} waits for {name_ranks(awaited)} at "
+        f"{place.master_addr} port {place.master_port}; {rank}={place.rank} and {size}={place.world_size} in "
+        f"the environment made this process a rank: unset {rank} for a plain start",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _join(place: RankPlace, start_s: float, awaited: list[int]) -> Store:
+    """Return the store; `awaited` is kept up to date on rank 0."""
     if place.rank and (reason := no_connection(place.master_addr, place.master_port, start_s)):
         raise _unreachable(place, start_s, reason)
     try:
-        return call_roll(_open_in_thread(place, start_s), place, start_s)
+        return call_roll(_open_in_thread(place, start_s), place, start_s, awaited)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise UserError(
@@ -108,20 +139,22 @@ def _open(place: RankPlace, timeout_s: float) -> Store:
     return PrefixStore(f"mlm-job-{place.job}", store)
 
 
-def call_roll(store: Store, place: RankPlace, timeout_s: float) -> Store:
+def call_roll(store: Store, place: RankPlace, timeout_s: float, awaited: list[int] | None = None) -> Store:
     """Return the part of `store` that belongs to this attempt of a job, once all ranks are here. Collective.
 
     torchrun restarts all ranks when one fails, and its store lives on: keys of the dead ranks (addresses,
     counts) would be taken for those of the living. A count of restarts does not identify an attempt, because
     each agent counts separately: a node whose own ranks did not fail has counted one less. So rank 0 names
     the attempt; each other rank leaves a new token and waits for the answer to it, which only a living rank 0
-    gives. Raises MissingRanksError if a rank is missing after `timeout_s`.
+    gives, and removes those that are here from `awaited`. Raises MissingRanksError if a rank is missing after
+    `timeout_s`.
     """
     rank, world_size = place.rank, place.world_size
     if world_size == 1:
         return store
     if rank == 0:
-        attempt, absent = _admit_ranks(store, place, time.monotonic() + timeout_s)
+        absent = list(range(1, world_size)) if awaited is None else awaited
+        attempt = _admit_ranks(store, absent, time.monotonic() + timeout_s)
         problem = "" if not absent else _missing(store, attempt, absent, place, timeout_s)
         store.set(f"{attempt}/missing", problem)
         if problem:
@@ -141,12 +174,12 @@ def call_roll(store: Store, place: RankPlace, timeout_s: float) -> Store:
     return PrefixStore(joined, store)
 
 
-def _admit_ranks(store: Store, place: RankPlace, end: float) -> tuple[str, list[int]]:
-    """Answer every token, also one that replaces a dead rank's, until all ranks are here.
+def _admit_ranks(store: Store, absent: list[int], end: float) -> str:
+    """Answer every token, also one that replaces a dead rank's, until all ranks are here or it is `end`.
 
-    Return the attempt's name and the ranks that have not come by `end`.
+    Return the attempt's name.
     """
-    attempt, absent = f"mlm-{uuid.uuid4().hex}", list(range(1, place.world_size))
+    attempt = f"mlm-{uuid.uuid4().hex}"
     answered: dict[int, bytes] = {}
     while True:
         for rank in absent:
@@ -156,9 +189,9 @@ def _admit_ranks(store: Store, place: RankPlace, end: float) -> tuple[str, list[
             if answered.get(rank) != token:
                 store.set(f"mlm/attempt/{token.decode()}", attempt)
                 answered[rank] = token
-        absent = [rank for rank in absent if not store.check([f"{attempt}/{rank}"])]
+        absent[:] = [rank for rank in absent if not store.check([f"{attempt}/{rank}"])]
         if not absent or time.monotonic() > end:
-            return attempt, absent
+            return attempt
         time.sleep(POLL_S)
 
 

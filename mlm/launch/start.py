@@ -1,9 +1,10 @@
 """Starting a job on all its ranks: in this process, on this host, or as a rank of torchrun or SLURM.
 
 Ranks on this host start each in its own session: Ctrl-C reaches this process only, and `Relay` passes the
-request on. They start with these signals blocked (the mask is inherited) and unblock them inside
-`StopRequest`: no request is lost, and none kills a rank before that. This process imports no torch, which
-takes as long as all else before the ranks start: they do, mlm/launch/process.py with them.
+request on; what stops a service or a batch job signals every process, and counts once. Ranks that save start
+with these signals blocked (the mask is inherited) and unblock them inside `StopRequest`: no request is lost,
+and none kills a rank before that. The command itself ends ranks by SIGKILL. This process imports no torch,
+which takes as long as all else before the ranks start: they do, mlm/launch/process.py with them.
 """
 
 import errno
@@ -17,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,6 @@ from mlm.launch.environment import (
     worker_environment,
 )
 from mlm.launch.failure import (
-    INTACT,
-    INTERRUPTED,
     REPORT_S,
     Failure,
     ProcessEnd,
@@ -45,7 +43,7 @@ from mlm.launch.failure import (
     report,
 )
 from mlm.launch.network import LOOPBACK, check_interface
-from mlm.launch.stop import CARRIED_SIGNALS, SIGNAL_NAMES, Relay, is_noting
+from mlm.launch.stop import SIGNAL_NAMES, Relay, interrupt_exit_code, is_noting, signal_exit_code
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.layout_checks import Launch, num_replicas
 from mlm.util.errors import UserError
@@ -54,8 +52,10 @@ from mlm.util.system import available_cores
 
 POLL_S = 0.1
 CLOSE_S = 30.0
-"""Seconds that ranks get to end after SIGTERM, and again after SIGKILL."""
+"""Seconds that ranks get to end after SIGKILL."""
 RANK = "mlm.launch.process"
+SAVED = ("checkpoints/step-*", "*/checkpoints/step-*")
+"""Checkpoints of a run, or of the seeds of a finetuning."""
 PREFIX = "mlm-job-"
 """Name of a launch's folder in the temporary directory."""
 
@@ -89,8 +89,8 @@ def run_job(target: str, config: Any, *, out: Path | None) -> int:
         if world_size > 1:
             return launch_ranks(target, config, out=out, world_size=world_size)
         return int(resolve(f"{RANK}:run_rank")(target, config))
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except KeyboardInterrupt as error:
+        return interrupt_exit_code(error)
 
 
 def choose_world_size(parallel: ParallelConfig, launch: Launch) -> int:
@@ -115,29 +115,49 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
         cores = available_cores()
         threads = num_threads(dist.threads_per_rank, os.environ, cores=cores, local_ranks=world_size)
         variables = worker_environment(os.environ, threads=threads) | flight_recorder(os.environ, logs)
-        relay = Relay(saves=is_noting())
+        relay, held = Relay(saves=is_noting()), SIGNAL_NAMES if is_noting() else (signal.SIGINT,)
         with relay.receiving():
-            ranks = _start_ranks(job, world_size, listener, variables)
+            ranks = _start_ranks(job, world_size, listener, variables, held=held)
             ends = _watch_ranks(ranks, relay, folder)
-        if relay.killed:
-            word = SIGNAL_NAMES.get(relay.killed, relay.killed.name)
-            print(f"mlm: {word}: stopped at once{INTACT if out else ''}", file=sys.stderr)
-            return 128 + relay.killed
-        if not any(end.exit_code for end in ends):
+        codes = [end.exit_code for end in ends]
+        stopped = relay.killed or next((n for n in SIGNAL_NAMES if 128 + n in codes), None)  # or a rank did
+        if stopped:
+            word = SIGNAL_NAMES.get(stopped, stopped.name)
+            print(f"mlm: {word}: stopped at once{what_is_kept(out)}", file=sys.stderr)
+            return 128 + stopped if relay.killed else signal_exit_code(stopped)
+        if not any(codes):
             return noted_exit_code(folder)
-        failures, saves = load_failures(folder), out is not None
-        text, code = report(failures, ends, world_size=world_size, logs=logs, saves=saves)
+        failures = load_failures(folder)
+        text, code = report(failures, ends, world_size=world_size, logs=logs, kept=what_is_kept(out))
         print(text, file=sys.stderr, flush=True)
         return code
+
+
+def what_is_kept(out: Path | None) -> str:
+    """Words on what a run that ended early has left; none for a command without a run folder."""
+    if out is None:
+        return ""
+    is_saved = any(any(out.glob(pattern)) for pattern in SAVED)
+    return "; the last checkpoint is intact" if is_saved else "; no checkpoint was saved"
 
 
 Ranks = dict[int, "subprocess.Popen[bytes]"]
 
 
-def _start_ranks(job: Path, world_size: int, listener: socket.socket, variables: Mapping[str, str]) -> Ranks:
-    """Start the ranks. Rank 0 serves the rendezvous on `listener`; connections wait there until it does."""
+def _start_ranks(
+    job: Path,
+    world_size: int,
+    listener: socket.socket,
+    variables: Mapping[str, str],
+    *,
+    held: Iterable[signal.Signals],
+) -> Ranks:
+    """Start the ranks with the signals `held` blocked.
+
+    Rank 0 serves the rendezvous on `listener`; connections wait there until it does.
+    """
     port, ranks = listener.getsockname()[1], Ranks()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, CARRIED_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:
         for rank in range(world_size):
             place = RankPlace(rank, world_size, rank, world_size, LOOPBACK, port)
@@ -162,15 +182,14 @@ def _close_ranks(ranks: "Iterable[subprocess.Popen[bytes]]") -> None:
 
     One that SIGKILL does not end waits inside the kernel for a device: it is left.
     """
-    for numbers in ((signal.SIGTERM, signal.SIGCONT), (signal.SIGKILL,)):  # a suspended rank wakes and dies
-        left = [process for process in ranks if process.poll() is None]
-        for process, number in product(left, numbers):
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-        end = time.monotonic() + CLOSE_S
-        for process in left:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, end - time.monotonic()))
+    left = [process for process in ranks if process.poll() is None]
+    for process in left:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    end = time.monotonic() + CLOSE_S
+    for process in left:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, end - time.monotonic()))
 
 
 def _watch_ranks(ranks: Ranks, relay: Relay, folder: Path) -> list[ProcessEnd]:
@@ -186,8 +205,10 @@ def _watch_ranks(ranks: Ranks, relay: Relay, folder: Path) -> list[ProcessEnd]:
         if any(end.exit_code for end in ends):
             limit = time.monotonic() + REPORT_S
             while time.monotonic() < limit and not _is_explained(load_failures(folder), ends, pids):
+                relay.act(pids)  # a signal to every process may have ended the rank first
                 time.sleep(POLL_S / 2)
                 ends = _process_ends(pids)
+            relay.act(pids)
         return ends
     finally:
         _close_ranks(ranks.values())

@@ -32,14 +32,16 @@ REPEATED_SIGNALS = (signal.SIGUSR1, signal.SIGHUP)
 SAVED_FOR_REQUEUE = signal.SIGUSR1
 """The signal before a time limit: the run saves, and its command succeeds so that a batch script requeues."""
 
-CARRIED_SIGNALS = {
-    signal.SIGINT: signal.SIGINT,
-    signal.SIGUSR2: signal.SIGTERM,
-    signal.SIGUSR1: signal.SIGUSR1,
-    signal.SIGHUP: signal.SIGHUP,
-}
-"""Signals that a launched rank receives, each with the one that its parent received. SIGTERM itself kills a
-rank: with it the command ends the others when one has died, which may be stuck in a collective."""
+UNKNOWN_SIGNAL = 64
+"""Stands in a vote for a request that no signal made."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal ended the command at once: there was nothing to save, or all is saved."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(SIGNAL_NAMES[number])
+        self.number = number
 
 
 @dataclass
@@ -49,6 +51,16 @@ class _NotedRequests:
     active: bool = False
     taken: bool = False
     numbers: list[signal.Signals] = field(default_factory=list)
+
+
+def signal_exit_code(number: int) -> int:
+    """Return the exit code of a command that a signal stopped: 128 + n, or 0 for a requeue."""
+    return 0 if number == SAVED_FOR_REQUEUE else 128 + number
+
+
+def interrupt_exit_code(error: KeyboardInterrupt) -> int:
+    """Return the exit code of a command that an interrupt ended at once."""
+    return signal_exit_code(error.number if isinstance(error, Stopped) else signal.SIGINT)
 
 
 _noted_requests = _NotedRequests()  # what a process does with signals belongs to the process
@@ -77,6 +89,24 @@ def handling(
 
 
 @contextmanager
+def interrupt_held() -> Iterator[None]:
+    """Let the first Ctrl-C wait while inside: libraries that clean up replace it by an error of theirs."""
+    held = list[int]()
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if held:
+            raise KeyboardInterrupt
+        held.append(number)
+
+    try:
+        with handling([signal.SIGINT], hold):
+            yield
+    finally:
+        if held:
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
 def note_stop_requests(*, ends_process: bool = False) -> Iterator[None]:
     """Note the first signal that requests a stop, for a `StopRequest` or `Relay`.
 
@@ -99,6 +129,30 @@ def unblock_stop_signals() -> None:
     """Receive the signals that request a stop, which `mlm.__main__` or a batch script has blocked."""
     if threading.current_thread() is threading.main_thread() and LAUNCHED not in os.environ:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNAL_NAMES)
+
+
+@contextmanager
+def stopping_at_once(text: str, *, requeues: bool = True) -> Iterator[None]:
+    """Raise Stopped at the first signal while inside, also at one noted before: nothing is left to save.
+
+    `text` says so to the user. Without `requeues`, SIGUSR1 stays noted.
+    """
+
+    def stop(number: int, frame: FrameType | None = None) -> None:
+        stopped = Stopped(signal.Signals(number))
+        if LAUNCHED not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":  # else the launcher does
+            _say(f"mlm: {stopped}: {text}")
+        raise stopped
+
+    heard = [n for n in SIGNAL_NAMES if requeues or n is not SAVED_FOR_REQUEUE]
+    with ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            stack.enter_context(handling(heard, stop))
+            if noted := [number for number in _noted_requests.numbers if number in heard]:
+                stop(noted[0])
+            mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
+            stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
+        yield
 
 
 def take_noted() -> list[signal.Signals]:
@@ -136,6 +190,7 @@ class StopRequest:
 
     Each rank receives the signal at its own time: the ranks must agree on the step at which to stop.
     A second SIGINT raises KeyboardInterrupt (exit code 130); a third one kills, even inside a collective.
+    In a launched rank it changes nothing: it may be the first one, passed on, and the launcher counts.
     On leaving the context the previous handlers are restored. Outside the main thread, where Python allows no
     handlers, only `request` works.
     """
@@ -164,7 +219,18 @@ class StopRequest:
     @property
     def exit_code(self) -> int:
         """Exit code of a command whose work this request ended: 128 + n by a signal, 0 for a requeue."""
-        return 0 if self._signal in (None, SAVED_FOR_REQUEUE) else 128 + self._signal
+        return 0 if self._signal is None else signal_exit_code(self._signal)
+
+    @property
+    def ballot(self) -> int:
+        """This rank's part of a vote: 0 before a request, then the number of its signal."""
+        return 0 if self._reason is None else int(self._signal or UNKNOWN_SIGNAL)
+
+    def agree(self, ballot: int) -> None:
+        """Adopt the request of another rank, unless this one has received its own."""
+        if self._reason is None:
+            self._signal = None if ballot == UNKNOWN_SIGNAL else signal.Signals(ballot)
+            self._reason = SIGNAL_NAMES[self._signal] if self._signal else "another rank"
 
     def request(self, reason: str) -> None:
         """Request a stop. The first reason stays."""
@@ -176,12 +242,11 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            heard = stop_signals()
-            self._restore.enter_context(handling(heard, self._handle))
+            self._restore.enter_context(handling(SIGNAL_NAMES, self._handle))
             for number in take_noted():
                 self._handle(number, None)
             # Launched ranks start with these blocked, so a request made meanwhile arrives now.
-            mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
+            mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNAL_NAMES)
             self._restore.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
         return self
 
@@ -189,20 +254,13 @@ class StopRequest:
         self._restore.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        heard = signal.Signals(number)
-        if heard is signal.SIGINT:
+        if number == signal.SIGINT and LAUNCHED not in os.environ:
             self._interrupts += 1
             if self._interrupts > 1:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 raise KeyboardInterrupt
-        meant = stop_signals()[heard]
-        self._signal = self._signal or meant
-        self.request(SIGNAL_NAMES[meant])
-
-
-def stop_signals() -> dict[signal.Signals, signal.Signals]:
-    """Return the signals that request a stop of this process, each with the one it stands for."""
-    return CARRIED_SIGNALS if LAUNCHED in os.environ else {number: number for number in SIGNAL_NAMES}
+        self._signal = self._signal or signal.Signals(number)
+        self.request(SIGNAL_NAMES[self._signal])
 
 
 class Relay:
@@ -240,7 +298,6 @@ class Relay:
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)  # each rank leads its own session
         elif is_first:
-            carrier = {stands_for: number for number, stands_for in CARRIED_SIGNALS.items()}[fresh[0]]
             for pid in pids.values():
                 with suppress(ProcessLookupError):
-                    os.kill(pid, carrier)
+                    os.kill(pid, fresh[0])

@@ -123,7 +123,7 @@ def step(trainer: Trainer[MicroBatch], meter: Meter, batches: Sequence[MicroBatc
     parts = trainer.compute_gradients(batches)
     meter.tag(trainer.model.casts.copies, CASTS)
     meter.tag([s.parameter.grad for s in trainer.shards if s.parameter.grad is not None], GRADIENTS)
-    vote = StopVote(trainer, lambda: False)
+    vote = StopVote(trainer, lambda: 0)
     vote.before_update()
     with meter.during(OPTIMIZER):
         trainer.clip_and_update(parts)

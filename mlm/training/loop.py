@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from omegaconf import OmegaConf
 
+from mlm.checkpoint.native.run_state import VALIDATION_DUE
 from mlm.config.build import to_dict
 from mlm.config.imports import paths_in
 from mlm.config.tree import leaves, values_of
@@ -28,7 +29,7 @@ from mlm.training.incidents.timing import PROFILED_RANKS, Profiler, SlowRanks
 from mlm.training.incidents.watcher import Incidents
 from mlm.training.observer import Observer, Observers, RewindRequested, own_observers
 from mlm.training.saver import Saver
-from mlm.training.trainer import StepOutcome, StopVote, Trainer
+from mlm.training.trainer import StepOutcome, StopAgreed, StopVote, Trainer
 from mlm.util.errors import show
 
 CONFIG = "config.yaml"
@@ -54,6 +55,7 @@ class Loop(ABC):
     incidents: Incidents = field(init=False)
     experts: ExpertWatch | None = field(default=None, init=False)
     """The observer of the loads of experts, where they are balanced."""
+    is_validating: bool = field(default=False, init=False)
     stops_after: int = field(default=1, init=False)
     """Step after which a stop requested now takes effect, unless its vote has begun."""
 
@@ -84,18 +86,22 @@ class Loop(ABC):
         trainer, observers, save_due = self.trainer, self.trainer.observers, False
         with self.batches() as batches_of_steps:
             self.throughput.start()
-            while not self.is_done():
+            if VALIDATION_DUE in trainer.extra_state:  # the stop before cut it short
+                self.validate()
+                if self.is_done() and not self.is_stopping:
+                    self.save(awaited=True)
+            while not (self.is_done() or self.is_stopping):
                 self.stops_after = trainer.step + 1
                 with observers.phase("data"):
                     batches = next(batches_of_steps)
                 observers.on_step_start(batches)
                 outcome = trainer.train_step(batches)
-                self.is_stopping = self.vote.result()
+                self.poll()
                 observers.after_step(outcome)
                 validated = self.is_validation_due()
                 if validated:
                     self.validate()
-                    self.is_stopping = self.is_stopping or self.vote.asked_since()
+                    self.poll()
                 self.stops_after = trainer.step + 1
                 is_last = self.is_done() or self.is_stopping
                 save_due |= self.is_save_due(validated)  # waits for a step that is finite
@@ -104,9 +110,7 @@ class Loop(ABC):
                         self.incidents.judge_end()
                     self.save(awaited=is_last)
                     save_due = False
-                if self.is_stopping and not self.is_done():
-                    return False
-        return True
+        return self.is_done() and VALIDATION_DUE not in trainer.extra_state
 
     def observers(self) -> list[Observer]:
         """Return the observers of the run, in the order in which they are called."""
@@ -128,7 +132,13 @@ class Loop(ABC):
     @cached_property
     def vote(self) -> StopVote:
         """The ranks' vote on stopping."""
-        return StopVote(self.trainer, lambda: self.stop.requested)
+        return StopVote(self.trainer, lambda: self.stop.ballot)
+
+    def poll(self) -> None:
+        """Read the newest vote: the run stops if any rank was asked to."""
+        if ballot := self.vote.result():
+            self.stop.agree(ballot)
+            self.is_stopping = True
 
     def further_observers(self) -> list[Observer]:
         """Those of this type of run."""
@@ -153,6 +163,8 @@ class Loop(ABC):
 
     def last_step(self) -> str:
         """Words for the step after which a stop requested now takes effect."""
+        if self.is_validating:
+            return f"the batch of validation after step {self.trainer.step}"
         after_vote = 0 if self.vote.is_open else self.vote.step + 1
         return f"step {max(self.stops_after, after_vote)}"
 
@@ -185,11 +197,19 @@ class Loop(ABC):
         self.throughput.count()
 
     def validate(self) -> None:
-        """Validate with the clock stopped."""
+        """Validate with the clock stopped. A stop requested meanwhile leaves it to the start that follows."""
         self.throughput.pause()
-        with self.trainer.observers.phase("validation"):
-            self.score()
-            self.trainer.observers.after_validation()
+        trainer, model, self.is_validating = self.trainer, self.trainer.model, True
+        trainer.extra_state[VALIDATION_DUE], model.polled = True, self.vote.polled
+        try:
+            with trainer.observers.phase("validation"):
+                self.score()
+                del trainer.extra_state[VALIDATION_DUE]
+                trainer.observers.after_validation()
+        except StopAgreed:
+            self.poll()
+        finally:
+            model.polled, self.is_validating = iter, False
         self.throughput.start()
 
     def save(self, *, awaited: bool) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -103,6 +103,8 @@ class PipelinedModel:
         )
         self.replays = False
         """True if layers are replayed as CUDA graphs, which need to know where a micro-batch begins."""
+        self.polled: Callable[[Iterable[Any]], Iterable[Any]] = iter
+        """Yields the batches of `evaluate`; may raise between them, on all ranks."""
         self._plans: dict[tuple[bool, int], tuple[Sequence[Instruction], float]] = {}
 
     @property
@@ -167,7 +169,7 @@ class PipelinedModel:
         forward(chunk, micro-batch, hidden states of the stage before or None) gives a chunk's output.
         """
         some = 1 if self.ctx.pp.size == 1 else EVAL_ROUNDS * self.ctx.pp.size
-        remaining, stages = iter(batches), self._stages(forward)
+        remaining, stages = iter(self.polled(batches)), self._stages(forward)
         while group := list(islice(remaining, some)):
             with self.casts.held(trains=False), attention_of_any_shape(self.ctx.device):
                 results = run_plan(stages, self.instructions(len(group), train=False), group)

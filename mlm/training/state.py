@@ -13,7 +13,7 @@ import mlm
 from mlm.checkpoint.native import folders, run_state
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import descendants_set_aside
-from mlm.checkpoint.native.run_state import LINEAGE, LORA, TOKENIZER, Lineage, check_run_state
+from mlm.checkpoint.native.run_state import LINEAGE, LORA, TOKENIZER, VALIDATION_DUE, Lineage, check_run_state
 from mlm.checkpoint.native.save_load import (
     CheckpointError,
     Manifest,
@@ -153,9 +153,10 @@ def load(trainer: Trainer, path: Path) -> Manifest:
         trainer.past = read_past(trainer.config, path, manifest) if ctx.is_main else Past()
         if TOKENIZER in state:
             trainer.extra_state.setdefault(TOKENIZER, state[TOKENIZER])
-        trainer.extra_state.pop(INCIDENTS, None)
-        if INCIDENTS in state:
-            trainer.extra_state[INCIDENTS] = state[INCIDENTS]
+        for key in (INCIDENTS, VALIDATION_DUE):
+            trainer.extra_state.pop(key, None)
+            if key in state:
+                trainer.extra_state[key] = state[key]
     except UserError:
         raise
     except (KeyError, TypeError, ValueError) as error:

@@ -17,7 +17,7 @@ from mlm.optim.adamw import apply, build_optimizer, set_lr
 from mlm.optim.clip import clip_factor, gradient_norm
 from mlm.optim.precision import LossScaler, parameter_dtype
 from mlm.optim.schedule import learning_rate
-from mlm.parallel.collectives import all_reduce, start_all_reduce, to_device
+from mlm.parallel.collectives import Pending, all_reduce, start_all_reduce, to_device
 from mlm.parallel.context import local_positions
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.expert.balance import Balance
@@ -43,6 +43,7 @@ from mlm.training.observer import Observer, Observers
 from mlm.training.pipelined import PipelinedModel, evaluate
 
 B = TypeVar("B", bound=MicroBatch)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -350,28 +351,47 @@ class Trainer(Generic[B]):
         return evaluate(self.model, self.objective, batches)[0]
 
 
+class StopAgreed(Exception):  # noqa: N818, as it is no error
+    """Raised on all ranks between the batches of a validation: one was asked to stop."""
+
+
 class StopVote(Observer):
     """Agreement of all ranks on stopping, if any was asked to: begun before the weights' update, read after.
 
     One process needs no agreement: it hears requests until then; several hear those made before the vote.
+    `ballot` is 0, or the number of a signal, of which the largest is agreed on.
     """
 
-    def __init__(self, trainer: Trainer[Any], requested: Callable[[], bool]) -> None:
-        self.trainer, self.requested = trainer, requested
+    def __init__(self, trainer: Trainer[Any], ballot: Callable[[], int]) -> None:
+        self.trainer, self.ballot = trainer, ballot
         self.is_open = trainer.ctx.world.size == 1
+        self.flag: Pending | None = None
         self.step = 0
         """Step of the newest vote."""
 
     def before_update(self, parts: object = None, grad_norm: object = None) -> None:
         """Begin the vote, whose answer travels while the device computes."""
         self.step = self.trainer.step + 1
-        mine = torch.tensor([int(self.requested())])
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a vote."""
+        mine = torch.tensor([self.ballot()])
         self.flag = start_all_reduce(mine, self.trainer.ctx.world, dist.ReduceOp.MAX)
 
-    def result(self) -> bool:
-        """True on every rank if it was asked of one."""
-        return self.requested() if self.is_open else bool(self.flag.wait().item())
+    def result(self) -> int:
+        """The same on every rank: 0 unless it was asked of one. May be read again."""
+        if self.is_open:
+            return self.ballot()
+        return 0 if self.flag is None else int(self.flag.wait().item())
 
-    def asked_since(self) -> bool:
-        """True if one process alone was asked to; several would need another vote."""
-        return self.is_open and self.requested()
+    def polled(self, batches: Iterable[T]) -> Iterator[T]:
+        """Each batch, of which all ranks have as many; a vote travels while it is computed.
+
+        Raises StopAgreed.
+        """
+        for batch in batches:
+            if self.result():
+                raise StopAgreed
+            self.begin()
+            yield batch

@@ -97,7 +97,7 @@ class TestSeeds:
 
         monkeypatch.setattr(training.FinetuneLoop, "count", count)
         run.run(self.config(folder, tmp_path), ParallelContext())
-        assert (tmp_path / "seed-5/result.json").exists()
+        assert [path.name for path in tmp_path.glob("seed-*/checkpoints/step-*")] == ["step-00000003"]
         assert not (tmp_path / "seed-6").exists()
         assert not (tmp_path / "result.json").exists()
 

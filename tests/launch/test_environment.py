@@ -1,7 +1,10 @@
 """Places of ranks, read from made-up environments of torchrun and SLURM."""
 
 import os
+import pty
+import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -65,6 +68,30 @@ def test_shell_in_an_allocation_is_no_rank(environ: dict[str, str]) -> None:
     assert read_rank_place(environ) is None
 
 
+@pytest.mark.parametrize("inherited", [{"SLURM_PTY_PORT": "34889"}, {"SLURM_JOB_NAME": "bash"}])
+def test_a_shell_of_srun_pty_starts_plainly_and_ranks_started_from_it_are_ranks(
+    inherited: dict[str, str],
+) -> None:
+    """The variables are those of `srun --pty --ntasks=512 bash` of SLURM; that shell alone has a terminal."""
+    environ = repr({**STEP, **inherited})
+    look = f"from mlm.launch.environment import read_rank_place; print(read_rank_place({environ}) is None)"
+    assert "True" in in_terminal([sys.executable, "-c", look])
+    assert subprocess.check_output([sys.executable, "-c", look], start_new_session=True) == b"False\n"
+
+
+def in_terminal(words: list[str]) -> str:
+    """What a program prints that a terminal of its own controls."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(words[0], words)
+    said = b""
+    with suppress(OSError), open(terminal, "rb", buffering=0) as reader:  # EIO at its end
+        while part := reader.read(1000):
+            said += part
+    os.waitpid(pid, 0)
+    return said.decode()
+
+
 def test_ranks_of_two_steps_meet_on_different_ports() -> None:
     first, second = read_rank_place(STEP), read_rank_place({**STEP, "SLURM_STEP_ID": "1"})
     assert first is not None
@@ -105,8 +132,12 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "
     [
         ({**TORCHRUN, "WORLD_SIZE": "0"}, "RANK=0 in the environment is not below WORLD_SIZE=0"),
         ({**TORCHRUN, "RANK": "5"}, "RANK=5 in the environment is not below WORLD_SIZE=2"),
-        ({**STEP, "SLURM_PROCID": "512"}, "SLURM_PROCID=512 in the environment is not below SLURM_NTASKS="),
+        (
+            {**STEP, "SLURM_PROCID": "512"},
+            "SLURM_PROCID=512 in the environment is not below SLURM_STEP_NUM_TASKS=",
+        ),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0"),
+        ({**TORCHRUN, "WORLD_SIZE": "1", "MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
         ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "0"}, "SLURM_TASKS_PER_NODE=0"),
         ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
         ({**STEP, "MASTER_PORT": "99999"}, "MASTER_PORT=99999"),

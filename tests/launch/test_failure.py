@@ -42,16 +42,18 @@ def test_lost_peer_is_reported_if_there_is_nothing_else(tmp_path: Path) -> None:
 
 def test_rank_that_leaves_silently_is_named_with_its_exit_code_and_last_lines(tmp_path: Path) -> None:
     log_path(tmp_path, 1).write_text("about to allocate too much\n")
-    text, code = report([], [ProcessEnd(rank=1, pid=99, exit_code=7)], world_size=2, logs=tmp_path)
+    text, code = report(
+        [], [ProcessEnd(rank=1, pid=99, exit_code=7)], world_size=2, logs=tmp_path, kept="; none was saved"
+    )
     first, *rest = text.splitlines()
-    assert first == "mlm: rank 1 (pid 99) left with exit code 7; the last checkpoint is intact"
+    assert first == "mlm: rank 1 (pid 99) left with exit code 7; none was saved"
     assert (rest, code) == (["its last lines:", "  about to allocate too much"], 1)
 
 
 def test_a_command_without_checkpoints_promises_none(tmp_path: Path) -> None:
     waiting = replace(describe(LostPeer("rank 0 waits for rank 1"), 0), time=1.0)
     for failures, deaths in (([], [KILLED]), ([waiting], []), ([], [])):
-        text, _ = report(failures, deaths, world_size=2, logs=tmp_path, saves=False)
+        text, _ = report(failures, deaths, world_size=2, logs=tmp_path)
         assert "checkpoint" not in text
         assert str(tmp_path) not in text  # the folder of the launch, which is removed
 

@@ -65,7 +65,7 @@ def test_stopped_rank_ends_the_job_with_a_line_on_what_waited_for_it(
         f"mlm: rank {rank}: step 2: {op} over {axis} (ranks {ranks}) did not finish in {TIMEOUT_S} s "
         "(dist.timeout_s): rank 1 is stuck, gone or waiting for another\n"
         f"mlm: rank 1 waited for nobody: look there first, and in {tmp_path / 'logs'}; "
-        "the last checkpoint is intact\n"
+        "no checkpoint was saved\n"
     )
     wait_gone(facts)
 
@@ -166,11 +166,12 @@ def test_rank_runs_under_a_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rank_that_waited_for_nobody_is_suspected(tmp_path: Path) -> None:
     waiting = [replace(LOST, rank=rank, time=2.0) for rank in (0, 1)]
-    text, code = report([*waiting, LOST], [ProcessEnd(2, 99, 1)], world_size=4, logs=tmp_path)
+    ends = [ProcessEnd(2, 99, 1)]
+    text, code = report([*waiting, LOST], ends, world_size=4, logs=tmp_path, kept="; none was saved")
     assert code == 1
     assert text.splitlines() == [
         f"mlm: {LOST.message}",
-        f"mlm: rank 3 waited for nobody: look there first, and in {tmp_path}; the last checkpoint is intact",
+        f"mlm: rank 3 waited for nobody: look there first, and in {tmp_path}; none was saved",
     ]
 
 

@@ -146,3 +146,21 @@ def test_ranks_of_another_job_on_the_port_are_not_taken_for_this_ones(
             first.result()
         with pytest.raises((MissingRanksError, LostPeer)):
             second.result()
+
+
+def test_a_long_wait_names_who_is_awaited_and_what_made_this_a_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "ANNOUNCE_S", 0.0)
+    monkeypatch.delenv("MLM_LAUNCHED", raising=False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setattr(rendezvous, "START_S", 1.0)
+    with pytest.raises(MissingRanksError):
+        rendezvous_store(place(0, 3, port), 1.0)
+    said = capsys.readouterr().err
+    assert said == (
+        f"mlm: rank 0 of 3 waits for ranks 1, 2 at 127.0.0.1 port {port}; RANK=0 and WORLD_SIZE=3 in the "
+        "environment made this process a rank: unset RANK for a plain start\n"
+    )

@@ -78,7 +78,7 @@ def test_a_rank_that_waits_for_the_others_notes_every_signal(tmp_path: Path) -> 
     first = rank(0)
     try:
         wait_for_server(port, first)
-        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+        for number in (signal.SIGUSR1, signal.SIGUSR1):
             first.send_signal(number)
             time.sleep(0.05)
         second = rank(1)

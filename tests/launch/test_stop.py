@@ -11,8 +11,12 @@ from mlm.launch.stop import (
     LAUNCHED,
     SIGNAL_NAMES,
     Relay,
+    Stopped,
     StopRequest,
+    interrupt_exit_code,
+    interrupt_held,
     note_stop_requests,
+    stopping_at_once,
 )
 
 
@@ -82,14 +86,63 @@ def test_request_made_while_blocked_arrives_on_entering() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def test_launched_rank_leaves_sigterm_deadly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The elastic agent ends the remaining ranks with it; SIGUSR2 carries the request instead."""
+@pytest.mark.parametrize("number, reason", [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_a_launched_rank_counts_a_signal_that_is_also_passed_on_once(
+    number: signal.Signals, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(LAUNCHED, "1")
-    before = signal.getsignal(signal.SIGTERM)
     with StopRequest() as stop:
-        assert signal.getsignal(signal.SIGTERM) is before
-        signal.raise_signal(signal.SIGUSR2)
-        assert stop.reason == "SIGTERM"
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+        assert stop.reason == reason
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 0)])
+def test_a_rank_that_another_one_asks_to_stop_ends_with_the_code_of_its_signal(
+    number: signal.Signals, code: int
+) -> None:
+    asked, other = StopRequest(), StopRequest()
+    with asked:
+        signal.raise_signal(number)
+    other.agree(asked.ballot)
+    assert (other.reason, other.exit_code) == (asked.reason, code)
+
+
+def test_a_phase_with_nothing_to_save_ends_at_the_first_signal(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Stopped) as stopped, note_stop_requests(), stopping_at_once("nothing is trained"):
+        signal.raise_signal(signal.SIGTERM)
+    assert interrupt_exit_code(stopped.value) == 143
+    assert capfd.readouterr().err == "mlm: SIGTERM: nothing is trained\n"
+
+
+def test_a_phase_with_nothing_to_save_ends_by_a_signal_noted_before() -> None:
+    with note_stop_requests():
+        signal.raise_signal(signal.SIGHUP)
+        with pytest.raises(Stopped), stopping_at_once("nothing is trained"):
+            pass
+
+
+@interrupt_held()
+def interrupted(times: int, done: list[int]) -> None:
+    for number in range(times):
+        signal.raise_signal(signal.SIGINT)
+        done.append(number)
+
+
+@pytest.mark.parametrize("times, done", [(1, [0]), (2, [0])])
+def test_ctrl_c_within_a_library_waits_for_its_end_and_a_second_does_not(times: int, done: list[int]) -> None:
+    """Hydra and OmegaConf raise another error in a `finally` of theirs."""
+    went: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(times, went)
+    assert went == done
+
+
+def test_the_signal_before_a_time_limit_does_not_end_a_rendezvous() -> None:
+    with note_stop_requests():
+        signal.raise_signal(signal.SIGUSR1)
+        with stopping_at_once("stopped", requeues=False):
+            signal.raise_signal(signal.SIGUSR1)
 
 
 def test_announcement_is_one_line_on_stderr(capfd: pytest.CaptureFixture[str]) -> None:

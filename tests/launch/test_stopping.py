@@ -24,6 +24,27 @@ def test_ctrl_c_lets_all_ranks_save(tmp_path: Path, start: Start) -> None:
     assert error == "mlm: Ctrl-C: finishing the step, then saving; Ctrl-C again stops at once\n"
 
 
+@pytest.mark.parametrize("to_launcher", [True, False])
+def test_a_signal_that_reaches_the_ranks_themselves_lets_all_save(
+    to_launcher: bool, tmp_path: Path, start: Start
+) -> None:
+    """As `systemctl stop` does, and `scancel` of a batch job."""
+    command = start("save_on_request", tmp_path)
+    for pid in [rank["pid"] for rank in told(tmp_path)] + [command.pid] * to_launcher:
+        os.kill(pid, signal.SIGTERM)
+    _, error = command.communicate(timeout=DEADLINE_S)
+    assert [rank["reason"] for rank in told(tmp_path)] == ["SIGTERM"] * 2
+    assert (command.returncode, error.count("\n")) == (143, 1)
+
+
+def test_a_signal_to_every_process_ends_a_command_that_saves_nothing(tmp_path: Path, start: Start) -> None:
+    command = start("wait", tmp_path, JOB_SAVES_NOTHING="1")
+    for pid in [*(rank["pid"] for rank in told(tmp_path)), command.pid]:
+        os.kill(pid, signal.SIGTERM)
+    _, error = command.communicate(timeout=DEADLINE_S)
+    assert (command.returncode, error) == (143, "mlm: SIGTERM: stopped at once\n")
+
+
 @pytest.mark.slow
 def test_second_ctrl_c_stops_at_once(tmp_path: Path, start: Start) -> None:
     command = start("never_save", tmp_path)
@@ -36,7 +57,7 @@ def test_second_ctrl_c_stops_at_once(tmp_path: Path, start: Start) -> None:
     command.send_signal(signal.SIGINT)
     _, error = command.communicate(timeout=DEADLINE_S)
     assert command.returncode == 130
-    assert error == "mlm: Ctrl-C: stopped at once; the last checkpoint is intact\n"  # and no word of torch's
+    assert error == "mlm: Ctrl-C: stopped at once; no checkpoint was saved\n"  # and no word of torch's
     wait_gone(facts)
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from mlm.checkpoint.native.run_state import VALIDATION_DUE
 from mlm.data.config import DataConfig
+from mlm.launch.stop import StopRequest
 from mlm.parallel.mesh import ParallelContext
 from mlm.tracking.config import LogConfig
 from mlm.tracking.metrics import Throughput
@@ -39,6 +41,8 @@ class Quiet(PretrainLoop):
         trainer = SimpleNamespace(
             step=0,
             config=config,
+            model=SimpleNamespace(polled=iter),
+            extra_state={},
             ctx=ParallelContext(),
             objective=SimpleNamespace(losses=1, parts=("loss",)),
             train_step=self.take_step,
@@ -60,7 +64,7 @@ class Quiet(PretrainLoop):
             throughput=Throughput(
                 tokens_per_step=1, flops_per_token=1.0, devices=1, peak=None, clock=self.clock
             ),
-            stop=SimpleNamespace(requested=False),  # type: ignore[arg-type]
+            stop=StopRequest(),
             saver=saver,  # type: ignore[arg-type]
         )
         self.incidents = SimpleNamespace(judge_end=lambda: None)  # type: ignore[assignment]
@@ -123,7 +127,7 @@ def test_one_process_stops_after_the_step_in_progress(asked_at: int, phase: str)
 
     def interrupted(*arguments: object) -> object:
         if loop.stops_after == asked_at:
-            loop.stop.requested = True  # type: ignore[misc]
+            loop.stop.request("enough")
         return work(*arguments)
 
     setattr(place, phase, interrupted)
@@ -135,10 +139,42 @@ def test_one_of_several_processes_says_which_step_is_the_last() -> None:
     """Their vote is open until the weights' update; a request made later takes a further step."""
     loop, said = Quiet(steps=1), list[str]()
     loop.vote.is_open = False
-    loop.vote.result = loop.vote.asked_since = lambda: False  # type: ignore[method-assign]
+    loop.vote.result = lambda: 0  # type: ignore[method-assign]
     loop.forward_backward = loop.update = lambda: said.append(loop.last_step())  # type: ignore[method-assign]
     loop.run()
     assert said == ["step 1", "step 2"]
+
+
+def test_a_stop_between_batches_saves_and_leaves_the_validation_to_the_next_start() -> None:
+    loop = Quiet(validate=3, steps=7)
+    batches = iter(range(100))
+
+    def validate(_: object) -> list[float]:
+        for number in loop.trainer.model.polled(batches):
+            if number == 1:
+                loop.stop.request("enough")
+        return [2.0]
+
+    loop.trainer.validate = validate  # type: ignore[method-assign]
+    assert not loop.run()
+    assert (loop.events, next(batches)) == ([("log", 1), ("save and wait", 3)], 3)
+    assert VALIDATION_DUE in loop.trainer.extra_state
+
+
+def test_a_validation_that_is_due_comes_before_the_next_step() -> None:
+    loop = Quiet(steps=2, validate=2)
+    loop.trainer.step, loop.trainer.extra_state = 1, {VALIDATION_DUE: True}
+    assert loop.run()
+    assert loop.steps_of("validate", "log") == [1, 2, 2]
+
+
+def test_a_finished_run_whose_last_validation_was_stopped_is_not_over() -> None:
+    loop = Quiet(steps=2, validate=2)
+    loop.update = lambda: loop.stop.request("enough")  # type: ignore[method-assign]
+    loop.trainer.validate = lambda _: list(loop.trainer.model.polled([1.0]))  # type: ignore[method-assign]
+    loop.trainer.step = 1
+    assert not loop.run()
+    assert loop.steps_of("save and wait") == [2]
 
 
 def test_validation_is_on_the_clock_of_nobody() -> None:

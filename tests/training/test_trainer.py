@@ -1,6 +1,7 @@
 """Training steps across layouts, precisions and restarts."""
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import PretrainConfig, TrainConfig
-from mlm.training.trainer import StopVote, Trainer
+from mlm.training.trainer import StopAgreed, StopVote, Trainer
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
 
@@ -212,12 +213,26 @@ def gradients_and_moments(trainer: Trainer) -> list[list[torch.Tensor]]:
 
 
 def test_a_stop_asked_of_one_rank_is_heard_by_all() -> None:
-    assert run_on_ranks(vote, dp=2) == [(False, True), (False, True)]
+    assert run_on_ranks(vote, dp=2) == [(0, 15), (0, 15)]
 
 
-def vote(ctx: ParallelContext) -> tuple[bool, bool]:
+def vote(ctx: ParallelContext) -> tuple[int, int]:
     trainer = Trainer(config(), ctx)
-    votes = [StopVote(trainer, lambda: False), StopVote(trainer, lambda: ctx.rank == 1)]
+    votes = [StopVote(trainer, lambda: 0), StopVote(trainer, lambda: 15 * ctx.rank)]
     for each in votes:
         each.before_update()
     return votes[0].result(), votes[1].result()
+
+
+def test_all_ranks_leave_a_validation_after_the_same_batch() -> None:
+    """Rank 1 is asked to stop while it computes batch 1; the vote that hears it travels with batch 2."""
+    assert run_on_ranks(batches_until_stop, dp=2) == [[0, 1, 2], [0, 1, 2]]
+
+
+def batches_until_stop(ctx: ParallelContext) -> list[int]:
+    seen: list[int] = []
+    vote = StopVote(Trainer(config(), ctx), lambda: 15 * (ctx.rank == 1 and 1 in seen))
+    with suppress(StopAgreed):
+        for number in vote.polled(range(9)):
+            seen.append(number)
+    return seen

@@ -28,6 +28,7 @@ from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.suggest import did_you_mean
 from mlm.config.tree import defaults, nested
 from mlm.launch.devices import first_gpu
+from mlm.launch.stop import interrupt_held
 from mlm.optim.auto_precision import settle_precision
 from mlm.util.errors import Problem
 
@@ -44,6 +45,7 @@ class Composition:
     tree: DictConfig
     """All settings."""
 
+    @interrupt_held()
     def resolved(self) -> dict[str, Any]:
         """All settings as plain values. Raises OmegaConf's errors for a broken interpolation."""
         HydraConfig.instance().set_config(self.typed)  # ${hydra:runtime.choices.model}
@@ -59,6 +61,7 @@ class Composition:
         return OmegaConf.to_yaml(self.resolved() if resolve else self.tree)
 
 
+@interrupt_held()
 def compose(
     config: str,
     overrides: Sequence[str] = (),

@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     saves = words[:1] and words[0] in TRAINING
     noting = note_stop_requests(ends_process=argv is None) if saves else nullcontext()
     with noting, record_command_line(words):
-        unblock_stop_signals()  # what arrived before the handlers were there arrives now
         try:
+            unblock_stop_signals()  # what arrived before the handlers were there arrives now
             with writable_streams() as output:
                 code = _main(words)
         except KeyboardInterrupt:

@@ -17,7 +17,7 @@ from rich.text import Text
 from mlm.checkpoint.huggingface.folder import read_settings
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.retention import newest_good
-from mlm.checkpoint.native.run_state import LORA, TOKENIZER
+from mlm.checkpoint.native.run_state import LORA, TOKENIZER, VALIDATION_DUE
 from mlm.config.build import config_digest
 from mlm.config.fields import expand_home
 from mlm.config.imports import is_path
@@ -125,6 +125,7 @@ def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Pat
     if (changed := continue_data(trainer)) and (memory := trainer.extra_state.get(INCIDENTS)):
         memory["recent"] = []  # other data may have other losses
     left = config.train.steps - trainer.step
+    works = left > 0 or VALIDATION_DUE in trainer.extra_state
     whole, ramp = config.train.global_batch_size, config.train.ramp_batch
     num_samples = first_of_step(trainer.consumed_samples, max(0, left), whole, (), ramp)
     num_samples += spare_samples(trainer)
@@ -167,7 +168,7 @@ def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Pat
         if not PretrainLoop(*session, samples, validation).run():
             words = shlex.join(resume_command("pretrain", out, config))
             code = session.note_stopped(f" Resume with:\n  {words}")
-    if ctx.is_main and (left > 0 or not (out / SUMMARY).exists()):
+    if ctx.is_main and (works or not (out / SUMMARY).exists()):
         finish_directory(trainer, out, rows)
     return code
 
@@ -184,7 +185,7 @@ def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str
         lines.append(f"{changes_line(since)}; for a new run instead, set another out=…")
     if changed is not None:
         lines.append(changed)
-    if left <= 0:
+    if left <= 0 and VALIDATION_DUE not in trainer.extra_state:
         done = f"step {trainer.step} of train.steps={config.train.steps} is done"
         lines.append(f"{done}: raise train.steps to continue, or set another out=… for a new run")
     if config.train.validate_every and config.data.kind == "indexed" and not validation_prefixes(config.data):
