@@ -271,9 +271,14 @@ def context_problem(cp: int, model: ModelConfig, data: DataConfig) -> Problem | 
 
 
 def _mirror_is_named(config: PretrainConfig, _: Launch) -> Problem | None:
-    if config.checkpoint.mirror or not config.checkpoint.from_mirror:
+    settings, key = config.checkpoint, "checkpoint.from_mirror"
+    if settings.from_step is not None and not settings.from_mirror:
+        step = ("checkpoint.from_step", settings.from_step)
+        return Problem.at(
+            *step, "is a step of a mirror, which this run does not begin from", f"add {key}=true"
+        )
+    if settings.mirror or not settings.from_mirror:
         return None
-    key = "checkpoint.from_mirror"
     return Problem((key,), f"{key}=true: no store is named", "add checkpoint.mirror=s3://BUCKET/PREFIX")
 
 

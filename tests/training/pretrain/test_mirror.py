@@ -240,8 +240,8 @@ def test_a_second_run_is_rejected_unless_it_resumes(
     assert re.search(r"holds step-00000004-\w+ of another run, .*; continue it by resume=", line)
     assert pretrain(*WORDS, f"checkpoint.mirror={url}", f"out={out}", "train.steps=4") == 0
     first = Mirror(url)
-    first.write(first.checkpoints)
-    Mirror(url).write(first.checkpoints)
+    first.write()
+    Mirror(url).write()
     newest = latest_checkpoint(out / "checkpoints")
     assert newest is not None
     with pytest.raises(UserError, match="another run writes there now; name another prefix"):
@@ -268,7 +268,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     open_store(url).pipe_file(f"{BUCKET}/kept", open_store(url).cat_file(shard))
     open_store(url).pipe_file(shard, bytes(content))
     try:
-        Mirror(url).download(tmp_path, None, set())
+        Mirror(url).download(tmp_path, None)
     finally:
         open_store(url).copy(f"{BUCKET}/kept", shard)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "step-00000002"]
@@ -298,7 +298,7 @@ def test_what_is_no_mirror_is_one_line(
 def test_a_list_of_another_program_is_rejected(store: Store) -> None:
     url = f"{BUCKET}/forged"
     for checkpoints in ({"../../x-1": "xxh3:" + "0" * 32}, {"step-00000001-a": 3}, ["a"]):
-        body = {"writer": "", "checkpoints": checkpoints}
+        body = {"writer": "", "checkpoints": checkpoints, "aside": {}}
         open_store(url).pipe_file(f"{url}/mirror.json", json.dumps(body).encode())
         with pytest.raises(UserError, match=r"mirror\.json: no list of checkpoints"):
             Mirror(url)
