@@ -4,8 +4,8 @@
     PREFIX/config.yaml, tokenizer.json      of the run's folder
     PREFIX/step-00001000-<save id>/         manifest.json and shards of a checkpoint
 
-An upload writes a folder, compares the sizes of its objects, then replaces mirror.json: a checkpoint is there
-if that lists it, with the digest of its manifest. One that is deleted leaves the list first.
+An upload writes a folder, compares the sizes of its objects, then replaces mirror.json, which lists it. One
+that is deleted leaves the list first.
 
 `Mirror.root` is a local folder as a run's, of manifests alone. So what is good, kept, pruned, set aside or
 rolled back to is decided by the functions that decide it for the run's folder.
@@ -37,13 +37,14 @@ from mlm.checkpoint.native.verify import check_whole
 from mlm.launch.stop import StopRequest
 from mlm.parallel.mesh import ParallelContext, host_group
 from mlm.training.config import CheckpointConfig, PretrainConfig
+from mlm.training.incidents.watcher import IncidentError
 from mlm.training.loop import CONFIG
 from mlm.training.run_folder import check_space
 from mlm.training.saver import SaveFailedError
 from mlm.training.state import CHECKPOINTS
 from mlm.util import object_store as store
 from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.files import DIGEST, dump_json, parse_json
+from mlm.util.files import dump_json, parse_json
 from mlm.util.terminal import progress_bar
 
 LISTING, MAX_LISTING = "mirror.json", 1 << 22  # bytes
@@ -72,7 +73,7 @@ def mirroring(config: PretrainConfig, ctx: ParallelContext) -> Iterator[Callable
     )
     try:
         yield uploads.add if uploads else lambda path: None
-    except UserError:
+    except IncidentError:
         if uploads:
             uploads.note_failed_run()
         raise
@@ -186,20 +187,19 @@ class Mirror:
         self.root = Path(self._folder.name)
         """Folder like that of the run's checkpoints: manifests, and sparse files of the sizes stored."""
         self._load()
-        self.stored = {**self.checkpoints, **self.aside}
-        """Digest of the manifest by folder of all that mirror.json lists."""
+        self.stored = {*self.checkpoints, *self.aside}
+        """Folders of all that mirror.json lists."""
 
     @property
-    def checkpoints(self) -> dict[str, str]:
-        """Digest of the manifest by folder of those in their place, the oldest first."""
-        manifests = map(read_manifest_head, folders.checkpoints(self.root).values())
-        return {name_of(manifest): manifest.digest for manifest in manifests}
+    def checkpoints(self) -> list[str]:
+        """Folders of the checkpoints in their place, the oldest first."""
+        return [name_of(read_manifest_head(path)) for path in folders.checkpoints(self.root).values()]
 
     @property
-    def aside(self) -> dict[str, str]:
-        """The same of those set aside."""
-        paths = (path for path in self.root.iterdir() if folders.ASIDE.fullmatch(path.name))
-        return {name_of(manifest): manifest.digest for manifest in map(read_manifest_head, paths)}
+    def aside(self) -> list[str]:
+        """Folders of those set aside."""
+        paths = sorted(path for path in self.root.iterdir() if folders.ASIDE.fullmatch(path.name))
+        return [name_of(read_manifest_head(path)) for path in paths]
 
     @property
     def newest(self) -> str | None:
@@ -278,7 +278,7 @@ class Mirror:
                     f"out={root.parent}: holds another run than {self.url}; set out=… to a new folder"
                 )
             later = {name_of(save) for save in past if save not in (manifest.save, *before)}
-            if is_past and step is None and not later & self.stored.keys():
+            if is_past and step is None and not later & self.stored:
                 return
             self.write()  # another machine that writes here deletes nothing from now on
             try:
@@ -323,32 +323,28 @@ class Mirror:
         try:
             checkpoints, aside = self._listing()[1:]
         except CorruptFileError as error:
-            checkpoints, aside, damage = {}, {}, str(error)
-        folder_names = {path.partition("/")[0] for path in sizes if path.endswith(f"/{MANIFEST}")}
-        unlisted = [
-            name for name in folder_names - checkpoints.keys() - aside.keys() if FOLDER.fullmatch(name)
-        ]
+            checkpoints, aside, damage = [], [], str(error)
+        folder_names = {path.removesuffix(f"/{MANIFEST}") for path in sizes if path.endswith(f"/{MANIFEST}")}
+        unlisted = [name for name in folder_names.difference(checkpoints, aside) if FOLDER.fullmatch(name)]
         unlisted.sort(key=lambda name: (store.modified_at(f"{self.url}/{name}/{MANIFEST}"), name))
         for name in (*aside, *checkpoints, *unlisted):
             file = f"{self.url}/{name}/{MANIFEST}"
             try:
                 encoded = store.read_object(file, MAX_MANIFEST_BYTES) or b""
                 manifest = decode_manifest(encoded, file, with_chunks=False)
-                here = {n: sizes[path] for n in manifest.files if (path := f"{name}/{n}") in sizes}
-                if name in unlisted:
-                    ancestors = {name_of(save) for save in Lineage.of(manifest.state).ancestors}
-                    is_whole = here == {n: entry.bytes for n, entry in manifest.files.items()}
-                    if not is_whole or (checkpoints and self.newest not in ancestors):
-                        continue
-                elif manifest.digest != {**aside, **checkpoints}[name]:
-                    raise CorruptFileError(f"{file}: not the one that {LISTING} lists")
                 if name_of(manifest) != name:
                     raise CorruptFileError(f"{file}: of another checkpoint")
             except CorruptFileError as error:
                 log.warning("%s; it is passed over", error)
                 continue
-            self._place(manifest, encoded, here)
-            if name in aside and name not in checkpoints:
+            stored = {n: sizes[path] for n in manifest.files if (path := f"{name}/{n}") in sizes}
+            if name in unlisted:
+                is_next = self.newest in {name_of(save) for save in Lineage.of(manifest.state).ancestors}
+                is_whole = stored == {n: entry.bytes for n, entry in manifest.files.items()}
+                if not is_whole or not (is_next or not checkpoints):
+                    continue
+            self._place(manifest, encoded, stored)
+            if name in aside:
                 place = folders.checkpoints(self.root)[manifest.step]
                 place.rename(folders.free_name(self.root, manifest.step))
         if damage and not self.checkpoints:
@@ -362,17 +358,17 @@ class Mirror:
         url = f"{self.url}{below}"
         return {each.url.removeprefix(f"{url}/"): each.bytes for each in store.list_objects(url)}
 
-    def _listing(self) -> tuple[str | None, dict[str, str], dict[str, str]]:
+    def _listing(self) -> tuple[str | None, list[str], list[str]]:
         """Writer, checkpoints and those set aside by mirror.json; None and none if there is none."""
         if (content := store.read_object(f"{self.url}/{LISTING}", MAX_LISTING)) is None:
-            return None, {}, {}
+            return None, [], []
         try:
             body = parse_json(content)
-            checkpoints, aside = dict(body["checkpoints"]), dict(body["aside"])
-            listed = (*checkpoints.items(), *aside.items())
-            if not all(FOLDER.fullmatch(name) and DIGEST.fullmatch(digest) for name, digest in listed):
-                raise ValueError("names or digests are none")
-            return str(body["writer"]), checkpoints, aside
+            writer, checkpoints = str(body["writer"]), list(body["checkpoints"])
+            aside = [name for name in body["aside"] if name not in checkpoints]
+            if not all(map(FOLDER.fullmatch, (*checkpoints, *aside))):
+                raise ValueError("names are none")
+            return writer, checkpoints, aside
         except (ValueError, TypeError, KeyError) as error:
             raise CorruptFileError(f"no list of checkpoints ({error})") from error
 
@@ -389,9 +385,9 @@ class Mirror:
         """
         body = {"writer": self._writer, "checkpoints": self.checkpoints, "aside": self.aside}
         store.write_object(f"{self.url}/{LISTING}", dump_json(body))
-        sizes, now = self._sizes(), {**self.checkpoints, **self.aside}
+        sizes, now = self._sizes(), {*self.checkpoints, *self.aside}
         try:
-            for name in {path.partition("/")[0] for path in sizes} - now.keys():
+            for name in {path.partition("/")[0] for path in sizes} - now:
                 is_cut_off = f"{name}/{MANIFEST}" not in sizes
                 if name in self.stored and not is_cut_off:  # first, so that half of it is not taken for whole
                     store.delete_folder(f"{self.url}/{name}/{MANIFEST}")
