@@ -91,7 +91,7 @@ class Uploads:
         self._changed = threading.Condition()
         self._waiting: Path | None = None
         self._failure: str | None = None
-        """Line on the last upload, if it failed."""
+        """Line on the last upload, unless it succeeded."""
         self._is_last = False
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
         self._thread.start()
@@ -149,12 +149,13 @@ class Uploads:
                 path, self._waiting = self._waiting, None
             if path is None:
                 return
+            self._failure = f"{path.name} is not mirrored"
             try:
                 self.mirror.upload(path, self.settings)
                 self._failure = None
             except (UserError, OSError) as error:
                 reason = error if path.exists() else "it was deleted before its turn"  # by keep_last
-                self._failure = f"{path.name} is not mirrored: {reason}"
+                self._failure += f": {reason}"
                 if not self._is_last:
                     log.warning("%s; the next one is tried again", self._failure)
 
