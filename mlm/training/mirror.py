@@ -155,7 +155,7 @@ class Uploads:
                 self._failure = None
             except (UserError, OSError) as error:
                 reason = error if path.exists() else "it was deleted before its turn"  # by keep_last
-                self._failure += f": {reason}"
+                self._failure = f"{path.name} is not mirrored: {reason}"
                 if not self._is_last:
                     log.warning("%s; the next one is tried again", self._failure)
 
