@@ -136,11 +136,9 @@ OUT_NAMES = Also("out_dir", "output_dir", "save", "save_dir")
 """Of the first path that a command writes."""
 
 InputPath = Annotated[str, Role.INPUT]
-CheckpointPath = Annotated[
-    str,
-    Role.INPUT,
-    Also("checkpoint", "load", "load_dir", "model_name_or_path", "pretrained"),
-]
+CHECKPOINT_NAMES = Also("checkpoint", "load", "load_dir", "model_name_or_path", "pretrained")
+CheckpointPath = Annotated[str, Role.INPUT, CHECKPOINT_NAMES]
+StoredCheckpoint = Annotated[str, Role.STORED, CHECKPOINT_NAMES]
 BlendEntry = Annotated[str, Role.BLEND]
 ResultFile = Annotated[str, Role.RESULT, OUT_NAMES]
 OutPlace = Annotated[str, Role.PLACE, OUT_NAMES]

@@ -88,8 +88,11 @@ class CheckpointConfig:
     """s3://BUCKET/PREFIX of an S3-compatible store, to which each checkpoint is uploaded while training
     continues; `resume=` of it continues the run on any machine. One run to a prefix."""
     from_mirror: Annotated[bool, OnlyIf("mirror")] = False
-    """Begin with the newest checkpoint of the mirror if `out` lacks it, as resume=s3://… does. Not kept for
-    the next resume."""
+    """Begin with the newest good checkpoint of the mirror if `out` lacks it, as resume=s3://… does. Not kept
+    for the next resume."""
+    from_step: Annotated[int | None, NOT_NEGATIVE, OnlyIf("from_mirror")] = None
+    """Step of the checkpoint that from_mirror begins with, as resume=s3://…@STEP does; newer ones are set
+    aside. null takes the newest good one. Not kept for the next resume."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

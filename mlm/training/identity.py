@@ -49,7 +49,7 @@ FREE = (
     *_keys("check.", "every ranks_every slow_factor expert_steps expert_share"),
     *_keys("train.", "validate_every validate_batches observers"),
     *_keys("train.", "sample_prompts sample_tokens sample_temperature"),
-    *_keys("checkpoint.", "save_every keep_last keep_every resume asynchronous mirror from_mirror"),
+    *_keys("checkpoint.", "save_every keep_last keep_every resume asynchronous mirror from_mirror from_step"),
     *_keys("log.", "every live tensorboard wandb_project"),
     *_keys("dist.", "device backend timeout_s checkpoint_timeout_s threads_per_rank master_port peak_tflops"),
 )

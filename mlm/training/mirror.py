@@ -4,37 +4,51 @@
     PREFIX/config.yaml, tokenizer.json      of the run's folder
     PREFIX/step-00001000-<save id>/         manifest.json and shards of a checkpoint
 
-An upload writes a folder, compares the sizes of its objects, then replaces mirror.json: a checkpoint is there
-if that lists it, with the digest of its manifest. One that is deleted leaves the list first.
+An upload writes a folder, compares the sizes of its objects, then replaces mirror.json, which lists it. One
+that is deleted leaves the list first.
+
+`Mirror.root` is a local folder as a run's, of manifests alone. So what is good, kept, pruned, set aside or
+rolled back to is decided by the functions that decide it for the run's folder.
 """
 
 import logging
 import os
 import re
+import shutil
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from mlm.checkpoint.native import folders
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.format import MANIFEST, Manifest, read_manifest, read_manifest_head
-from mlm.checkpoint.native.run_state import TOKENIZER_FILE, Lineage, Save
+from mlm.checkpoint.native.format import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    decode_manifest,
+    read_manifest_head,
+)
+from mlm.checkpoint.native.retention import choose_step, move_latest, outdated, reachable
+from mlm.checkpoint.native.run_state import TOKENIZER_FILE, Lineage, Save, doubtful_since
 from mlm.checkpoint.native.verify import check_whole
 from mlm.launch.stop import StopRequest
 from mlm.parallel.mesh import ParallelContext, host_group
 from mlm.training.config import CheckpointConfig, PretrainConfig
+from mlm.training.incidents.watcher import IncidentError
+from mlm.training.loop import CONFIG
 from mlm.training.run_folder import check_space
+from mlm.training.saver import SaveFailedError
 from mlm.training.state import CHECKPOINTS
 from mlm.util import object_store as store
 from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.files import DIGEST, dump_json, parse_json
+from mlm.util.files import dump_json, parse_json
 from mlm.util.terminal import progress_bar
 
 LISTING, MAX_LISTING = "mirror.json", 1 << 22  # bytes
 FOLDER = re.compile(r"step-(\d{8,18})-[0-9A-Za-z-]{1,12}")
-UPLOADS = 3  # of a file whose object has another size
 LONG_S = 30 * 86400.0
 """Limit of a wait for rank 0 while it transfers, which an error ends at once."""
 
@@ -46,7 +60,8 @@ def mirroring(config: PretrainConfig, ctx: ParallelContext) -> Iterator[Callable
     """Yield the function that uploads a checkpoint in the background; at the end, wait for uploads.
 
     Collective; rank 0 transfers. With checkpoint.from_mirror it first downloads what `out` lacks. Raises
-    UserError if the mirror cannot be read or written, or is another run's.
+    UserError if the mirror cannot be read or written, or is another run's; SaveFailedError if a finished
+    run's last checkpoint is not uploaded.
     """
     if config.checkpoint.mirror is None:
         yield lambda path: None
@@ -56,20 +71,27 @@ def mirroring(config: PretrainConfig, ctx: ParallelContext) -> Iterator[Callable
         lambda: Uploads(config) if ranks.is_main else None,
         lambda error: UserError(f"out={config.out}: {error}"),
     )
-    yield uploads.add if uploads else lambda path: None
-    if uploads:
-        uploads.finish()
-    ranks.broadcast(None)
+    try:
+        yield uploads.add if uploads else lambda path: None
+    except IncidentError:
+        if uploads:
+            uploads.note_failed_run()
+        raise
+    problem = ranks.broadcast(uploads.finish() if uploads else None)
+    if problem:
+        raise SaveFailedError(str(problem))
 
 
 class Uploads:
     """Uploads checkpoints one after another in a thread. A newer one takes the place of one that waits."""
 
     def __init__(self, config: PretrainConfig) -> None:
-        self.out, self.settings = Path(config.out), config.checkpoint
+        self.out, self.settings, self.steps = Path(config.out), config.checkpoint, config.train.steps
         self.mirror = open_mirror(self.out, config.checkpoint)
         self._changed = threading.Condition()
         self._waiting: Path | None = None
+        self._failure: str | None = None
+        """Line on the last upload, unless it succeeded."""
         self._is_last = False
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
         self._thread.start()
@@ -86,24 +108,39 @@ class Uploads:
             self._waiting = path
             self._changed.notify()
 
-    def finish(self) -> None:
-        """Wait for all uploads, with their progress on stderr; a request to stop leaves them out."""
+    def finish(self) -> str | None:
+        """Wait for all uploads, with their progress on stderr; a request to stop leaves them out.
+
+        Returns the problem of a finished run whose last checkpoint is not uploaded; of one that was stopped
+        it is a warning, as its next start uploads it.
+        """
         with self._changed:
             self._is_last = True
             self._changed.notify()
         self._thread.join(0.5)
-        if not self._thread.is_alive():
-            return
-        url, left = self.mirror.url, self.mirror.left
-        later = f"resume={self.out} uploads it"
-        print(f"mlm pretrain: uploading to {url}; Ctrl-C leaves it out, and {later}", file=sys.stderr)
-        with StopRequest() as stop, progress_bar(f"uploading to {url}", left, in_bytes=True) as advance:
-            while self._thread.is_alive() and not stop.exit_code:  # not by a requeue's signal, which repeats
-                self._thread.join(0.5)
-                advance(left - self.mirror.left)
-                left = self.mirror.left
+        url, later = self.mirror.url, f"mlm pretrain resume={self.out} uploads it"
         if self._thread.is_alive():
-            log.warning("%s: the upload is left out (%s); %s", url, stop.reason, later)
+            left = self.mirror.left
+            print(f"mlm pretrain: uploading to {url}; Ctrl-C leaves it out, and {later}", file=sys.stderr)
+            with StopRequest() as stop, progress_bar(f"uploading to {url}", left, in_bytes=True) as advance:
+                while self._thread.is_alive() and not stop.exit_code:  # not by a requeue's signal, repeated
+                    self._thread.join(0.5)
+                    advance(left - self.mirror.left)
+                    left = self.mirror.left
+            if self._thread.is_alive():
+                self._failure = f"{url}: the upload is left out ({stop.reason})"
+        if self._failure is None:
+            return None
+        own = folders.latest_checkpoint(self.out / CHECKPOINTS)
+        if own is not None and folders.step_of(own) >= self.steps:
+            return f"{self._failure}; {later}"
+        log.warning("%s; %s", self._failure, later)
+        return None
+
+    def note_failed_run(self) -> None:
+        """Say what the mirror of a run that fails holds; an upload under way is left out."""
+        url, steps = self.mirror.url, sorted(int(name.split("-")[1]) for name in self.mirror.stored)
+        log.warning("%s: holds steps %s; resume=%s@STEP continues from one", url, steps, url)
 
     def _work(self) -> None:
         while True:
@@ -112,25 +149,30 @@ class Uploads:
                 path, self._waiting = self._waiting, None
             if path is None:
                 return
+            self._failure = f"{path.name} is not mirrored"
             try:
                 self.mirror.upload(path, self.settings)
+                self._failure = None
             except (UserError, OSError) as error:
                 reason = error if path.exists() else "it was deleted before its turn"  # by keep_last
-                log.warning("%s is not mirrored: %s; the next one is tried again", path.name, reason)
+                self._failure = f"{path.name} is not mirrored: {reason}"
+                if not self._is_last:
+                    log.warning("%s; the next one is tried again", self._failure)
 
 
 def open_mirror(out: Path, settings: CheckpointConfig) -> "Mirror":
     """Claim the mirror of the run in `out`, which begins or continues it. Raises UserError, OSError."""
     mirror, root = Mirror(str(settings.mirror)), out / CHECKPOINTS
     own = folders.latest_checkpoint(root)
-    known = {name_of(save) for save in (*folders.saves_in(root), *(folders.ancestors_of(own) if own else ()))}
-    if mirror.newest is not None and mirror.newest not in known:
-        if not settings.from_mirror:
-            problem = f"holds {mirror.newest} of another run, or of this one on another machine"
-            fix = f"continue it by resume={mirror.url}, or name another prefix"
-            raise UserError(f"checkpoint.mirror={mirror.url}: {problem}; {fix}")
-        mirror.download(root, own, known)
-    mirror.write(mirror.checkpoints)
+    past = {name_of(save) for save in folders.ancestors_of(own)} if own else set()
+    here = {name_of(save) for save in folders.saves_in(root)} | past
+    if not settings.from_mirror and mirror.newest not in (None, *here):
+        problem = f"holds {mirror.newest} of another run, or of this one on another machine"
+        fix = f"continue it by resume={mirror.url}, or name another prefix"
+        raise UserError(f"checkpoint.mirror={mirror.url}: {problem}; {fix}")
+    if settings.from_mirror and (mirror.newest is not None or mirror.has_config):
+        mirror.download(root, own, settings.from_step)
+    mirror.write()
     return mirror
 
 
@@ -142,127 +184,222 @@ class Mirror:
         self.left = 0
         """Bytes to upload of the checkpoint under way."""
         self._writer = os.urandom(8).hex()
-        self.checkpoints = self._read()[1]
-        """Digest of the manifest by folder, the oldest first."""
+        self._folder = tempfile.TemporaryDirectory(prefix="mlm-mirror-", ignore_cleanup_errors=True)
+        self.root = Path(self._folder.name)
+        """Folder like that of the run's checkpoints: manifests, and sparse files of the sizes stored."""
+        self._load()
+        self.stored = {*self.checkpoints, *self.aside}
+        """Folders of all that mirror.json lists."""
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Folders of the checkpoints in their place, the oldest first."""
+        return [name_of(read_manifest_head(path)) for path in folders.checkpoints(self.root).values()]
+
+    @property
+    def aside(self) -> list[str]:
+        """Folders of those set aside."""
+        paths = sorted(path for path in self.root.iterdir() if folders.ASIDE.fullmatch(path.name))
+        return [name_of(read_manifest_head(path)) for path in paths]
 
     @property
     def newest(self) -> str | None:
-        """Folder of the checkpoint that was uploaded last."""
+        """Folder of the checkpoint to continue from."""
         return next(reversed(self.checkpoints), None)
+
+    def choose_step(self, step: int | None, setting: str) -> int:
+        """Return the step to continue from: that of `setting`, or None for the newest good one."""
+        if not (paths := folders.candidates(self.root)):
+            fix = "restore one, or name the prefix of a run's checkpoint.mirror"
+            raise CorruptFileError(f"{self.url}: holds no whole checkpoint; {fix}")
+        since = doubtful_since(read_manifest_head(paths[0]).state) or None
+        return choose_step(self.root, step, since=since, setting=setting, place=self.url)
 
     def upload(self, directory: Path, settings: CheckpointConfig) -> None:
         """Upload a checkpoint; delete those that neither its folder nor retention keeps. Raises OSError."""
         manifest = read_manifest_head(directory)
-        name, ancestors = name_of(manifest), Lineage.of(manifest.state).ancestors
         with ExitStack() as stack:  # opened at once: the run may delete them before their turn
             opened = {n: stack.enter_context(open(directory / n, "rb")) for n in (*manifest.files, MANIFEST)}
-            writer, self.checkpoints = self._read()
-            if writer not in (None, self._writer):
-                raise UserError(f"{self.url}: another run writes there now; name another prefix for this one")
-            self._put(name, {file: content.fileno() for file, content in opened.items()})
-        for path in (directory.parent.parent / file for file in ("config.yaml", TOKENIZER_FILE)):
+            encoded = opened[MANIFEST].read()
+            self._check_writer()
+            self._put(name_of(manifest), {file: content.fileno() for file, content in opened.items()})
+        for path in (directory.parent.parent / file for file in (CONFIG, TOKENIZER_FILE)):
             if path.is_file():
                 store.write_object(f"{self.url}/{path.name}", path.read_bytes())
-        parent = ancestors[-1].step if ancestors else -1  # the run went back from what is newer
-        past = [each for each in self.checkpoints if step_in(each) <= parent]
-        here, every = {name_of(save) for save in folders.saves_in(directory.parent)}, settings.keep_every
-        kept = {*here, *[*past, name][-settings.keep_last :]}
-        kept |= {each for each in past if every and step_in(each) % every == 0}
-        self.write({each: self.checkpoints[each] for each in past if each in kept} | {name: manifest.digest})
+        self._check_writer()
+        self._place(manifest, encoded, {name: entry.bytes for name, entry in manifest.files.items()})
+        kept = folders.saves_in(directory.parent)
+        for path in outdated(self.root, keep_last=settings.keep_last, keep_every=settings.keep_every):
+            if read_manifest_head(path).save not in kept:
+                shutil.rmtree(path)
+        self.write()
 
     def _put(self, name: str, files: dict[str, int]) -> None:
         """Upload open files, the manifest last, until all have their size in the store."""
         sizes = {file: os.fstat(number).st_size for file, number in files.items()}
-        for attempt in range(UPLOADS + 1):
-            stored = self._stored(name)
+        for attempt in range(store.UPLOADS + 1):
+            stored = self._sizes(f"/{name}")
             missing = [file for file, size in sizes.items() if stored.get(file) != size]
+            self.left = sum(sizes[file] for file in missing)
             if not missing:
                 return
-            self.left = sum(sizes[file] for file in missing)
-            for file in missing if attempt < UPLOADS else ():
+            for file in missing if attempt < store.UPLOADS else ():
                 store.upload_file(f"/proc/self/fd/{files[file]}", f"{self.url}/{name}/{file}")
                 self.left -= sizes[file]
-        problem = f"truncated in each of {UPLOADS} uploads; check the network"
-        raise UserError(f"{self.url}/{name}/{missing[0]}: {problem}")
+        raise UserError(f"{self.url}/{name}/{missing[0]}: {store.TRUNCATED}")
 
-    def _stored(self, name: str) -> dict[str, int]:
-        """Bytes of the objects in a folder, by name."""
-        return {each.url.rpartition("/")[2]: each.bytes for each in store.list_objects(f"{self.url}/{name}")}
+    def _place(self, manifest: Manifest, encoded: bytes, sizes: Mapping[str, int]) -> None:
+        """Make a checkpoint the newest one in `root`; what is not of its past is set aside."""
+        if (before := folders.saves_in(self.root).get(manifest.save)) is not None:
+            shutil.rmtree(before)
+        staging = folders.open_staging(self.root, manifest.step, manifest.save_id)
+        (staging / MANIFEST).write_bytes(encoded)
+        for file in manifest.files.keys() & sizes.keys():
+            (staging / file).touch()
+            os.truncate(staging / file, sizes[file])
+        folders.set_newer_aside(self.root, manifest)
+        folders.publish(staging, self.root, manifest)
+        move_latest(self.root, manifest.step)
 
-    def download(self, root: Path, own: Path | None, known: set[str]) -> None:
-        """Download the newest whole checkpoint into `root`, whose newest is `own`, unless it is known there.
+    def download(self, root: Path, own: Path | None, step: int | None = None) -> None:
+        """Have the folder `root` of a run, whose newest is `own`, continue from the checkpoint of a step.
 
-        Raises CorruptFileError if none is whole; UserError too if `own` is of another run; OSError.
+        None is the newest good one, or `own` if that descends from it and the mirror has not gone back since.
+        Raises CorruptFileError if none is good, UserError if `own` is of another run; OSError.
         """
-        problems = list[str]()
-        for name in reversed(self.checkpoints):
-            if name in known:
+        past = () if own is None else (read_manifest_head(own).save, *folders.ancestors_of(own))
+        while True:
+            chosen = self.choose_step(step, "checkpoint.from_step")
+            source = reachable(self.root)[chosen]
+            manifest = read_manifest_head(source)
+            before = Lineage.of(manifest.state).ancestors
+            is_past = manifest.save in past
+            if past and not is_past and past[0] not in before:
+                raise UserError(
+                    f"out={root.parent}: holds another run than {self.url}; set out=… to a new folder"
+                )
+            later = {name_of(save) for save in past if save not in (manifest.save, *before)}
+            if is_past and step is None and not later & self.stored:
                 return
-            staging = folders.open_staging(root, step_in(name), name.rpartition("-")[2])
+            self.write()  # another machine that writes here deletes nothing from now on
             try:
-                manifest = self._fetch(name, staging, own)
-                folders.set_newer_aside(root, manifest)
-                return folders.publish(staging, root, manifest)
+                local = folders.saves_in(root).get(manifest.save)
+                if local is None or local != reachable(root).get(chosen) or folders.checkpoint_problem(local):
+                    self._fetch(source, manifest, root)
+                break
             except CorruptFileError as error:
-                problems.append(str(error))
+                if step is not None:
+                    raise
                 log.warning("%s; taking the checkpoint before it", error)
-            finally:
-                folders.discard(staging)
-        raise CorruptFileError(f"{self.url}: no checkpoint is whole. {problems[0]}")
+                (source / next(iter(manifest.files))).unlink()
+        if is_past and later:
+            log.warning("out=%s: goes back to step %d, as %s does", root.parent, chosen, self.url)
+        move_latest(root, chosen)
+        move_latest(self.root, chosen)
 
-    def _fetch(self, name: str, staging: Path, own: Path | None) -> Manifest:
-        """Download a checkpoint that descends from `own` into a new folder, and compare every byte."""
-        url, stored, out = f"{self.url}/{name}", self._stored(name), staging.parent.parent
-        if MANIFEST not in stored:
-            raise CorruptFileError(f"{url}/{MANIFEST}: is not there")
-        store.download_file(f"{url}/{MANIFEST}", staging / MANIFEST)
-        manifest = read_manifest(staging)
-        if manifest.digest != self.checkpoints[name] or name_of(manifest) != name:
-            raise CorruptFileError(f"{url}/{MANIFEST}: not the one that {LISTING} lists")
-        if own is not None and read_manifest_head(own).save not in Lineage.of(manifest.state).ancestors:
-            raise UserError(f"out={out}: holds another run than {self.url}; set out=… to a new folder")
-        sizes = {file: entry.bytes for file, entry in manifest.files.items()}
-        if wrong := [file for file, size in sizes.items() if stored.get(file) != size]:
-            raise CorruptFileError(f"{url}/{wrong[0]}: missing or truncated")
-        check_space(staging, sum(sizes.values()), f"out={out}")
-        with progress_bar(f"downloading {url}", sum(sizes.values()), in_bytes=True) as advance:
-            for file, size in sizes.items():
-                store.download_file(f"{url}/{file}", staging / file)
-                advance(size)
-        check_whole(staging)
-        return manifest
+    def _fetch(self, source: Path, manifest: Manifest, root: Path) -> None:
+        """Download the checkpoint whose manifest is in `source` into `root`, and compare every byte."""
+        url, sizes = f"{self.url}/{name_of(manifest)}", {n: e.bytes for n, e in manifest.files.items()}
+        staging = folders.open_staging(root, manifest.step, manifest.save_id)
+        try:
+            shutil.copyfile(source / MANIFEST, staging / MANIFEST)
+            check_space(staging, sum(sizes.values()), f"out={root.parent}")
+            with progress_bar(f"downloading {url}", sum(sizes.values()), in_bytes=True) as advance:
+                for file, size in sizes.items():
+                    store.download_file(f"{url}/{file}", staging / file)
+                    advance(size)
+            check_whole(staging)
+            folders.set_newer_aside(root, manifest)
+            folders.publish(staging, root, manifest)
+        finally:
+            folders.discard(staging)
 
-    def _read(self) -> tuple[str | None, dict[str, str]]:
-        """Writer and checkpoints by mirror.json; None and none if there is none."""
-        url = f"{self.url}/{LISTING}"
-        if (content := store.read_object(url, MAX_LISTING)) is None:
-            return None, {}
+    def _load(self) -> None:
+        """Fill `root` by mirror.json, or from all whole folders where that lists none, is damaged or missing.
+
+        An upload that was cut off before it was listed counts, if it continues the newest checkpoint.
+        """
+        sizes, url, damage = self._sizes(), f"{self.url}/{LISTING}", ""
+        self.has_config = CONFIG in sizes
+        try:
+            checkpoints, aside = self._listing()[1:]
+        except CorruptFileError as error:
+            checkpoints, aside, damage = [], [], str(error)
+        folder_names = {path.removesuffix(f"/{MANIFEST}") for path in sizes if path.endswith(f"/{MANIFEST}")}
+        unlisted = [name for name in folder_names.difference(checkpoints, aside) if FOLDER.fullmatch(name)]
+        unlisted.sort(key=lambda name: (store.modified_at(f"{self.url}/{name}/{MANIFEST}"), name))
+        for name in (*aside, *checkpoints, *unlisted):
+            file = f"{self.url}/{name}/{MANIFEST}"
+            try:
+                encoded = store.read_object(file, MAX_MANIFEST_BYTES) or b""
+                manifest = decode_manifest(encoded, file, with_chunks=False)
+                if name_of(manifest) != name:
+                    raise CorruptFileError(f"{file}: of another checkpoint")
+            except CorruptFileError as error:
+                log.warning("%s; it is passed over", error)
+                continue
+            stored = {n: sizes[path] for n in manifest.files if (path := f"{name}/{n}") in sizes}
+            if name in unlisted:
+                is_next = self.newest in {name_of(save) for save in Lineage.of(manifest.state).ancestors}
+                is_whole = stored == {n: entry.bytes for n, entry in manifest.files.items()}
+                if not is_whole or not (is_next or not checkpoints):
+                    continue
+            self._place(manifest, encoded, stored)
+            if name in aside:
+                place = folders.checkpoints(self.root)[manifest.step]
+                place.rename(folders.free_name(self.root, manifest.step))
+        if damage and not self.checkpoints:
+            raise CorruptFileError(f"{url}: {damage}; restore it, or name another prefix")
+        if not checkpoints and self.checkpoints:
+            why = damage or "missing, or lists none"
+            log.warning("%s: %s; rebuilt from whole folders, the newest is %s", url, why, self.newest)
+
+    def _sizes(self, below: str = "") -> dict[str, int]:
+        """Bytes of the objects of the mirror, or of a folder in it, by their path there."""
+        url = f"{self.url}{below}"
+        return {each.url.removeprefix(f"{url}/"): each.bytes for each in store.list_objects(url)}
+
+    def _listing(self) -> tuple[str | None, list[str], list[str]]:
+        """Writer, checkpoints and those set aside by mirror.json; None and none if there is none."""
+        if (content := store.read_object(f"{self.url}/{LISTING}", MAX_LISTING)) is None:
+            return None, [], []
         try:
             body = parse_json(content)
-            checkpoints = dict(body["checkpoints"])
-            if not all(FOLDER.fullmatch(n) and DIGEST.fullmatch(digest) for n, digest in checkpoints.items()):
-                raise ValueError("names or digests are none")
-            return str(body["writer"]), checkpoints
+            writer, checkpoints = str(body["writer"]), list(body["checkpoints"])
+            aside = [name for name in body["aside"] if name not in checkpoints]
+            if not all(map(FOLDER.fullmatch, (*checkpoints, *aside))):
+                raise ValueError("names are none")
+            return writer, checkpoints, aside
         except (ValueError, TypeError, KeyError) as error:
-            problem = f"{url}: no list of checkpoints ({error})"
-            raise CorruptFileError(f"{problem}; restore it, or name another prefix") from error
+            raise CorruptFileError(f"no list of checkpoints ({error})") from error
 
-    def write(self, checkpoints: dict[str, str]) -> None:
-        """Write mirror.json, as its one writer from now on; delete what leaves it, and cut off uploads."""
-        body = {"writer": self._writer, "checkpoints": checkpoints}
+    def _check_writer(self) -> None:
+        """Raise UserError if another process has claimed the mirror."""
+        with suppress(CorruptFileError):  # it will be replaced
+            if self._listing()[0] not in (None, self._writer):
+                raise UserError(f"{self.url}: another run writes there now; name another prefix for this one")
+
+    def write(self) -> None:
+        """Write mirror.json, as its one writer from now on; delete what has left it, and cut off uploads.
+
+        What cannot be deleted is a warning, and tried again.
+        """
+        body = {"writer": self._writer, "checkpoints": self.checkpoints, "aside": self.aside}
         store.write_object(f"{self.url}/{LISTING}", dump_json(body))
-        found = {each.url.removeprefix(f"{self.url}/") for each in store.list_objects(self.url)}
-        before, self.checkpoints = self.checkpoints, checkpoints
-        for name in {path.partition("/")[0] for path in found} - checkpoints.keys():
-            if name in before or (FOLDER.fullmatch(name) and f"{name}/{MANIFEST}" not in found):
-                store.delete_folder(f"{self.url}/{name}")
+        sizes, now = self._sizes(), {*self.checkpoints, *self.aside}
+        try:
+            for name in {path.partition("/")[0] for path in sizes} - now:
+                is_cut_off = f"{name}/{MANIFEST}" not in sizes
+                if name in self.stored and not is_cut_off:  # first, so that half of it is not taken for whole
+                    store.delete_folder(f"{self.url}/{name}/{MANIFEST}")
+                if name in self.stored or (is_cut_off and FOLDER.fullmatch(name)):
+                    store.delete_folder(f"{self.url}/{name}")
+            self.stored = now
+        except UserError as error:
+            self.stored |= now
+            log.warning("old checkpoints are not deleted: %s", error)
 
 
 def name_of(save: "Save | Manifest") -> str:
     """Name of a checkpoint's folder in a mirror. Two saves of one step have two."""
     return f"{folders.step_name(save.step)}-{save.save_id[:12]}"
-
-
-def step_in(name: str) -> int:
-    """The step in such a name."""
-    return int(name.split("-")[1])

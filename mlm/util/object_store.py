@@ -5,13 +5,14 @@ botocore finds endpoint, region and credentials as it does for every program (AW
 s3fs and botocore retry with back-off; an object that changes while it is read is an error (If-Match).
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlm.util.errors import Problem, UserError
+from mlm.util.errors import CorruptFileError, Problem, UserError
 from mlm.util.extras import load_extra
 
 S3 = "s3://"
@@ -22,6 +23,10 @@ CONNECT_S, READ_S = 10, 30
 PART = 1 << 23  # bytes of a request when an object is read from end to end: 8 MiB
 CONCURRENT = 32  # requests at a time
 PARTS = 4  # of a file at a time, each held in memory
+UPLOADS = 3
+"""Times that an object is written whose content then is truncated."""
+TRUNCATED = f"truncated in each of {UPLOADS} uploads; check the network"
+STEP = re.compile(r"(s3://.*[^/])@(\d{1,18})")
 DENIED = ("NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError")
 
 
@@ -43,6 +48,12 @@ class StoredObject:
 def is_stored(path: str | None) -> bool:
     """True for the URL of an object or of a folder in a store."""
     return path is not None and path.startswith(S3)
+
+
+def split_step(url: str) -> tuple[str, int | None]:
+    """Split `s3://BUCKET/PREFIX@STEP` into the URL of a mirror and the step; None of a URL without one."""
+    match = STEP.fullmatch(url)
+    return (match[1], int(match[2])) if match else (url, None)
 
 
 def url_problem(key: str, url: str) -> Problem | None:
@@ -107,14 +118,21 @@ def read_object(url: str, most: int) -> bytes | None:
     if found is None:
         return None
     if found.bytes > most:
-        raise UserError(f"{url}: {found.bytes} bytes, {most} is the limit; name another")
+        raise CorruptFileError(f"{url}: {found.bytes} bytes, {most} is the limit; name another")
     return read_ranges(found, [0], most)[0]
 
 
 def write_object(url: str, content: bytes) -> None:
-    """Replace an object at once: readers see the old one or the new one. Raises UserError."""
+    """Replace an object at once: readers see the old one or the new one. Raises UserError.
+
+    Its size is compared: a proxy or a store may take a truncated body for the whole.
+    """
     with explain_store_errors(url, "write"):
-        open_store(url).pipe_file(url, content)
+        for _ in range(UPLOADS):
+            open_store(url).pipe_file(url, content)
+            if open_store(url).size(url) == len(content):
+                return
+    raise UserError(f"{url}: {TRUNCATED}")
 
 
 def upload_file(path: str, url: str) -> None:
@@ -127,6 +145,12 @@ def download_file(url: str, path: Path) -> None:
     """Download an object into a new file. Raises UserError."""
     with explain_store_errors(url):
         open_store(url).get_file(url, str(path))
+
+
+def modified_at(url: str) -> float:
+    """Return the time at which an object was written, in seconds. Raises UserError."""
+    with explain_store_errors(url):
+        return float(open_store(url).modified(url).timestamp())
 
 
 def delete_folder(url: str) -> None:

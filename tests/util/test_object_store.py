@@ -7,7 +7,15 @@ import pytest
 from mlm.config.fields import Role, path_problem
 from mlm.util import object_store
 from mlm.util.errors import UserError
-from mlm.util.object_store import StoredObject, list_objects, open_object, open_store, read_ranges
+from mlm.util.object_store import (
+    StoredObject,
+    list_objects,
+    open_object,
+    open_store,
+    read_ranges,
+    split_step,
+    write_object,
+)
 from tests.stores import BUCKET, KEY, SECRET, Store, serve
 
 CONTENT = bytes(range(256)) * 40
@@ -40,6 +48,33 @@ def test_a_request_that_fails_twice_is_repeated(
     store.fail = lambda number: error if number < 2 else None
     assert read_ranges(numbers, [5], 1000) == [CONTENT[5:1005]]
     assert store.gets == 3
+
+
+def test_an_object_that_was_truncated_is_written_again(store: Store) -> None:
+    puts = list[str]()
+    store.put = lambda path: puts.append(path) or ("truncate" if len(puts) < 3 else None)
+    write_object(f"{BUCKET}/list", CONTENT)
+    assert open_store(BUCKET).cat_file(f"{BUCKET}/list") == CONTENT
+    assert len(puts) == 3
+
+
+def test_an_object_that_stays_truncated_is_an_error(store: Store) -> None:
+    store.put = lambda path: "truncate"
+    with pytest.raises(UserError, match=f"{BUCKET}/list: truncated in each of 3 uploads"):
+        write_object(f"{BUCKET}/list", CONTENT)
+
+
+@pytest.mark.parametrize(
+    ("url", "parts"),
+    [
+        (f"{BUCKET}/a@4", (f"{BUCKET}/a", 4)),
+        (f"{BUCKET}/a@4/", (f"{BUCKET}/a@4/", None)),
+        (f"{BUCKET}/a@b", (f"{BUCKET}/a@b", None)),
+        ("runs/a@4", ("runs/a@4", None)),
+    ],
+)
+def test_a_step_is_split_from_the_url_of_a_mirror(url: str, parts: tuple[str, int | None]) -> None:
+    assert split_step(url) == parts
 
 
 @pytest.mark.parametrize(

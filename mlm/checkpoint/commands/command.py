@@ -98,11 +98,12 @@ MAINTENANCE = (
             "Points `latest` at a checkpoint, by default the newest good one: whole, finite, and older than "
             "the steps that were not finite. Newer ones are renamed aside-step-…, not deleted; until "
             "training continues, the same command with a newer step goes forward again. Rejected while a "
-            "run uses the folder."
+            "run uses the folder; a run whose mirror is rolled back uploads no more."
         ),
         examples=(
             ("Back to the newest good checkpoint", "mlm ckpt rollback runs/shakespeare"),
             ("Back to that of step 900", "mlm ckpt rollback runs/shakespeare 900"),
+            ("In the store that a run's checkpoint.mirror names", "mlm ckpt rollback s3://bucket/runs/a 900"),
         ),
     ),
 )

@@ -11,6 +11,7 @@ from mlm.config.fields import (
     OnlyIf,
     OutFolder,
     ResultFile,
+    StoredCheckpoint,
 )
 from mlm.parallel.config import PipelineSize, TensorSize, VirtualSize
 
@@ -67,8 +68,8 @@ class CkptPruneConfig:
 class CkptRollbackConfig:
     """The run spec of `mlm ckpt rollback`: continue a run from an earlier checkpoint."""
 
-    ckpt: CheckpointPath
-    """Run directory, or folder of checkpoints."""
+    ckpt: StoredCheckpoint
+    """Run directory, folder of checkpoints, or s3://BUCKET/PREFIX of a run's mirror (`@STEP` names one)."""
     step: Annotated[int, NOT_NEGATIVE] | None = None
     """Step of the checkpoint to continue from; null takes the newest good one."""
 

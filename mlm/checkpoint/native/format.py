@@ -248,7 +248,7 @@ def regular_size(path: Path) -> int:
     return status.st_size
 
 
-def decode_manifest(encoded: bytes, path: Path, *, with_chunks: bool = True) -> Manifest:
+def decode_manifest(encoded: bytes, path: Path | str, *, with_chunks: bool = True) -> Manifest:
     """The inverse of `encode_manifest`; `path` is for messages. Raises as `read_manifest` does."""
     try:
         body = parse_json(encoded)

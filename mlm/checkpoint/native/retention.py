@@ -1,4 +1,4 @@
-"""Retention: which checkpoints of a run are good, which are kept, and which are deleted."""
+"""Retention and rollback: which checkpoints of a run are good, kept, deleted, and continued from."""
 
 import logging
 import os
@@ -7,20 +7,31 @@ from contextlib import suppress
 from pathlib import Path
 
 from mlm.checkpoint.native.folders import (
+    ancestors_of,
     candidates,
     checkpoint_problem,
+    checkpoints,
+    clear_up,
+    descendants_set_aside,
     discard,
     foreign_in,
+    free_name,
     latest_name,
+    point_latest,
     step_directory_name,
+    step_name,
     step_of,
 )
 from mlm.checkpoint.native.format import CheckpointError, read_manifest_head
 from mlm.checkpoint.native.norms import largest_jump
-from mlm.checkpoint.native.run_state import doubtful_since, not_finite_since
-from mlm.util.errors import UserError
+from mlm.checkpoint.native.run_state import Save, doubtful_since, not_finite_since
+from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.files import fsync_directory
 
 log = logging.getLogger(__name__)
+
+Moves = list[tuple[Path, Path]]
+"""Paths of checkpoints before and after they were renamed."""
 
 
 def prune(root: Path, *, keep_last: int, keep_every: int, since: int | None = None) -> None:
@@ -127,3 +138,81 @@ def _is_deletable(path: Path) -> bool:
         return foreign_in(path) is None and os.access(path, os.R_OK | os.W_OK | os.X_OK)
     except OSError:
         return False
+
+
+def choose_step(
+    root: Path,
+    step: int | None,
+    *,
+    since: int | None,
+    problem_of: Callable[[Path], str | None] = checkpoint_problem,
+    setting: str = "step",
+    place: str | None = None,
+) -> int:
+    """Return the step to move to: the one asked for by `setting`, or the newest good one.
+
+    A warning says what is newer and passed over. `since` and `problem_of` are those of `newest_good`; `place`
+    is `root` for messages. Raises UserError, CorruptFileError.
+    """
+    paths, place = reachable(root), place or str(root)
+    if step is None:
+        good = newest_good(root, since, problem_of)
+        if good is None:
+            raise CorruptFileError(
+                f"{place}: no checkpoint is good; name one with {setting}=… (of {step_list(paths)})"
+            )
+        for path in candidates(root):
+            if step_of(path) > step_of(good):
+                why = problem_of(path) or str(checkpoint_doubt(path, since))
+                log.warning("%s is passed over: %s", path.name, why.replace(str(root), place))
+        return step_of(good)
+    if step not in paths:
+        raise UserError(
+            f"{setting}={step}: no checkpoint to move to; set {setting}=… to one of {step_list(paths)}"
+        )
+    if problem := problem_of(paths[step]):
+        raise CorruptFileError(
+            f"{setting}={step}: {problem}; set {setting}=… to another of {step_list(paths)}"
+        )
+    return step
+
+
+def reachable(root: Path) -> dict[int, Path]:
+    """Checkpoints by step that `latest` can be moved to: those in their place, and its set aside descendants.
+
+    Raises OSError, and CheckpointError when `root` cannot be read.
+    """
+    present, name = checkpoints(root), latest_name(root)
+    head = next((path for path in present.values() if step_directory_name(path) == name), None)
+    return dict(sorted({**(descendants_set_aside(root, head) if head else {}), **present}.items()))
+
+
+def move_latest(root: Path, step: int) -> Moves:
+    """Point `latest` at a reachable step, with its ancestors in their place and what is newer set aside.
+
+    A kill at any instant leaves a `latest` that can be loaded; the same call then does the rest. Raises
+    OSError and what reading the manifest of `step` raises.
+    """
+    clear_up(root)
+    paths = reachable(root)
+    past, restored, newer = ancestors_of(paths[step]), Moves(), Moves()
+    for other, path in paths.items():
+        in_place = path.name == step_name(other)
+        if other > step and in_place:
+            newer.append((path, free_name(root, other)))
+        elif not in_place and (other == step or Save(other, read_manifest_head(path).save_id) in past):
+            restored.append((path, root / step_name(other)))
+    for before, after in restored:
+        os.rename(before, after)
+    point_latest(root, step)
+    for before, after in newer:
+        os.rename(before, after)
+    fsync_directory(root)
+    return restored + newer
+
+
+def step_list(paths: dict[int, Path]) -> str:
+    """Return steps, those set aside marked."""
+    return ", ".join(
+        f"{step}{'' if path.name == step_name(step) else ' (set aside)'}" for step, path in paths.items()
+    )

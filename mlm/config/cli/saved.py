@@ -17,10 +17,11 @@ from mlm.config.plain_yaml import MAX_BYTES, parse, problem_of, read_text
 from mlm.config.suggest import did_you_mean, unknown_key
 from mlm.config.tree import flatten, leaves
 from mlm.util.errors import ConfigError, UserError, show
-from mlm.util.object_store import is_stored, read_object
+from mlm.util.object_store import is_stored, read_object, split_step
 
 CONFIG = "config.yaml"
 RESUME = "resume"
+MIRROR = "checkpoint.mirror="
 
 SavedValues = dict[str, Any]
 """Flat settings of a run: model.num_layers → 2."""
@@ -36,13 +37,19 @@ def take_saved(command: Command, arguments: Arguments) -> SavedValues | None:
         return None
     arguments.overrides = [text for text in arguments.overrides if text not in typed]
     resume = typed[-1].partition("=")[2]
-    if resume and (problem := path_problem(RESUME, expand_home(resume), Role.STORED)):
+    url = split_step(resume)[0]
+    if resume and (problem := path_problem(RESUME, expand_home(url), Role.STORED)):
         raise UserError(problem)
     if arguments.multirun:
         raise UserError(
             f"resume={resume}: a run continues in one folder, not as a sweep; leave --multirun out, or type "
             f"its settings with ckpt={resume} and another out=…"
         )
+    for text in arguments.overrides if is_stored(url) else ():
+        if text.startswith(MIRROR) and text.removeprefix(MIRROR).rstrip("/") != url.rstrip("/"):
+            raise UserError(
+                f"resume={resume} {text}: a run continues in the mirror that it is resumed from; omit that"
+            )
     return read_run(resume, command.config)
 
 
@@ -82,7 +89,7 @@ def read_run(resume: str, config: str) -> SavedValues:
     if not resume:
         raise UserError("resume=: empty; name a run folder, such as resume=runs/shakespeare")
     if is_stored(resume):
-        return read_mirrored(resume.rstrip("/"), config)
+        return read_mirrored(*split_step(resume), config)
     path = Path(expand_home(resume))
     file = path / CONFIG if path.is_dir() else path
     if not os.path.lexists(file):
@@ -99,8 +106,12 @@ def read_run(resume: str, config: str) -> SavedValues:
     return {**values, "out": str(file.parent)} if file.name == CONFIG else values
 
 
-def read_mirrored(url: str, config: str) -> SavedValues:
-    """The settings of the run whose checkpoint.mirror is `url`, to continue it. Raises UserError."""
+def read_mirrored(url: str, step: int | None, config: str) -> SavedValues:
+    """The settings of the run whose checkpoint.mirror is `url`, to continue it from a step.
+
+    None is the newest good one. Raises UserError.
+    """
+    url = url.rstrip("/")
     file = f"{url}/{CONFIG}"
     try:
         content = read_object(file, MAX_BYTES)
@@ -110,7 +121,7 @@ def read_mirrored(url: str, config: str) -> SavedValues:
         fix = "name a prefix that a run's checkpoint.mirror=… named"
         raise UserError(f"{RESUME}={url}: holds no {CONFIG} of a run; {fix}")
     values = values_in(content.decode(errors="replace"), file, config)
-    keys = {"mirror": url, "from_mirror": True, "resume": True}
+    keys = {"mirror": url, "from_mirror": True, "from_step": step, "resume": True}
     return {**values, **{f"checkpoint.{key}": value for key, value in keys.items()}}
 
 

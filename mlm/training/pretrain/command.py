@@ -21,8 +21,9 @@ COMMANDS = (
             "Trains a GPT-2, BERT or Llama on an indexed corpus. Started plainly it starts its ranks on this "
             "host; under torchrun or SLURM it joins as one. The run folder `out` gets the composed config, "
             "checkpoints, metrics.jsonl and curves; the same command again resumes it, and so does "
-            "resume=RUN, or resume= of its checkpoint.mirror, with the run's own settings and the overrides "
-            "after it. A run that begins with ckpt=… and names no model takes the checkpoint's."
+            "resume=RUN, or resume= of its checkpoint.mirror (@STEP names one), with the run's own settings "
+            "and the overrides after it. A run that begins with ckpt=… and names no model takes the "
+            "checkpoint's."
         ),
         examples=(
             (

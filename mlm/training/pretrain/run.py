@@ -198,7 +198,8 @@ def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str
 
 def prepare_directory(config: PretrainConfig, out: Path) -> None:
     """Write the composed configuration and the tokenizer beside what will come. Raises UserError."""
-    data, checkpoint = replace(config.data, change=False), replace(config.checkpoint, from_mirror=False)
+    checkpoint = replace(config.checkpoint, from_mirror=False, from_step=None)
+    data = replace(config.data, change=False)
     saved = replace(config, data=data, checkpoint=checkpoint)  # allowed once
     with writing_to(config.out):
         out.mkdir(parents=True, exist_ok=True)

@@ -55,6 +55,11 @@ OWN_CONFIG = "write your settings to DIR/experiment/NAME.yaml and type --config-
             "mlm pretrain: checkpoint.from_mirror=true: has no effect with checkpoint.mirror=null; "
             "remove it, or set checkpoint.mirror",
         ),
+        (
+            f"{SOUND} checkpoint.from_step=4",
+            "mlm pretrain: checkpoint.from_step=4: is a step of a mirror, which this run does not begin "
+            "from; add checkpoint.from_mirror=true",
+        ),
         ("eval loss model=gpt2_8b ckpt=.", "mlm eval loss: unknown key 'model'; --help lists the keys"),
         (
             "eval lambada ckpt=. data.path=texts",

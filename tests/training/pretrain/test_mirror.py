@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,7 +49,19 @@ def pretrain(*words: str) -> int:
 
 def listed(url: str) -> list[int]:
     """Steps that the mirror lists as whole."""
-    return [int(name.split("-")[1]) for name in Mirror(url).checkpoints]
+    return [step_of_folder(name) for name in Mirror(url).checkpoints]
+
+
+def step_of_folder(name: str) -> int:
+    return int(name.split("-")[1])
+
+
+def copied(source: str, name: str) -> str:
+    """A copy of a mirror."""
+    url, s3 = f"{BUCKET}/{name}", open_store(source)
+    for each in list_objects(source):
+        s3.copy(each.url, url + each.url.removeprefix(source))
+    return url
 
 
 def folders(url: str) -> set[str]:
@@ -88,7 +101,7 @@ def test_a_run_from_its_mirror_is_the_run_from_its_folder_to_the_bit(
     assert listed(url) == [4]
     assert pretrain(f"resume={url}", f"out={tmp_path / 'b'}", "train.steps=8", "checkpoint.keep_every=4") == 0
     assert listed(url) == [4, 8]
-    assert folders(url) == Mirror(url).checkpoints.keys()
+    assert folders(url) == set(Mirror(url).checkpoints)
     assert pretrain(f"resume={url}", f"out={tmp_path / 'c'}", "train.steps=9", "checkpoint.keep_every=4") == 0
     assert listed(url) == [4, 8, 9]
     assert pretrain(f"resume={tmp_path / 'a'}", "train.steps=8", "checkpoint.mirror=null") == 0
@@ -129,8 +142,9 @@ def test_training_does_not_wait_for_an_upload_and_the_newest_is_finished(
 
 
 def test_ctrl_c_leaves_out_the_last_upload(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Exit code 0 of a finished run means that its last checkpoint is in the mirror."""
     url, interrupted = f"{BUCKET}/interrupted", threading.Event()
     bar = mirror.progress_bar
 
@@ -141,9 +155,10 @@ def test_ctrl_c_leaves_out_the_last_upload(
 
     monkeypatch.setattr(mirror, "progress_bar", interrupt)
     store.put = lambda path: interrupted.wait(20) and None if step_of_put(path) == 2 else None
-    assert pretrain(*WORDS, f"out={tmp_path}", f"checkpoint.mirror={url}", "train.steps=2") == 0
+    assert pretrain(*WORDS, f"out={tmp_path}", f"checkpoint.mirror={url}", "train.steps=2") == 1
     assert not interrupted.is_set()
-    assert f"the upload is left out (Ctrl-C); resume={tmp_path} uploads it" in caplog.text
+    line = f"the upload is left out (Ctrl-C); mlm pretrain resume={tmp_path} uploads it"
+    assert line in capfd.readouterr().err
     assert listed(url) == []
     assert interrupted.wait(20)
 
@@ -156,28 +171,28 @@ def test_ctrl_c_leaves_out_the_last_upload(
         ("truncate", "truncated in each of 3 uploads; check the network"),
     ],
 )
-def test_an_upload_that_fails_is_one_line_and_training_goes_on(
+def test_a_last_upload_that_fails_is_one_line_and_exit_code_1(
     store: Store,
     tmp_path: Path,
     action: bytes | str,
     line: str,
-    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(object_store, "ATTEMPTS", 2)
     url = f"{BUCKET}/failing-{action[-5:]!s}".replace("'", "")
     store.put = lambda path: action if step_of_put(path) == 4 else None
     out, before = f"out={tmp_path}", open_store(url)
-    assert pretrain(*WORDS, out, f"checkpoint.mirror={url}", "train.steps=4") == 0
+    assert pretrain(*WORDS, out, f"checkpoint.mirror={url}", "train.steps=4") == 1
     assert (open_store(url) is before) == ("denied" not in line)  # new keys in ~/.aws are found
     assert listed(url) == [2]
-    (warning,) = [record.message for record in caplog.records if "mirrored" in record.message]
-    assert warning.startswith("step-00000004 is not mirrored: s3://")
-    assert line in warning
-    assert "\n" not in warning
-    assert KEY not in warning
+    (printed,) = [line for line in capfd.readouterr().err.splitlines() if "not mirrored" in line]
+    assert printed.startswith("mlm pretrain: step-00000004 is not mirrored: s3://")
+    assert line in printed
+    assert printed.endswith(f"; mlm pretrain resume={tmp_path} uploads it")
+    assert KEY not in printed
     store.reset()
-    assert pretrain(*WORDS, out, f"checkpoint.mirror={url}", "train.steps=4") == 0  # nothing left to train
+    assert pretrain(f"resume={tmp_path}") == 0  # nothing left to train
     assert listed(url) == [2, 4]
 
 
@@ -209,7 +224,7 @@ def test_a_kill_in_an_upload_leaves_the_checkpoint_before(
     assert "resuming from" in (printed := "".join(capfd.readouterr()))
     assert "step-00000002 (step 2)" in printed
     assert listed(url) == [2, 3]
-    assert folders(url) == Mirror(url).checkpoints.keys()
+    assert folders(url) == set(Mirror(url).checkpoints)
 
 
 def test_a_run_that_goes_back_takes_its_mirror_with_it(store: Store, tmp_path: Path) -> None:
@@ -217,8 +232,10 @@ def test_a_run_that_goes_back_takes_its_mirror_with_it(store: Store, tmp_path: P
     assert pretrain(*words, f"checkpoint.mirror={url}", "train.steps=4") == 0
     assert main(["ckpt", "rollback", str(tmp_path), "step=2"]) == 0
     assert pretrain(*words, f"checkpoint.mirror={url}", "train.steps=3") == 0
+    mirror = Mirror(url)
     assert listed(url) == [2, 3]
-    assert folders(url) == Mirror(url).checkpoints.keys()
+    assert [step_of_folder(name) for name in mirror.aside] == [4]
+    assert folders(url) == mirror.stored
 
 
 @pytest.fixture(scope="module")
@@ -240,8 +257,8 @@ def test_a_second_run_is_rejected_unless_it_resumes(
     assert re.search(r"holds step-00000004-\w+ of another run, .*; continue it by resume=", line)
     assert pretrain(*WORDS, f"checkpoint.mirror={url}", f"out={out}", "train.steps=4") == 0
     first = Mirror(url)
-    first.write(first.checkpoints)
-    Mirror(url).write(first.checkpoints)
+    first.write()
+    Mirror(url).write()
     newest = latest_checkpoint(out / "checkpoints")
     assert newest is not None
     with pytest.raises(UserError, match="another run writes there now; name another prefix"):
@@ -261,16 +278,12 @@ def test_a_folder_of_another_run_is_rejected(
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     store: Store, mirrored: tuple[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    url, _ = mirrored
+    url = copied(mirrored[0], "flipped")
     shard = next(each.url for each in list_objects(url) if step_of_put(each.url) == 4)
     content = bytearray(open_store(url).cat_file(shard))
     content[-5] ^= 1
-    open_store(url).pipe_file(f"{BUCKET}/kept", open_store(url).cat_file(shard))
     open_store(url).pipe_file(shard, bytes(content))
-    try:
-        Mirror(url).download(tmp_path, None, set())
-    finally:
-        open_store(url).copy(f"{BUCKET}/kept", shard)
+    Mirror(url).download(tmp_path, None)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "step-00000002"]
     assert "rank-00000.safetensors" in caplog.text
     assert "taking the checkpoint before it" in caplog.text
@@ -295,10 +308,157 @@ def test_what_is_no_mirror_is_one_line(
     assert KEY not in printed
 
 
+@pytest.fixture(scope="module")
+def ruined(mirrored: tuple[str, Path], server: Store, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A mirror of steps 2, 4 and 5, whose weights are 10^31 times too large."""
+    server.reset()
+    url, out = copied(mirrored[0], "ruined"), tmp_path_factory.mktemp("runs") / "ruined"
+    words = ["checkpoint.from_mirror=true", "train.steps=5", "optimizer.lr=1e30"]
+    pretrain(*WORDS, f"checkpoint.mirror={url}", f"out={out}", *words)
+    assert listed(url) == [2, 4, 5]
+    return url
+
+
+def test_the_newest_good_checkpoint_is_downloaded_and_what_is_passed_over_is_said(
+    store: Store, ruined: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = copied(ruined, "good")
+    Mirror(url).download(tmp_path, None)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "step-00000004"]
+    assert re.search(r"step-00000005 is passed over: the norm of \S+ is \S+e\+\d+ times", caplog.text)
+
+
+def test_keep_last_never_deletes_the_only_good_checkpoint_of_a_mirror(
+    store: Store, ruined: str, tmp_path: Path
+) -> None:
+    """Uploaded from a folder that holds the doubtful checkpoint alone."""
+    url = copied(ruined, "only")
+    mirror = Mirror(url)
+    mirror.download(tmp_path / "checkpoints", None, 5)
+    (path,) = (tmp_path / "checkpoints").glob("step-*")
+    mirror.upload(path, CheckpointConfig(keep_last=1))
+    assert listed(url) == [4, 5]
+
+
+def test_a_step_of_a_mirror_is_taken_good_or_not(store: Store, ruined: str, tmp_path: Path) -> None:
+    url, out = copied(ruined, "chosen"), tmp_path / "out"
+    assert pretrain(f"resume={url}@2", f"out={out}", "train.steps=3") == 0
+    assert listed(url) == [2, 3]
+    assert "from_step: null" in (out / "config.yaml").read_text()
+
+
+def test_a_step_that_a_mirror_does_not_hold_is_one_line(
+    store: Store, mirrored: tuple[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert pretrain(f"resume={mirrored[0]}@3", f"out={tmp_path}") == 2
+    assert "checkpoint.from_step=3: no checkpoint to move to; set checkpoint.from_step=… to one of 2, 4" in (
+        capfd.readouterr().err
+    )
+
+
+def test_a_mirror_is_rolled_back_and_forward(store: Store, ruined: str, tmp_path: Path) -> None:
+    url = copied(ruined, "rolled")
+    assert main(["ckpt", "rollback", url]) == 0
+    assert listed(url) == [2, 4]
+    assert main(["ckpt", "rollback", f"{url}@2"]) == 0
+    assert listed(url) == [2]
+    assert main(["ckpt", "rollback", url, "5"]) == 0
+    assert listed(url) == [2, 4, 5]
+    assert folders(url) == set(Mirror(url).checkpoints)
+
+
+def test_a_folder_goes_back_with_its_mirror(store: Store, mirrored: tuple[str, Path], tmp_path: Path) -> None:
+    url, root = copied(mirrored[0], "followed"), tmp_path / "checkpoints"
+    shutil.copytree(mirrored[1] / "checkpoints", root)
+    assert main(["ckpt", "rollback", url, "2"]) == 0
+    Mirror(url).download(root, latest_checkpoint(root))
+    assert latest_checkpoint(root) == root / "step-00000002"
+    assert (root / "aside-step-00000004").is_dir()
+
+
+def test_a_folder_that_is_ahead_of_its_mirror_stays_there(
+    store: Store, mirrored: tuple[str, Path], tmp_path: Path
+) -> None:
+    """Its last upload was cut off."""
+    url, root = copied(mirrored[0], "behind"), tmp_path / "checkpoints"
+    shutil.copytree(mirrored[1] / "checkpoints", root)
+    open_store(url).rm(f"{url}/{next(name for name in folders(url) if '-00000004-' in name)}", recursive=True)
+    Mirror(url).download(root, latest_checkpoint(root))
+    assert latest_checkpoint(root) == root / "step-00000004"
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b'{"writer": "a", "checkpo', b"[" * 100_000, b" " * (1 << 23)]
+)
+def test_a_list_that_is_damaged_is_rebuilt_from_whole_folders(
+    store: Store, mirrored: tuple[str, Path], content: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = copied(mirrored[0], "rebuilt")
+    before = Mirror(url).checkpoints
+    if content is None:
+        open_store(url).rm(f"{url}/mirror.json")
+    else:
+        open_store(url).pipe_file(f"{url}/mirror.json", content)
+    assert Mirror(url).checkpoints == before
+    assert "rebuilt from whole folders" in caplog.text
+
+
+def test_a_checkpoint_without_a_shard_is_not_rebuilt(store: Store, mirrored: tuple[str, Path]) -> None:
+    url = copied(mirrored[0], "partly")
+    open_store(url).rm(
+        [f"{url}/mirror.json", next(e.url for e in list_objects(url) if step_of_put(e.url) == 4)]
+    )
+    assert listed(url) == [2]
+
+
+def test_an_upload_that_was_not_listed_counts(store: Store, mirrored: tuple[str, Path]) -> None:
+    """A kill between the last object and mirror.json."""
+    url = copied(mirrored[0], "unlisted")
+    body = {"writer": "", "checkpoints": Mirror(url).checkpoints[:1], "aside": []}
+    open_store(url).pipe_file(f"{url}/mirror.json", json.dumps(body).encode())
+    assert listed(url) == [2, 4]
+
+
+def test_a_run_is_not_begun_anew_where_its_mirror_lost_all_checkpoints(
+    store: Store, mirrored: tuple[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    url = f"{BUCKET}/lost"
+    open_store(url).copy(f"{mirrored[0]}/config.yaml", f"{url}/config.yaml")
+    assert pretrain(f"resume={url}", f"out={tmp_path}") == 1
+    assert f"{url}: holds no whole checkpoint; restore one" in capfd.readouterr().err
+
+
+def test_a_run_is_not_resumed_from_one_mirror_into_another(
+    store: Store, mirrored: tuple[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert pretrain(f"resume={mirrored[0]}", f"checkpoint.mirror={BUCKET}/b", f"out={tmp_path}") == 2
+    assert "a run continues in the mirror that it is resumed from" in capfd.readouterr().err
+
+
+def test_old_checkpoints_that_may_not_be_deleted_are_a_warning(
+    store: Store,
+    mirrored: tuple[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def deny(url: str) -> None:
+        raise UserError(f"{url}: access denied")
+
+    url = copied(mirrored[0], "denied")
+    mirror = Mirror(url)
+    shutil.rmtree(mirror.root / "step-00000002")
+    monkeypatch.setattr(object_store, "delete_folder", deny)
+    mirror.write()
+    assert re.search(r"old checkpoints are not deleted: s3://\S+step-00000002\S+: access denied", caplog.text)
+    monkeypatch.undo()
+    mirror.write()
+    assert [step_of_folder(name) for name in folders(url)] == [4]
+
+
 def test_a_list_of_another_program_is_rejected(store: Store) -> None:
     url = f"{BUCKET}/forged"
-    for checkpoints in ({"../../x-1": "xxh3:" + "0" * 32}, {"step-00000001-a": 3}, ["a"]):
-        body = {"writer": "", "checkpoints": checkpoints}
+    for checkpoints in (["../../x-1"], [3], 3, "step-00000001-a"):
+        body = {"writer": "", "checkpoints": checkpoints, "aside": []}
         open_store(url).pipe_file(f"{url}/mirror.json", json.dumps(body).encode())
         with pytest.raises(UserError, match=r"mirror\.json: no list of checkpoints"):
             Mirror(url)
