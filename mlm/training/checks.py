@@ -126,6 +126,12 @@ def _warmup_ends(config: PretrainConfig, _: Launch) -> Problem | None:
     warmup = schedule.warmup_end(config.train.steps)
     if schedule.decay in STABLE_DECAYS:
         return _cooldown_problem(config)
+    if schedule.cooldown_start(config.train.steps) < config.train.steps:  # by a preset such as schedule=wsd
+        return Problem(
+            ("schedule.decay", "schedule.cooldown_share"),
+            f"schedule.decay={schedule.decay}: falls to the end of the run, and a cooldown is set",
+            f"use schedule.decay={' or '.join(STABLE_DECAYS)}, or schedule.cooldown_share=0",
+        )
     if warmup < end:
         return None
     return Problem(

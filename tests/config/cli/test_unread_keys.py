@@ -212,6 +212,7 @@ MOE = "pretrain model=moe_tiny model.options.num_experts=0"
             "report runs every_s=5",
             "every_s=5.0: has no effect with watch=false; remove it, or set watch=true",
         ),
+        ("pretrain schedule=wsd schedule.decay=cosine", "schedule.decay=cosine: falls to the end of the run"),
         ("data build data=a input=b tokenizer=t out=o", "input=a input=b: one input is taken; remove the"),
         ("ckpt inspect a ckpt=b", "ckpt=a ckpt=b: one ckpt is taken; remove the other"),
     ],
