@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,6 +13,7 @@ from typing import Any
 from mlm.util.errors import CorruptFileError, UserError, decode_problem
 from mlm.util.extras import load_extra
 from mlm.util.object_store import explain_store_errors, is_stored, open_object
+from mlm.util.terminal import one_line
 
 Record = dict[str, Any]
 Located = tuple[str, Record]
@@ -20,6 +22,9 @@ Located = tuple[str, Record]
 SUFFIXES = (".jsonl", ".parquet", ".csv", ".tsv")
 BATCH_ROWS = 64
 BUFFER = 1 << 20  # bytes read ahead per column of a Parquet file
+NOT_SUPPORTED = re.compile(
+    "not yet implemented|currently not supported|unsupported|decrypt|too much memory|memory usage", re.I
+)
 
 
 def read_records(file: Path) -> Iterator[Located]:
@@ -95,21 +100,24 @@ def _parquet_records(file: Path) -> Iterator[Located]:
     pa, row = load_extra("pyarrow", str(file)), 0
     try:
         with open_parquet(file) as table:
-            for batch in table.iter_batches(BATCH_ROWS, use_threads=False):
-                for index in range(len(batch)):
-                    row += 1
-                    yield f"{file}:row {row}", batch.slice(index, 1).to_pylist()[0]
+            for group in range(table.num_row_groups):
+                for batch in row_group_batches(table, group, BATCH_ROWS):
+                    for index in range(len(batch)):
+                        row += 1
+                        yield f"{file}:row {row}", batch.slice(index, 1).to_pylist()[0]
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise CorruptFileError(f"{file} is no Parquet file, or a damaged one: replace it") from error
+        check_supported(str(file), error)
+        problem = f"is no Parquet file, or a damaged one ({one_line(error)[:200]}): replace it"
+        raise CorruptFileError(f"{file} {problem}") from error
 
 
 def open_parquet(file: str | Path) -> Any:
     """Open a pyarrow ParquetFile. Needs pyarrow; raises its errors, and OSError.
 
     Texts are read as entries of a dictionary: a file of a few kilobytes can repeat the same 64 MB a million
-    times, and only one copy is made.
+    times, and only one copy is made. Each row group has dictionaries of its own: see `row_group_batches`.
     """
     parquet = load_extra("pyarrow.parquet", str(file))
     source = open_binary(str(file)) if is_stored(str(file)) else file
@@ -118,6 +126,33 @@ def open_parquet(file: str | Path) -> Any:
     return parquet.ParquetFile(
         source, metadata=metadata, pre_buffer=False, buffer_size=BUFFER, read_dictionary=texts
     )
+
+
+def row_group_batches(
+    table: Any, group: int, rows: int, columns: Sequence[str] | None = None
+) -> Iterator[Any]:
+    """Yield one row group of a ParquetFile in batches of at most `rows`. Raises pyarrow's errors.
+
+    A batch over two row groups would hold two dictionaries, which pyarrow does not join in nested columns.
+    """
+    left = table.metadata.row_group(group).num_rows
+    for batch in table.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False):
+        left -= len(batch)
+        yield batch
+    if left:  # pyarrow ends in silence where a column has fewer rows than its group
+        raise load_extra("pyarrow", "Parquet").ArrowInvalid(f"row group {group} lacks {left} of its rows")
+
+
+def check_supported(file: str, error: Exception) -> None:
+    """Raise UserError if a library raised `error` for a sound file that it lacks the means to read.
+
+    pyarrow has a type of error for some of these, and words alone for the others.
+    """
+    if isinstance(error, NotImplementedError) or NOT_SUPPORTED.search(str(error)):
+        problem = f"is of a form that is not supported ({one_line(error)[:200]})"
+        raise UserError(
+            f"{file} {problem}: write it again, unencrypted and with gzip, or as .jsonl"
+        ) from error
 
 
 @lru_cache(maxsize=4)
