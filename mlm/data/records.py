@@ -1,14 +1,19 @@
 """Records of files and of data sets of the Hub: a dict by column, with its location. Nothing is executed."""
 
+import bz2
 import csv
+import gzip
 import json
 import re
 import sys
+import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import lru_cache
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mlm.util.errors import CorruptFileError, UserError, decode_problem
 from mlm.util.extras import load_extra
@@ -19,7 +24,12 @@ Record = dict[str, Any]
 Located = tuple[str, Record]
 """Location of a record (file:line), and the record."""
 
-SUFFIXES = (".jsonl", ".parquet", ".csv", ".tsv")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
+PACKED: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".zst": None}
+"""Suffixes of packed files; pyarrow unpacks .zst."""
+LONGEST_CELL = 1 << 24  # letters of a CSV file
+LONGEST_LINE = 1 << 26  # bytes of a .json file that are read to see if it holds an object per line
+BOM = b"\xef\xbb\xbf"
 BATCH_ROWS = 64
 BUFFER = 1 << 20  # bytes read ahead per column of a Parquet file
 NOT_SUPPORTED = re.compile(
@@ -27,13 +37,48 @@ NOT_SUPPORTED = re.compile(
 )
 
 
+def form_of(file: Path) -> str:
+    """Return the suffix of a file that says its form: .jsonl of a.jsonl.gz."""
+    name = Path(file.name.lower())
+    form = Path(name.stem).suffix if name.suffix in PACKED else name.suffix
+    return "" if form == ".parquet" != name.suffix else form
+
+
 def read_records(file: Path) -> Iterator[Located]:
-    """Yield the records of a file of SUFFIXES. Raises UserError, CorruptFileError."""
-    readers = {".jsonl": _jsonl_records, ".parquet": _parquet_records}
-    if file.suffix not in SUFFIXES:
-        raise UserError(f"{file}: is of no known form: give a {', '.join(SUFFIXES)} file")
+    """Yield the records of a file of SUFFIXES, packed or not. Raises UserError, CorruptFileError."""
+    form = form_of(file)
+    if form not in SUFFIXES:
+        forms = f"{', '.join(SUFFIXES)} file, or one packed as {', '.join(PACKED)}"
+        raise UserError(f"{file}: is of no known form: give a {forms}")
     with readable(file):
-        yield from readers.get(file.suffix, _table_records)(file)
+        if form == ".parquet":
+            yield from _parquet_records(file)
+        elif form in (".csv", ".tsv"):
+            yield from _table_records(file, form)
+        elif form != ".json" or is_json_lines(file):
+            yield from _jsonl_records(file)
+        else:
+            yield from _json_records(file)
+
+
+@contextmanager
+def open_unpacked(file: Path) -> Iterator[BinaryIO]:
+    """Open a file to read what it holds, unpacked. Raises OSError, UserError, CorruptFileError."""
+    packing = file.suffix.lower()
+    try:
+        with open(file, "rb") as raw, ExitStack() as stack:
+            source: Any = raw
+            if packing == ".zst":
+                pyarrow = load_extra("pyarrow", str(file))
+                source = BufferedReader(stack.enter_context(pyarrow.CompressedInputStream(raw, "zstd")))
+            elif packing in PACKED:
+                source = stack.enter_context(PACKED[packing](raw))
+            yield source
+    except (EOFError, zlib.error, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        check_supported(str(file), error)
+        raise CorruptFileError(f"{file} is damaged ({one_line(error)[:200]}): replace it") from error
 
 
 @contextmanager
@@ -53,9 +98,9 @@ def open_binary(path: str) -> Any:
 
 def _jsonl_records(file: Path) -> Iterator[Located]:
     """Yield one object per line; blank lines are skipped."""
-    with open(file, "rb") as f:
+    with open_unpacked(file) as f:
         for number, line in enumerate(f, 1):
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            line = line.removeprefix(BOM) if number == 1 else line
             if not line.strip():
                 continue
             try:
@@ -65,6 +110,39 @@ def _jsonl_records(file: Path) -> Iterator[Located]:
             if not isinstance(record, dict):
                 raise UserError(f"{file}:{number}: not a JSON object: fix or delete it")
             yield f"{file}:{number}", record
+
+
+def is_json_lines(file: Path) -> bool:
+    """True if a .json file holds a record in each line, as its first line shows.
+
+    A sole line with records under "data" is no record. Raises OSError, UserError,
+    CorruptFileError.
+    """
+    with open_unpacked(file) as f:
+        lines = (line.removeprefix(BOM).strip() for line in iter(lambda: f.readline(LONGEST_LINE), b""))
+        first = next(filter(None, lines), b"")
+        if not first.startswith(b"{"):
+            return False
+        try:
+            record = json.loads(first)
+        except (ValueError, RecursionError):
+            return False
+        return "data" not in record or any(lines)
+
+
+def _json_records(file: Path) -> Iterator[Located]:
+    """Yield the objects of a list, or of the list under "data"."""
+    try:
+        with open_unpacked(file) as f:
+            content = json.loads(f.read())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: is not JSON ({one_line(error)[:120]}): fix it") from error
+    if isinstance(content, dict):
+        content = content.get("data", [content])
+    if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
+        raise UserError(f"{file}: has no list of objects under 'data', as SQuAD's files have: fix it")
+    for number, record in enumerate(content, 1):
+        yield f"{file}:row {number}", record
 
 
 def json_problem(error: ValueError | RecursionError) -> str:
@@ -78,16 +156,21 @@ def json_problem(error: ValueError | RecursionError) -> str:
     return f"holds a number of more than {sys.get_int_max_str_digits():,} digits"
 
 
-def _table_records(file: Path) -> Iterator[Located]:
+def _table_records(file: Path, form: str) -> Iterator[Located]:
     """Yield the rows below a line of column names. In a .tsv quotes are ordinary characters, as in GLUE's."""
-    form: dict[str, Any] = (
-        {"dialect": "excel-tab", "quoting": csv.QUOTE_NONE} if file.suffix == ".tsv" else {"dialect": "excel"}
+    dialect: dict[str, Any] = (
+        {"dialect": "excel-tab", "quoting": csv.QUOTE_NONE} if form == ".tsv" else {"dialect": "excel"}
     )
-    with open(file, encoding="utf-8-sig", newline="") as f:
-        reader = csv.DictReader(f, **form)
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))
+    with open_unpacked(file) as f:
+        reader = csv.DictReader(TextIOWrapper(f, encoding="utf-8-sig", newline=""), **dialect)
         try:
+            check_names(file, reader.fieldnames or ())
             for row in reader:
-                yield f"{file}:{reader.line_num}", {key: row[key] for key in row if key is not None}
+                if None in row:
+                    problem = f"has {len(row[None])} more cells than the first line names"
+                    raise UserError(f"{file}:{reader.line_num}: {problem}: quote its text, or fix it")
+                yield f"{file}:{reader.line_num}", dict(row)
         except csv.Error as error:
             raise UserError(f"{file}:{reader.line_num}: {error}: fix it, or make a .jsonl of it") from error
         except UnicodeDecodeError as error:
@@ -95,11 +178,18 @@ def _table_records(file: Path) -> Iterator[Located]:
             raise UserError(f"{place}: is not UTF-8 ({error.reason}): convert it") from error
 
 
+def check_names(file: Path, names: Sequence[str]) -> None:
+    """Raise UserError for two columns of one name."""
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise UserError(f"{file}: has two columns '{one_line(twice[0])[:40]}': rename one, or delete it")
+
+
 def _parquet_records(file: Path) -> Iterator[Located]:
     """Yield the rows of a Parquet table. Needs pyarrow."""
     pa, row = load_extra("pyarrow", str(file)), 0
     try:
         with open_parquet(file) as table:
+            check_names(file, table.schema_arrow.names)
             for group in range(table.num_row_groups):
                 for batch in row_group_batches(table, group, BATCH_ROWS):
                     for index in range(len(batch)):

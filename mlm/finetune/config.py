@@ -136,8 +136,9 @@ class TaskDataConfig:
     """Source of a task's rows."""
 
     path: DataPath | None = None
-    """Folder with a file per split (train.jsonl, validation.jsonl; also .parquet, .csv, .tsv, .json), or one
-    file, of which chat holds out task.held_out; null means the Hub's task.hub."""
+    """Folder with a file per split (train.jsonl, validation.jsonl; also .json, .ndjson, .parquet, .csv, .tsv,
+    .jsonl.gz, .bz2, .zst; train-00000-of-00002 and so on), or one file, of which chat holds out
+    task.held_out; null means the Hub's task.hub."""
     tokenizer: InputPath | None = None
     """tokenizer.json, or a folder that holds one; null takes the one saved with the checkpoint."""
     chat_template: InputPath | None = None

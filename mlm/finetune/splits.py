@@ -1,6 +1,7 @@
 """Splits: checked rows from local files or the Hub, with their locations and a digest, and their examples."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,16 @@ from typing import Any
 
 import xxhash
 
-from mlm.data.records import SUFFIXES, Located, Record, hub_records, read_records, readable
+from mlm.data.records import (
+    PACKED,
+    SUFFIXES,
+    Located,
+    Record,
+    form_of,
+    hub_records,
+    read_records,
+    readable,
+)
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, frame
@@ -19,6 +29,9 @@ from mlm.util.errors import ConfigError, UserError
 from mlm.util.files import digest_name
 
 KEY = "data.path"
+CLONED = "data"
+"""Folder of the files in a clone of a data set of the Hub."""
+SHARD = re.compile(r"-\d+-of-(\d+)")
 MAX_PROBLEMS = 10
 """Problems of a split that are listed; the others are counted."""
 
@@ -221,8 +234,9 @@ def find_files(path: Path, split: str, subsets: tuple[str, ...]) -> list[Path]:
     """Return the files of a split: `path` itself, or those below it with the split's name.
 
     {split}.jsonl and the like; {split}-00000-of-00002.parquet as the Hub stores it; {split}-v1.1.json as
-    SQuAD is published; {split}/{subset}/*.txt as RACE is; any of these below a folder named after a subset.
-    `dev` is another name for `validation`. Raises UserError.
+    SQuAD is published; {split}/{subset}/*.txt as RACE is; any of these below a folder named after a subset,
+    or else in `data`, where a clone of a data set of the Hub has them. `dev` is another name for
+    `validation`. Raises UserError.
     """
     if path.is_file():
         return [path]
@@ -234,23 +248,32 @@ def find_files(path: Path, split: str, subsets: tuple[str, ...]) -> list[Path]:
         files = [file for root in roots for file in files_named(root, name, subsets)]
         if files:
             return files
+    if (path / CLONED).is_dir():
+        return find_files(path / CLONED, split, subsets)
     raise UserError(f"{KEY}={path}: has no split {split}: give a folder with {split}.jsonl, or a file")
 
 
 def files_named(root: Path, name: str, subsets: tuple[str, ...]) -> list[Path]:
     """Return the files of a split in a folder. Raises UserError if there are several to choose from."""
-    plain = [[f"{name}{suffix}"] for suffix in (*SUFFIXES, ".json")]
-    published = [[f"{name}-*-of-*.parquet"], [f"{name}-v[0-9]*.json"], [f"{name}/*.txt"]]
+    suffixes = [suffix + packing for suffix in SUFFIXES for packing in ("", *PACKED)]
+    plain = [[f"{name}{suffix}"] for suffix in suffixes]
+    sharded = [[f"{name}-*-of-*{suffix}"] for suffix in suffixes]
+    published = [[f"{name}-v[0-9]*.json"], [f"{name}/*.txt"]]
     by_subset = [f"{folder.relative_to(root)}/*.txt" for folder in folders_of(root / name, subsets)]
     ways = [
         [file for pattern in patterns for file in sorted(root.glob(pattern))]
-        for patterns in [*plain, *published, by_subset]
+        for patterns in [*plain, *sharded, *published, by_subset]
     ]
     choices = [files for files in ways if files]
     if len(choices) > 1:
         places = " and ".join(str(files[0]) for files in choices[:2])
         raise UserError(f"{KEY}: both {places} hold the split {name}: name one of them, or delete one")
-    return choices[0] if choices else []
+    files = choices[0] if choices else []
+    shards = {int(total[1]) for file in files if (total := SHARD.search(file.name))}
+    if shards and shards != {len(files)}:
+        there = f"{len(files)} of {max(shards)} files {files[0].name}"
+        raise UserError(f"{KEY}: there are {there} and the like: add the others, or name one file")
+    return files
 
 
 def folders_of(path: Path, subsets: tuple[str, ...]) -> list[Path]:
@@ -267,26 +290,24 @@ def folders_of(path: Path, subsets: tuple[str, ...]) -> list[Path]:
 
 def read_file(file: Path) -> Iterator[Located]:
     """Yield the records of a file. Raises UserError, CorruptFileError."""
-    if file.suffix not in (".json", ".txt"):
-        return read_records(file)
+    if file.suffix != ".txt":
+        return squad_records(file) if form_of(file) == ".json" else read_records(file)
     try:
         with readable(file):
             content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: is not JSON: give another file") from error
-    return (squad_records if file.suffix == ".json" else race_records)(str(file), content)
+    return race_records(str(file), content)
 
 
-def squad_records(file: str, content: Any) -> Iterator[Located]:
-    """Yield (location, record) of every question of SQuAD's JSON.
+def squad_records(file: Path) -> Iterator[Located]:
+    """Yield (location, record) of every question of SQuAD's JSON, and other records as they are.
 
-    Its form is {"data": [{title, paragraphs: [{context, qas}]}]}. A list of objects, or one under "data", is
-    taken as records themselves. Raises UserError.
+    Its form is {"data": [{title, paragraphs: [{context, qas}]}]}. Raises UserError.
     """
-    articles = content.get("data") if isinstance(content, dict) else content
-    for number, article in enumerate(members(articles, file, "data"), 1):
+    for number, (place, article) in enumerate(read_records(file), 1):
         if "paragraphs" not in article:
-            yield f"{file}:row {number}", article
+            yield place, article
             continue
         place = f"{file}:article {number}"
         for at, paragraph in enumerate(members(article["paragraphs"], place, "paragraphs"), 1):

@@ -1,14 +1,18 @@
 """Records of tables: a file of a few kilobytes cannot fill the memory."""
 
+import bz2
+import gzip
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 from pyarrow.parquet import encryption
 
 from mlm.data.records import read_records
@@ -130,3 +134,44 @@ def test_what_pyarrow_lacks_is_not_called_damage(tmp_path: Path, write: Callable
     ) as e:
         list(read_records(tmp_path / "a.parquet"))
     assert not isinstance(e.value, CorruptFileError)
+
+
+# ----- forms of files, against `datasets`
+
+
+LINES = b'{"text": "a", "n": 1}\n\n{"text": "\xc3\xa9\\u2028", "n": null}\n'
+FORMS: dict[str, tuple[str, bytes]] = {
+    "a.ndjson": ("json", LINES),
+    "lines.json": ("json", LINES),
+    "line.json": ("json", LINES.partition(b"\n")[0]),
+    "mark.json": ("json", b"\xef\xbb\xbf" + LINES),
+    "array.json": ("json", b'[{"text": "a", "n": 1},\n {"text": "b", "n": 2}]'),
+    "a.JSONL.gz": ("json", gzip.compress(LINES)),
+    "members.json.gz": ("json", gzip.compress(LINES) + gzip.compress(LINES)),
+    "a.jsonl.bz2": ("json", bz2.compress(LINES)),
+    "a.jsonl.zst": ("json", zstandard.compress(LINES)),
+    "a.csv.zst": ("csv", zstandard.compress(b'text,more\na,"b\nc"\n')),
+    "long.csv": ("csv", b"text,more\n" + b"a" * 200_000 + b",b\n"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_of_files_are_read_as_by_datasets(tmp_path: Path, name: str) -> None:
+    reader, content = FORMS[name]
+    (path := tmp_path / name).write_bytes(content)
+    wanted = datasets.load_dataset(
+        reader, data_files=str(path), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert [record for _, record in read_records(path)] == wanted.to_list()
+
+
+def test_a_file_of_lines_names_the_line_whatever_it_is_called(tmp_path: Path) -> None:
+    (path := tmp_path / "a.json").write_bytes(LINES + b"{")
+    with pytest.raises(UserError, match=r"a\.json:4: not a line of JSON"):
+        list(read_records(path))
+
+
+def test_two_columns_of_one_name_are_an_error(tmp_path: Path) -> None:
+    pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"has two columns 'text': rename one"):
+        list(read_records(tmp_path / "a.parquet"))

@@ -31,7 +31,12 @@ ROWS = [PAIR, PAIR | {"first": '"Who" sat naïve ?', "label": 0, "idx": 1}]
 
 @pytest.mark.parametrize(
     "name",
-    ["train.jsonl", "train.json", "train.parquet", "train.csv", "train.tsv", "train-00000-of-00001.parquet"],
+    [
+        *("train.jsonl", "train.ndjson", "train.json", "train.parquet", "train.csv", "train.tsv"),
+        *("train.jsonl.gz", "train.json.gz", "train.csv.gz"),
+        *("train-00000-of-00001.parquet", "train-00000-of-00001.jsonl"),
+        "data/train-00000-of-00001-0123456789abcdef.parquet",
+    ],
 )
 def test_rows_and_digest_are_the_same_from_every_form(tmp_path: Path, name: str) -> None:
     wanted = split_of(tmp_path / "wanted", pairs(), ROWS)
@@ -42,6 +47,13 @@ def test_rows_and_digest_are_the_same_from_every_form(tmp_path: Path, name: str)
     assert found.has_labels
     assert len(found.places) == 2
     assert found.places[1].startswith(f"{tmp_path / name}:")
+
+
+def test_rows_of_a_split_are_those_of_all_its_files(tmp_path: Path) -> None:
+    for n, row in enumerate(ROWS):
+        write_table(tmp_path / f"train-0000{n}-of-00002.jsonl", [row])
+    found = read_split(pairs(), "train", path=str(tmp_path))
+    assert found.digest == split_of(tmp_path / "one", pairs(), ROWS).digest
 
 
 def test_digest_of_scores_does_not_depend_on_bytes_per_number(tmp_path: Path) -> None:

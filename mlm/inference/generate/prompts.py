@@ -10,7 +10,7 @@ from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.format import CheckpointError
 from mlm.data.chat_template import ChatError
 from mlm.data.conversation import SHARE_GPT, check_messages, encode_prompt
-from mlm.data.records import Located, read_records, readable
+from mlm.data.records import SUFFIXES, Located, form_of, read_records, readable
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.generate.config import STDIN, GenerateConfig
 from mlm.parallel.mesh import ParallelContext
@@ -61,7 +61,7 @@ def _records(config: GenerateConfig) -> list[Located]:
             raise UserError('standard input is empty: give prompt="some text" or prompts=FILE')
         return [("standard input", {"prompt": text})]
     path = Path(config.prompts)
-    if path.suffix == ".jsonl":
+    if form_of(path) in SUFFIXES:
         records = list(read_records(path))
     else:
         with readable(path):

@@ -123,5 +123,7 @@ def wide_window(suffix: str) -> bytes:
 
 @pytest.mark.parametrize("suffix", [".xz", ".zst"])
 def test_a_file_that_takes_too_much_memory_is_not_called_damaged(tmp_path: Path, suffix: str) -> None:
-    with pytest.raises(UserError, match=r"is of a form that is not supported \(.*[Mm]emory.*\): write it again"):
+    with pytest.raises(
+        UserError, match=r"is of a form that is not supported \(.*[Mm]emory.*\): write it again"
+    ):
         content_of(write(tmp_path / f"a{suffix}", wide_window(suffix)))
