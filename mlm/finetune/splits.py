@@ -20,6 +20,7 @@ from mlm.data.records import (
     read_records,
     readable,
 )
+from mlm.data.row_forms import standard_form
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, frame
@@ -80,7 +81,9 @@ def read_split(task: TaskConfig, split: str, *, path: str | None) -> TaskSplit:
         try:
             name = row_name(record, task.id, len(places))
             earlier[name] += 1
-            rows.append(kind.parse(task, record, kind.row_id(task, name, earlier[name] - 1)))
+            record, change = standard_form(record, task.columns) if kind.is_chat else (record, "")
+            row = kind.parse(task, record, kind.row_id(task, name, earlier[name] - 1))
+            rows.append(replace(row, changes=(*row.changes, change)) if change else row)
             if rows[-1].label is None:
                 problems.append((place, unlabelled))
         except RowError as error:
@@ -173,6 +176,8 @@ class TokenizedSplit:
     def notes(self) -> list[str]:
         """Return lines on the choice of rows and on truncated ones."""
         notes, split = [self.split.note] if self.split.note else [], self.split
+        said = Counter(note for row in split.rows for note in row.changes)
+        notes += [f"{split.source}: {count:,} rows of {split.name}: {note}" for note, count in said.items()]
         left_out = f", {self.left_out:,} of them left out: no answer begins in these" if self.left_out else ""
         if self.truncated:
             notes.append(

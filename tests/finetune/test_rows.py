@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mlm.finetune.splits import read_split
+from mlm.finetune.splits import TokenizedSplit, read_split
 from mlm.util.errors import UserError
 from tests.finetune.material import (
     PAIR,
@@ -96,6 +96,20 @@ def test_columns_and_labels_of_ones_own(tmp_path: Path) -> None:
         ("0", ("a cat",), 2),
         ("1", ("a dog",), 0),
     ]
+
+
+def test_rows_of_another_form_are_the_conversations_that_they_mean(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "Add\n1 2"}, {"role": "assistant", "content": "3"}]
+    wanted = split_of(tmp_path / "a", shipped("chat"), [{"messages": said}])
+    alpaca = {"instruction": "Add", "input": "1 2", "output": "3"}
+    assert split_of(tmp_path / "b", shipped("chat"), [alpaca]).digest == wanted.digest
+
+
+def test_rows_read_as_another_form_are_counted(tmp_path: Path) -> None:
+    rows = [{"instruction": "Sing", "output": "la"}] * 2 + [{"prompt": "Sing", "completion": "la"}]
+    split = split_of(tmp_path, shipped("chat"), rows)
+    (note,) = TokenizedSplit(split=split, examples=(), truncated=0, left_out=0, max_length=9).notes()
+    assert note.endswith("2 rows of train: instruction, input and output read as messages")
 
 
 # ----- RACE
