@@ -11,11 +11,11 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache, reduce
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from mlm.config.fields import Also, Bound, ImportPath, Options, Role, metadata
+from mlm.config.fields import Also, Bound, Columns, ImportPath, Options, Role, metadata
 from mlm.util.errors import Problem
 
 HOISTED = "parallel"  # the section whose fields are top-level keys
-OPTIONS = "options"  # the field of settings whose names only the user's own code knows
+OPTIONS = ("options", "columns")  # fields with names that only the user's own code or files know
 MISSING_VALUE = "???"  # how OmegaConf writes a value that must be given
 
 
@@ -108,10 +108,10 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"model": {"num_layers": 2}} as {"model.num_layers": 2}; {} and settings named OPTIONS stay whole."""
+    """{"model": {"num_layers": 2}} as {"model.num_layers": 2}; {} and settings of OPTIONS stay whole."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, dict) and value and name != OPTIONS:
+        if isinstance(value, dict) and value and name not in OPTIONS:
             flat |= flatten(value, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{name}"] = value
@@ -151,6 +151,7 @@ def describe_type(kind: Any) -> str:
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 _WORDS[Options] = "names with numbers, texts, true or false"
+_WORDS[Columns] = "names with those of the file, such as {prompt: instruction}"
 _PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, frame
 from mlm.finetune.rows import ExampleError, MissingColumnError, RowError, TaskRow, row_name
 from mlm.finetune.task_type import task_type
-from mlm.util.errors import ConfigError, UserError
+from mlm.util.errors import ConfigError, UserError, show
 from mlm.util.files import digest_name
+from mlm.util.terminal import one_line
 
 KEY = "data.path"
 CLONED = "data"
@@ -63,17 +64,20 @@ class TaskSplit:
         return replace(self, rows=[self.rows[n] for n in numbers], places=[self.places[n] for n in numbers])
 
 
-def read_split(task: TaskConfig, split: str, *, path: str | None) -> TaskSplit:
+def read_split(
+    task: TaskConfig, split: str, *, path: str | None, columns: Mapping[str, str] | None = None
+) -> TaskSplit:
     """Read the rows of a split from the folder or file `path`, or from the Hub if it is None.
 
-    Raises UserError, with a line for each of the first problems and the number of the others;
-    CorruptFileError.
+    `columns` are names of the file by ours. Raises UserError, with a line for each of the first problems
+    and the number of the others; CorruptFileError.
     """
     kind, source = task_type(task.kind), path or f"{task.hub} {task.hub_config or ''}".rstrip()
     rows, places, earlier = list[TaskRow](), list[str](), Counter[str]()
     problems, others = list[tuple[str, RowError]](), 0
+    renamed = ", ".join(f"{ours} read from the column {theirs}" for ours, theirs in (columns or {}).items())
     unlabelled = RowError(f"no label ('{task.label}'): add it, or delete the row")
-    for place, record in read_split_records(task, split, path):
+    for place, record in rename_columns(read_split_records(task, split, path), columns or {}, source):
         # a record without the column is reported by parsing
         if task.subsets and not str(record.get(task.id or "", task.subsets[0])).startswith(task.subsets):
             others += 1
@@ -83,7 +87,9 @@ def read_split(task: TaskConfig, split: str, *, path: str | None) -> TaskSplit:
             earlier[name] += 1
             record, change = standard_form(record, task.columns) if kind.is_chat else (record, "")
             row = kind.parse(task, record, kind.row_id(task, name, earlier[name] - 1))
-            rows.append(replace(row, changes=(*row.changes, change)) if change else row)
+            if columns or change:
+                row = replace(row, changes=(*row.changes, *filter(None, (renamed, change))))
+            rows.append(row)
             if rows[-1].label is None:
                 problems.append((place, unlabelled))
         except RowError as error:
@@ -107,13 +113,15 @@ def read_split(task: TaskConfig, split: str, *, path: str | None) -> TaskSplit:
     )
 
 
-def read_part(task: TaskConfig, split: str, *, path: str | None) -> TaskSplit:
+def read_part(
+    task: TaskConfig, split: str, *, path: str | None, columns: Mapping[str, str] | None = None
+) -> TaskSplit:
     """Read a split as `read_split`; of a single file of conversations those held out, or the others.
 
     Equal conversations are on one side. Which side is a function of the conversation and its file alone.
     Raises UserError, CorruptFileError.
     """
-    whole = read_split(task, split, path=path)
+    whole = read_split(task, split, path=path, columns=columns)
     if path is None or not Path(path).is_file() or not task_type(task.kind).is_chat:
         return whole
     ranks = [xxhash.xxh3_64_intdigest(row.texts[0].encode()) for row in whole.rows]
@@ -233,6 +241,24 @@ def read_split_records(task: TaskConfig, split: str, path: str | None) -> Iterat
     name = " ".join(filter(None, (task.hub, task.hub_config, split)))
     for number, record in enumerate(rows, 1):
         yield f"{name} row {number}", record
+
+
+def rename_columns(rows: Iterable[Located], columns: Mapping[str, str], source: str) -> Iterator[Located]:
+    """Yield rows with names of the file replaced by ours. Raises UserError for one that no row has."""
+    unseen, there = set(columns.values()), dict[str, None]()
+    for place, record in rows:
+        if columns:
+            unseen -= record.keys()
+            there |= dict.fromkeys(record)
+            rest = {name: value for name, value in record.items() if name not in columns.values()}
+            record = rest | {ours: record[name] for ours, name in columns.items() if name in record}
+        yield place, record
+    if unseen:
+        missing, known = (
+            ", ".join(sorted(unseen)),
+            ", ".join(one_line(name)[:40] for name in list(there)[:20]),
+        )
+        raise UserError(f"data.columns={show(dict(columns))}: {source} has no column {missing}: use {known}")
 
 
 def find_files(path: Path, split: str, subsets: tuple[str, ...]) -> list[Path]:
