@@ -1,15 +1,11 @@
 """Records of files and of data sets of the Hub: a dict by column, with its location. Nothing is executed."""
 
-import bz2
 import csv
-import gzip
 import json
 import re
 import sys
-import zlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
@@ -25,15 +21,14 @@ Located = tuple[str, Record]
 """Location of a record (file:line), and the record."""
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
-PACKED: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".zst": None}
-"""Suffixes of packed files; pyarrow unpacks .zst."""
+PACKED = (".gz", ".bz2", ".zst")
 LONGEST_CELL = 1 << 24  # letters of a CSV file
 LONGEST_LINE = 1 << 26  # bytes of a .json file that are read to see if it holds an object per line
 BOM = b"\xef\xbb\xbf"
 BATCH_ROWS = 64
 BUFFER = 1 << 20  # bytes read ahead per column of a Parquet file
 NOT_SUPPORTED = re.compile(
-    "not yet implemented|currently not supported|unsupported|decrypt|too much memory|memory usage", re.I
+    r"(?i)not yet implemented|currently not supp|unsupported|decrypt|much memory|memory usage"
 )
 
 
@@ -63,22 +58,20 @@ def read_records(file: Path) -> Iterator[Located]:
 
 @contextmanager
 def open_unpacked(file: Path) -> Iterator[BinaryIO]:
-    """Open a file to read what it holds, unpacked. Raises OSError, UserError, CorruptFileError."""
-    packing = file.suffix.lower()
-    try:
-        with open(file, "rb") as raw, ExitStack() as stack:
-            source: Any = raw
-            if packing == ".zst":
-                pyarrow = load_extra("pyarrow", str(file))
-                source = BufferedReader(stack.enter_context(pyarrow.CompressedInputStream(raw, "zstd")))
-            elif packing in PACKED:
-                source = stack.enter_context(PACKED[packing](raw))
-            yield source
-    except (EOFError, zlib.error, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        check_supported(str(file), error)
-        raise CorruptFileError(f"{file} is damaged ({one_line(error)[:200]}): replace it") from error
+    """Open a file to read what it holds, unpacked by pyarrow. Raises OSError, UserError, CorruptFileError."""
+    with open(file, "rb") as raw:
+        if file.suffix.lower() not in PACKED:
+            yield raw
+            return
+        try:
+            pa = load_extra("pyarrow", str(file))
+            with pa.CompressedInputStream(raw, pa.Codec.detect(str(file).lower()).name) as stream:
+                yield BufferedReader(stream)
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            check_supported(str(file), error)
+            raise CorruptFileError(f"{file} is damaged ({one_line(error)[:200]}): replace it") from error
 
 
 @contextmanager
@@ -113,21 +106,17 @@ def _jsonl_records(file: Path) -> Iterator[Located]:
 
 
 def is_json_lines(file: Path) -> bool:
-    """True if a .json file holds a record in each line, as its first line shows.
+    """True if a .json file holds a record in each line, as the first shows; records under "data" are none.
 
-    A sole line with records under "data" is no record. Raises OSError, UserError,
-    CorruptFileError.
+    Raises OSError, UserError, CorruptFileError.
     """
     with open_unpacked(file) as f:
-        lines = (line.removeprefix(BOM).strip() for line in iter(lambda: f.readline(LONGEST_LINE), b""))
-        first = next(filter(None, lines), b"")
-        if not first.startswith(b"{"):
-            return False
-        try:
-            record = json.loads(first)
-        except (ValueError, RecursionError):
-            return False
-        return "data" not in record or any(lines)
+        first, more = f.readline(LONGEST_LINE), f.read(64).strip()
+    try:
+        record = json.loads(first)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and (bool(more) or "data" not in record)
 
 
 def _json_records(file: Path) -> Iterator[Located]:
@@ -158,9 +147,7 @@ def json_problem(error: ValueError | RecursionError) -> str:
 
 def _table_records(file: Path, form: str) -> Iterator[Located]:
     """Yield the rows below a line of column names. In a .tsv quotes are ordinary characters, as in GLUE's."""
-    dialect: dict[str, Any] = (
-        {"dialect": "excel-tab", "quoting": csv.QUOTE_NONE} if form == ".tsv" else {"dialect": "excel"}
-    )
+    dialect: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if form == ".tsv" else {}
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))
     with open_unpacked(file) as f:
         reader = csv.DictReader(TextIOWrapper(f, encoding="utf-8-sig", newline=""), **dialect)
@@ -180,7 +167,7 @@ def _table_records(file: Path, form: str) -> Iterator[Located]:
 
 def check_names(file: Path, names: Sequence[str]) -> None:
     """Raise UserError for two columns of one name."""
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
+    if twice := [name for name in names if list(names).count(name) > 1]:
         raise UserError(f"{file}: has two columns '{one_line(twice[0])[:40]}': rename one, or delete it")
 
 
@@ -218,9 +205,7 @@ def open_parquet(file: str | Path) -> Any:
     )
 
 
-def row_group_batches(
-    table: Any, group: int, rows: int, columns: Sequence[str] | None = None
-) -> Iterator[Any]:
+def row_group_batches(table: Any, group: int, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
     """Yield one row group of a ParquetFile in batches of at most `rows`. Raises pyarrow's errors.
 
     A batch over two row groups would hold two dictionaries, which pyarrow does not join in nested columns.
@@ -239,9 +224,9 @@ def check_supported(file: str, error: Exception) -> None:
     pyarrow has a type of error for some of these, and words alone for the others.
     """
     if isinstance(error, NotImplementedError) or NOT_SUPPORTED.search(str(error)):
-        problem = f"is of a form that is not supported ({one_line(error)[:200]})"
+        fix = "write it again, unencrypted and with gzip, or as .jsonl"
         raise UserError(
-            f"{file} {problem}: write it again, unencrypted and with gzip, or as .jsonl"
+            f"{file} is of a form that is not supported ({one_line(error)[:200]}): {fix}"
         ) from error
 
 

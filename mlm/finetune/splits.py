@@ -254,11 +254,9 @@ def rename_columns(rows: Iterable[Located], columns: Mapping[str, str], source: 
             record = rest | {ours: record[name] for ours, name in columns.items() if name in record}
         yield place, record
     if unseen:
-        missing, known = (
-            ", ".join(sorted(unseen)),
-            ", ".join(one_line(name)[:40] for name in list(there)[:20]),
-        )
-        raise UserError(f"data.columns={show(dict(columns))}: {source} has no column {missing}: use {known}")
+        known = ", ".join(one_line(name)[:40] for name in list(there)[:20])
+        problem = f"{source} has no column {', '.join(sorted(unseen))}: use {known}"
+        raise UserError(f"data.columns={show(dict(columns))}: {problem}")
 
 
 def find_files(path: Path, split: str, subsets: tuple[str, ...]) -> list[Path]:
