@@ -106,17 +106,16 @@ def _jsonl_records(file: Path) -> Iterator[Located]:
 
 
 def is_json_lines(file: Path) -> bool:
-    """True if a .json file holds a record in each line, as the first shows; records under "data" are none.
+    """True if a .json file holds an object in its first line, and more below: a record in each line.
 
     Raises OSError, UserError, CorruptFileError.
     """
     with open_unpacked(file) as f:
         first, more = f.readline(LONGEST_LINE), f.read(64).strip()
     try:
-        record = json.loads(first)
+        return bool(more) and isinstance(json.loads(first), dict)
     except (ValueError, RecursionError):
         return False
-    return isinstance(record, dict) and (bool(more) or "data" not in record)
 
 
 def _json_records(file: Path) -> Iterator[Located]:

@@ -33,7 +33,7 @@ def formats(path: Path) -> tuple[str, str | None]:
     """Return the name without the suffixes of its format, and that format.
 
     A compressed .json holds one object per line in published corpora (C4, The Pile); a plain .json is read if
-    its first line is one.
+    its first line is one of several.
     """
     name = path.name.lower()
     packing = next((suffix for suffix in COMPRESSED if name.endswith(suffix)), "")
