@@ -24,6 +24,8 @@ M = TypeVar("M")
 
 Options = dict[str, bool | int | float | str]
 """Settings by name, of code that is not ours."""
+Columns = dict[str, str]
+"""Names of a file by those that are wanted."""
 
 REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 """s3://…, gs://…, https://…, hf://…"""

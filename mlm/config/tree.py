@@ -11,11 +11,11 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache, reduce
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from mlm.config.fields import Also, Bound, ImportPath, OnlyIf, Options, Role, metadata
+from mlm.config.fields import Also, Bound, Columns, ImportPath, OnlyIf, Options, Role, metadata
 from mlm.util.errors import Problem
 
 HOISTED = "parallel"  # the section whose fields are top-level keys
-OPTIONS = "options"  # the field of settings whose names only the user's own code knows
+OPTIONS = ("options", "columns")  # fields with names that only the user's own code or files know
 MISSING_VALUE = "???"  # how OmegaConf writes a value that must be given
 
 
@@ -109,11 +109,11 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def flatten(tree: dict[str, Any], prefix: str = "", *, whole: str = OPTIONS) -> dict[str, Any]:
-    """{"model": {"num_layers": 2}} as {"model.num_layers": 2}; {} and settings named `whole` stay whole."""
+def flatten(tree: dict[str, Any], prefix: str = "", *, whole: tuple[str, ...] = OPTIONS) -> dict[str, Any]:
+    """{"model": {"num_layers": 2}} as {"model.num_layers": 2}; {} and names in `whole` stay whole."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, dict) and value and name != whole:
+        if isinstance(value, dict) and value and name not in whole:
             flat |= flatten(value, f"{prefix}{name}.", whole=whole)
         else:
             flat[f"{prefix}{name}"] = value
@@ -153,6 +153,7 @@ def describe_type(kind: Any) -> str:
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 _WORDS[Options] = "names with numbers, texts, true or false"
+_WORDS[Columns] = "names with those of the file, such as {prompt: instruction}"
 _PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 
 

@@ -2,7 +2,8 @@
 
 Files:
 
-- .jsonl, .parquet, .csv, .tsv: the string under "text" of each record, else every string in it;
+- .jsonl, .json, .parquet, .csv, .tsv (also .jsonl.gz and the like): the string under "text" of each record,
+  else every string in it;
 - .txt, .tokens: one text per line; in WikiText's form, where `= Title =` begins an article, one per article.
 
 They keep their form: decontaminate.py ignores the marks of WikiText's tokenisation.
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlm.data.records import SUFFIXES, hub_records, read_records
+from mlm.data.records import SUFFIXES, form_of, hub_records, read_records
 from mlm.util.errors import UserError
 from mlm.util.files import read_input_text
 
@@ -65,7 +66,7 @@ def read_set(entry: str, name: str) -> Iterator[EvaluationText]:
     if entry in HUB:
         return read_hub(entry)
     path = Path(entry)
-    if path.suffix not in (*SUFFIXES, *PLAIN) or not path.is_file():
+    if (form_of(path) not in SUFFIXES and path.suffix not in PLAIN) or not path.is_file():
         raise UserError(
             f"{KEY}={entry} is neither a known set nor a file of a known format: use {', '.join(HUB)} or a "
             f"{', '.join((*SUFFIXES, *PLAIN))} file"

@@ -141,8 +141,8 @@ class DataBuildConfig:
     """The run spec of `mlm data build`: text to a clean corpus in Megatron's .bin/.idx."""
 
     input: StoredPath
-    """File, folder or glob of .jsonl, .ndjson, .txt (also .gz, .zst, .bz2, .xz), .json.gz or .parquet; or
-    hub:OWNER/NAME, a Hub dataset. s3://BUCKET/NAME is a file or folder in an S3-compatible store.
+    """File, folder or glob of .jsonl, .ndjson, .json of lines, .txt (also .gz, .zst, .bz2, .xz) or .parquet;
+    or hub:OWNER/NAME, a Hub dataset. s3://BUCKET/NAME is a file or folder in an S3-compatible store.
 
     A folder with train.* may hold validation.* and test.*: each becomes that part."""
     tokenizer: InputPath

@@ -2,35 +2,77 @@
 
 import csv
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from io import TextIOWrapper
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mlm.util.errors import CorruptFileError, UserError, decode_problem, reading_from
 from mlm.util.extras import load_extra
 from mlm.util.files import READABLE, open_input
 from mlm.util.object_store import explain_store_errors, is_stored, open_object
+from mlm.util.terminal import one_line
 
 Record = dict[str, Any]
 Located = tuple[str, Record]
 """Location of a record (file:line), and the record."""
 
-SUFFIXES = (".jsonl", ".parquet", ".csv", ".tsv")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
+PACKED = (".gz", ".bz2", ".zst")
+LONGEST_CELL = 1 << 24  # letters of a CSV file
+LONGEST_LINE = 1 << 26  # bytes of a .json file that are read to see if it holds an object per line
+BOM = b"\xef\xbb\xbf"
 BATCH_ROWS = 64
 BUFFER = 1 << 20  # bytes read ahead per column of a Parquet file
+NOT_SUPPORTED = re.compile(
+    r"(?i)not yet implemented|currently not supp|unsupported|decrypt|much memory|memory usage"
+)
+
+
+def form_of(file: Path) -> str:
+    """Return the suffix of a file that says its form: .jsonl of a.jsonl.gz."""
+    name = Path(file.name.lower())
+    form = Path(name.stem).suffix if name.suffix in PACKED else name.suffix
+    return "" if form == ".parquet" != name.suffix else form
 
 
 def read_records(file: Path) -> Iterator[Located]:
-    """Yield the records of a file of SUFFIXES. Raises UserError, CorruptFileError."""
-    readers = {".jsonl": _jsonl_records, ".parquet": _parquet_records}
-    if file.suffix not in SUFFIXES:
-        raise UserError(f"{file}: is of no known form: give a {', '.join(SUFFIXES)} file")
+    """Yield the records of a file of SUFFIXES, packed or not. Raises UserError, CorruptFileError."""
+    form = form_of(file)
+    if form not in SUFFIXES:
+        forms = f"{', '.join(SUFFIXES)} file, or one packed as {', '.join(PACKED)}"
+        raise UserError(f"{file}: is of no known form: give a {forms}")
     with readable(file):
-        yield from readers.get(file.suffix, _table_records)(file)
+        if form == ".parquet":
+            yield from _parquet_records(file)
+        elif form in (".csv", ".tsv"):
+            yield from _table_records(file, form)
+        elif form != ".json" or is_json_lines(file):
+            yield from _jsonl_records(file)
+        else:
+            yield from _json_records(file)
+
+
+@contextmanager
+def open_unpacked(file: Path) -> Iterator[BinaryIO]:
+    """Open a file to read what it holds, unpacked by pyarrow. Raises OSError, UserError, CorruptFileError."""
+    with open_input(file) as raw:
+        if file.suffix.lower() not in PACKED:
+            yield raw
+            return
+        try:
+            pa = load_extra("pyarrow", str(file))
+            with pa.CompressedInputStream(raw, pa.Codec.detect(str(file).lower()).name) as stream:
+                yield BufferedReader(stream)
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            check_supported(str(file), error)
+            raise CorruptFileError(f"{file} is damaged ({one_line(error)[:200]}): replace it") from error
 
 
 @contextmanager
@@ -50,9 +92,9 @@ def open_binary(path: str) -> Any:
 
 def _jsonl_records(file: Path) -> Iterator[Located]:
     """Yield one object per line; blank lines are skipped."""
-    with open_input(file) as f:
+    with open_unpacked(file) as f:
         for number, line in enumerate(f, 1):
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            line = line.removeprefix(BOM) if number == 1 else line
             if not line.strip():
                 continue
             try:
@@ -62,6 +104,34 @@ def _jsonl_records(file: Path) -> Iterator[Located]:
             if not isinstance(record, dict):
                 raise UserError(f"{file}:{number}: not a JSON object: fix or delete it")
             yield f"{file}:{number}", record
+
+
+def is_json_lines(file: Path) -> bool:
+    """True if a .json file holds an object in its first line, and more below: a record in each line.
+
+    Raises OSError, UserError, CorruptFileError.
+    """
+    with open_unpacked(file) as f:
+        first, more = f.readline(LONGEST_LINE), f.read(64).strip()
+    try:
+        return bool(more) and isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _json_records(file: Path) -> Iterator[Located]:
+    """Yield the objects of a list, or of the list under "data"."""
+    try:
+        with open_unpacked(file) as f:
+            content = json.loads(f.read())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: is not JSON ({one_line(error)[:120]}): fix it") from error
+    if isinstance(content, dict):
+        content = content.get("data", [content])
+    if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
+        raise UserError(f"{file}: has no list of objects under 'data', as SQuAD's files have: fix it")
+    for number, record in enumerate(content, 1):
+        yield f"{file}:row {number}", record
 
 
 def json_problem(error: ValueError | RecursionError) -> str:
@@ -75,16 +145,19 @@ def json_problem(error: ValueError | RecursionError) -> str:
     return f"holds a number of more than {sys.get_int_max_str_digits():,} digits"
 
 
-def _table_records(file: Path) -> Iterator[Located]:
+def _table_records(file: Path, form: str) -> Iterator[Located]:
     """Yield the rows below a line of column names. In a .tsv quotes are ordinary characters, as in GLUE's."""
-    form: dict[str, Any] = (
-        {"dialect": "excel-tab", "quoting": csv.QUOTE_NONE} if file.suffix == ".tsv" else {"dialect": "excel"}
-    )
-    with TextIOWrapper(open_input(file), encoding="utf-8-sig", newline="") as f:
-        reader = csv.DictReader(f, **form)
+    dialect: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if form == ".tsv" else {}
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))
+    with open_unpacked(file) as f:
+        reader = csv.DictReader(TextIOWrapper(f, encoding="utf-8-sig", newline=""), **dialect)
         try:
+            check_names(file, reader.fieldnames or ())
             for row in reader:
-                yield f"{file}:{reader.line_num}", {key: row[key] for key in row if key is not None}
+                if None in row:
+                    problem = f"has {len(row[None])} more cells than the first line names"
+                    raise UserError(f"{file}:{reader.line_num}: {problem}: quote its text, or fix it")
+                yield f"{file}:{reader.line_num}", dict(row)
         except csv.Error as error:
             raise UserError(f"{file}:{reader.line_num}: {error}: fix it, or make a .jsonl of it") from error
         except UnicodeDecodeError as error:
@@ -92,26 +165,36 @@ def _table_records(file: Path) -> Iterator[Located]:
             raise UserError(f"{place}: is {decode_problem(error)}; save it as UTF-8") from error
 
 
+def check_names(file: Path, names: Sequence[str]) -> None:
+    """Raise UserError for two columns of one name."""
+    if twice := [name for name in names if list(names).count(name) > 1]:
+        raise UserError(f"{file}: has two columns '{one_line(twice[0])[:40]}': rename one, or delete it")
+
+
 def _parquet_records(file: Path) -> Iterator[Located]:
     """Yield the rows of a Parquet table. Needs pyarrow."""
     pa, row = load_extra("pyarrow", str(file)), 0
     try:
         with open_parquet(file) as table:
-            for batch in table.iter_batches(BATCH_ROWS, use_threads=False):
-                for index in range(len(batch)):
-                    row += 1
-                    yield f"{file}:row {row}", batch.slice(index, 1).to_pylist()[0]
+            check_names(file, table.schema_arrow.names)
+            for group in range(table.num_row_groups):
+                for batch in row_group_batches(table, group, BATCH_ROWS):
+                    for index in range(len(batch)):
+                        row += 1
+                        yield f"{file}:row {row}", batch.slice(index, 1).to_pylist()[0]
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise CorruptFileError(f"{file} is no Parquet file, or a damaged one: replace it") from error
+        check_supported(str(file), error)
+        problem = f"is no Parquet file, or a damaged one ({one_line(error)[:200]}): replace it"
+        raise CorruptFileError(f"{file} {problem}") from error
 
 
 def open_parquet(file: str | Path) -> Any:
     """Open a pyarrow ParquetFile. Needs pyarrow; raises its errors, and OSError.
 
     Texts are read as entries of a dictionary: a file of a few kilobytes can repeat the same 64 MB a million
-    times, and only one copy is made.
+    times, and only one copy is made. Each row group has dictionaries of its own: see `row_group_batches`.
     """
     parquet = load_extra("pyarrow.parquet", str(file))
     if not is_stored(str(file)):
@@ -122,6 +205,31 @@ def open_parquet(file: str | Path) -> Any:
     return parquet.ParquetFile(
         source, metadata=metadata, pre_buffer=False, buffer_size=BUFFER, read_dictionary=texts
     )
+
+
+def row_group_batches(table: Any, group: int, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
+    """Yield one row group of a ParquetFile in batches of at most `rows`. Raises pyarrow's errors.
+
+    A batch over two row groups would hold two dictionaries, which pyarrow does not join in nested columns.
+    """
+    left = table.metadata.row_group(group).num_rows
+    for batch in table.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False):
+        left -= len(batch)
+        yield batch
+    if left:  # pyarrow ends in silence where a column has fewer rows than its group
+        raise load_extra("pyarrow", "Parquet").ArrowInvalid(f"row group {group} lacks {left} of its rows")
+
+
+def check_supported(file: str, error: Exception) -> None:
+    """Raise UserError if a library raised `error` for a sound file that it lacks the means to read.
+
+    pyarrow has a type of error for some of these, and words alone for the others.
+    """
+    if isinstance(error, NotImplementedError) or NOT_SUPPORTED.search(str(error)):
+        fix = "write it again, unencrypted and with gzip, or as .jsonl"
+        raise UserError(
+            f"{file} is of a form that is not supported ({one_line(error)[:200]}): {fix}"
+        ) from error
 
 
 @lru_cache(maxsize=4)

@@ -11,6 +11,7 @@ from mlm.config.fields import (
     Also,
     Bound,
     CheckpointPath,
+    Columns,
     ImportPath,
     InputPath,
     OnlyIf,
@@ -143,8 +144,12 @@ class TaskDataConfig:
     """Source of a task's rows."""
 
     path: DataPath | None = None
-    """Folder with a file per split (train.jsonl, validation.jsonl; also .parquet, .csv, .tsv, .json), or one
-    file, of which chat holds out task.held_out; null means the Hub's task.hub."""
+    """Folder with a file per split (train.jsonl, validation.jsonl; also .json, .ndjson, .parquet, .csv, .tsv,
+    .jsonl.gz, .bz2, .zst; train-00000-of-00002 and so on), or one file, of which chat holds out
+    task.held_out; null means the Hub's task.hub."""
+    columns: Columns = field(default_factory=dict)
+    """Columns by the names that the task gives them: {prompt: instruction, chosen: better} reads the file's
+    instruction as the prompt."""
     tokenizer: InputPath | None = None
     """tokenizer.json, or a folder that holds one; null takes the one saved with the checkpoint."""
     chat_template: Annotated[InputPath | None, CONVERSATIONS] = None

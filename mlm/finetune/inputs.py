@@ -86,9 +86,11 @@ def read_splits(config: FinetuneConfig) -> dict[str, TaskSplit]:
 
     Raises ConfigError for all unusable rows.
     """
-    task, path, problems = config.task, config.data.path, list[str]()
+    task, path, columns, problems = config.task, config.data.path, config.data.columns, list[str]()
     names = (task.train, *task.validations, *(task.tests if config.data.predict_tests else ()))
-    splits = {name: attempt(problems, partial(read_part, task, name, path=path)) for name in names}
+    splits = {
+        name: attempt(problems, partial(read_part, task, name, path=path, columns=columns)) for name in names
+    }
     if problems:
         raise ConfigError(problems)
     whole = {name: split for name, split in splits.items() if split is not None}

@@ -1,8 +1,9 @@
 """Splits: checked rows from local files or the Hub, with their locations and a digest, and their examples."""
 
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,21 @@ from typing import Any
 import xxhash
 
 from mlm.config.fields import exact
-from mlm.data.records import SUFFIXES, Located, Record, hub_records, read_records
+from mlm.data.records import PACKED, SUFFIXES, Located, Record, form_of, hub_records, read_records
+from mlm.data.row_forms import standard_form
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, frame
 from mlm.finetune.rows import ExampleError, MissingColumnError, RowError, TaskRow, row_name
 from mlm.finetune.task_type import task_type
-from mlm.util.errors import ConfigError, UserError
+from mlm.util.errors import ConfigError, UserError, show
 from mlm.util.files import digest_name, read_input_text
+from mlm.util.terminal import one_line
 
 KEY = "data.path"
+CLONED = "data"
+"""Folder of the files in a clone of a data set of the Hub."""
+SHARD = re.compile(r"-\d+-of-(\d+)")
 MAX_PROBLEMS = 10
 """Problems of a split that are listed; the others are counted."""
 
@@ -50,17 +56,20 @@ class TaskSplit:
         return replace(self, rows=[self.rows[n] for n in numbers], places=[self.places[n] for n in numbers])
 
 
-def read_split(task: TaskConfig, split: str, *, path: str | None) -> TaskSplit:
+def read_split(
+    task: TaskConfig, split: str, *, path: str | None, columns: Mapping[str, str] | None = None
+) -> TaskSplit:
     """Read the rows of a split from the folder or file `path`, or from the Hub if it is None.
 
-    Raises UserError, with a line for each of the first problems and the number of the others;
-    CorruptFileError.
+    `columns` are names of the file by ours. Raises UserError, with a line for each of the first problems
+    and the number of the others; CorruptFileError.
     """
     kind, source = task_type(task.kind), path or f"{task.hub} {task.hub_config or ''}".rstrip()
     rows, places, earlier = list[TaskRow](), list[str](), Counter[str]()
     problems, others = list[tuple[str, RowError]](), 0
+    renamed = ", ".join(f"{ours} read from the column {theirs}" for ours, theirs in (columns or {}).items())
     unlabelled = RowError(f"no label ('{task.label}'): add it, or delete the row")
-    for place, record in read_split_records(task, split, path):
+    for place, record in rename_columns(read_split_records(task, split, path), columns or {}, source):
         # a record without the column is reported by parsing
         if task.subsets and not str(record.get(task.id or "", task.subsets[0])).startswith(task.subsets):
             others += 1
@@ -68,7 +77,11 @@ def read_split(task: TaskConfig, split: str, *, path: str | None) -> TaskSplit:
         try:
             name = row_name(record, task.id, len(places))
             earlier[name] += 1
-            rows.append(kind.parse(task, record, kind.row_id(task, name, earlier[name] - 1)))
+            record, change = standard_form(record, task.columns) if kind.is_chat else (record, "")
+            row = kind.parse(task, record, kind.row_id(task, name, earlier[name] - 1))
+            if columns or change:
+                row = replace(row, changes=(*row.changes, *filter(None, (renamed, change))))
+            rows.append(row)
             if rows[-1].label is None:
                 problems.append((place, unlabelled))
         except RowError as error:
@@ -92,13 +105,15 @@ def read_split(task: TaskConfig, split: str, *, path: str | None) -> TaskSplit:
     )
 
 
-def read_part(task: TaskConfig, split: str, *, path: str | None) -> TaskSplit:
+def read_part(
+    task: TaskConfig, split: str, *, path: str | None, columns: Mapping[str, str] | None = None
+) -> TaskSplit:
     """Read a split as `read_split`; of a single file of conversations those held out, or the others.
 
     Equal conversations are on one side. Which side is a function of the conversation and its file alone.
     Raises UserError, CorruptFileError.
     """
-    whole = read_split(task, split, path=path)
+    whole = read_split(task, split, path=path, columns=columns)
     if path is None or not Path(path).is_file() or not task_type(task.kind).is_chat:
         return whole
     ranks = [xxhash.xxh3_64_intdigest(row.texts[0].encode()) for row in whole.rows]
@@ -161,6 +176,8 @@ class TokenizedSplit:
     def notes(self) -> list[str]:
         """Return lines on the choice of rows and on truncated ones."""
         notes, split = [self.split.note] if self.split.note else [], self.split
+        said = Counter(note for row in split.rows for note in row.changes)
+        notes += [f"{split.source}: {count:,} rows of {split.name}: {note}" for note, count in said.items()]
         left_out = f", {self.left_out:,} of them left out: no answer begins in these" if self.left_out else ""
         if self.truncated:
             notes.append(
@@ -218,12 +235,29 @@ def read_split_records(task: TaskConfig, split: str, path: str | None) -> Iterat
         yield f"{name} row {number}", record
 
 
+def rename_columns(rows: Iterable[Located], columns: Mapping[str, str], source: str) -> Iterator[Located]:
+    """Yield rows with names of the file replaced by ours. Raises UserError for one that no row has."""
+    unseen, there = set(columns.values()), dict[str, None]()
+    for place, record in rows:
+        if columns:
+            unseen -= record.keys()
+            there |= dict.fromkeys(record)
+            rest = {name: value for name, value in record.items() if name not in columns.values()}
+            record = rest | {ours: record[name] for ours, name in columns.items() if name in record}
+        yield place, record
+    if unseen:
+        known = ", ".join(one_line(name)[:40] for name in list(there)[:20])
+        problem = f"{source} has no column {', '.join(sorted(unseen))}: use {known}"
+        raise UserError(f"data.columns={show(dict(columns))}: {problem}")
+
+
 def find_files(path: Path, split: str, subsets: tuple[str, ...]) -> list[Path]:
     """Return the files of a split: `path` itself, or those below it with the split's name.
 
     {split}.jsonl and the like; {split}-00000-of-00002.parquet as the Hub stores it; {split}-v1.1.json as
-    SQuAD is published; {split}/{subset}/*.txt as RACE is; any of these below a folder named after a subset.
-    `dev` is another name for `validation`. Raises UserError.
+    SQuAD is published; {split}/{subset}/*.txt as RACE is; any of these below a folder named after a subset,
+    or else in `data`, where a clone of a data set of the Hub has them. `dev` is another name for
+    `validation`. Raises UserError.
     """
     if path.is_file():
         return [path]
@@ -235,23 +269,32 @@ def find_files(path: Path, split: str, subsets: tuple[str, ...]) -> list[Path]:
         files = [file for root in roots for file in files_named(root, name, subsets)]
         if files:
             return files
+    if (path / CLONED).is_dir():
+        return find_files(path / CLONED, split, subsets)
     raise UserError(f"{KEY}={path}: has no split {split}: give a folder with {split}.jsonl, or a file")
 
 
 def files_named(root: Path, name: str, subsets: tuple[str, ...]) -> list[Path]:
     """Return the files of a split in a folder. Raises UserError if there are several to choose from."""
-    plain = [[f"{name}{suffix}"] for suffix in (*SUFFIXES, ".json")]
-    published = [[f"{name}-*-of-*.parquet"], [f"{name}-v[0-9]*.json"], [f"{name}/*.txt"]]
+    suffixes = [suffix + packing for suffix in SUFFIXES for packing in ("", *PACKED)]
+    plain = [[f"{name}{suffix}"] for suffix in suffixes]
+    sharded = [[f"{name}-*-of-*{suffix}"] for suffix in suffixes]
+    published = [[f"{name}-v[0-9]*.json"], [f"{name}/*.txt"]]
     by_subset = [f"{folder.relative_to(root)}/*.txt" for folder in folders_of(root / name, subsets)]
     ways = [
         [file for pattern in patterns for file in sorted(root.glob(pattern))]
-        for patterns in [*plain, *published, by_subset]
+        for patterns in [*plain, *sharded, *published, by_subset]
     ]
     choices = [files for files in ways if files]
     if len(choices) > 1:
         places = " and ".join(str(files[0]) for files in choices[:2])
         raise UserError(f"{KEY}: both {places} hold the split {name}: name one of them, or delete one")
-    return choices[0] if choices else []
+    files = choices[0] if choices else []
+    shards = {int(total[1]) for file in files if (total := SHARD.search(file.name))}
+    if shards and shards != {len(files)}:
+        there = f"{len(files)} of {max(shards)} files {files[0].name}"
+        raise UserError(f"{KEY}: there are {there} and the like: add the others, or name one file")
+    return files
 
 
 def folders_of(path: Path, subsets: tuple[str, ...]) -> list[Path]:
@@ -268,26 +311,24 @@ def folders_of(path: Path, subsets: tuple[str, ...]) -> list[Path]:
 
 def read_file(file: Path) -> Iterator[Located]:
     """Yield the records of a file. Raises UserError, CorruptFileError."""
-    if file.suffix not in (".json", ".txt"):
-        return read_records(file)
+    if file.suffix != ".txt":
+        return squad_records(file) if form_of(file) == ".json" else read_records(file)
     text = read_input_text(file)
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: is not JSON: give another file") from error
-    return (squad_records if file.suffix == ".json" else race_records)(str(file), content)
+    return race_records(str(file), content)
 
 
-def squad_records(file: str, content: Any) -> Iterator[Located]:
-    """Yield (location, record) of every question of SQuAD's JSON.
+def squad_records(file: Path) -> Iterator[Located]:
+    """Yield (location, record) of every question of SQuAD's JSON, and other records as they are.
 
-    Its form is {"data": [{title, paragraphs: [{context, qas}]}]}. A list of objects, or one under "data", is
-    taken as records themselves. Raises UserError.
+    Its form is {"data": [{title, paragraphs: [{context, qas}]}]}. Raises UserError.
     """
-    articles = content.get("data") if isinstance(content, dict) else content
-    for number, article in enumerate(members(articles, file, "data"), 1):
+    for number, (place, article) in enumerate(read_records(file), 1):
         if "paragraphs" not in article:
-            yield f"{file}:row {number}", article
+            yield place, article
             continue
         place = f"{file}:article {number}"
         for at, paragraph in enumerate(members(article["paragraphs"], place, "paragraphs"), 1):

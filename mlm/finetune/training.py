@@ -20,7 +20,7 @@ from mlm.config.fields import exact
 from mlm.data.config import DataConfig
 from mlm.data.files_present import hub_id
 from mlm.finetune.batches import Batcher, Order, TaskBatch, make_batcher
-from mlm.finetune.best import BASE, DATA_PATH, Progress, Scores, best_folder, save_best
+from mlm.finetune.best import BASE, DATA_COLUMNS, DATA_PATH, Progress, Scores, best_folder, save_best
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import Settings, Start, load_body
 from mlm.finetune.pairs import PairLoss
@@ -282,6 +282,7 @@ def load_start(
         "progress": asdict(Progress()),
         BASE: hub_id(config.ckpt) or start.named.config.name,
         DATA_PATH: None if config.data.path is None else os.path.abspath(config.data.path),
+        DATA_COLUMNS: config.data.columns,
     }
     trainer.extra_state[TOKENIZER] = digests_of_tokenizer(start.tokenizer).encode()
     is_asked = reference is not None and not reference.read(trainer.ctx)
@@ -340,6 +341,7 @@ def finish(loop: FinetuneLoop, settings: Settings, begun: float) -> Result:
         depends_on=settings,
         config_digest=config_digest(config),
         versions={"mlm": mlm.__version__, "torch": torch.__version__},
+        notes=tuple(loop.material.notes()),
     )
     if trainer.ctx.is_main:
         with writing_to(config.out):

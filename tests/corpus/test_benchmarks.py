@@ -1,5 +1,6 @@
 """Evaluation texts: each format is read, and a bad file is named in one line."""
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -28,9 +29,11 @@ def written(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def test_jsonl_without_text_gives_every_string_inside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["race.jsonl", "race.json", "race.jsonl.gz"])
+def test_jsonl_without_text_gives_every_string_inside(tmp_path: Path, name: str) -> None:
     record = {"article": "a b", "options": [["c", "d"]], "answers": {"first": "e"}, "id": 4}
-    path = written(tmp_path / "race.jsonl", json.dumps(record))
+    content = json.dumps(record).encode()
+    path = written(tmp_path / name, gzip.compress(content) if name.endswith(".gz") else content)
     assert [text for _, text in read(path)] == ["a b", "c", "d", "e"]
 
 

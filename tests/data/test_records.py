@@ -1,16 +1,23 @@
 """Records of tables: a file of a few kilobytes cannot fill the memory."""
 
+import bz2
+import gzip
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
+from pyarrow.parquet import encryption
 
 from mlm.data.records import SUFFIXES, read_records
 from mlm.finetune.splits import read_file
-from mlm.util.errors import UserError
+from mlm.util.errors import CorruptFileError, UserError
 from tests.util.special_files import put
 
 MEMORY = """
@@ -53,10 +60,137 @@ def test_utf_16_is_named_with_the_command_that_converts_it(tmp_path: Path) -> No
         ("loop", "Too many levels of symbolic links"),
     ],
 )
-@pytest.mark.parametrize("suffix", [*SUFFIXES, ".json", ".txt"])
+@pytest.mark.parametrize("suffix", [*SUFFIXES, ".txt"])
 def test_what_is_no_file_is_named_and_not_waited_for(
     tmp_path: Path, suffix: str, kind: str, problem: str
 ) -> None:
     path = put(kind, tmp_path / f"train{suffix}")
     with pytest.raises(UserError, match=f"train{suffix}: cannot be read: {problem}"):
         list(read_file(path))
+
+
+# ----- Parquet, against pyarrow's own arrays
+
+
+MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string()), ("number", pa.int64())])
+
+
+def message(n: int) -> dict[str, Any] | None:
+    return None if n % 11 == 3 else {"role": "user" if n % 5 else None, "content": f"text {n}", "number": n}
+
+
+def texts(n: int) -> list[str | None]:
+    return [None if k == 2 else f"{n} {k}" for k in range(n % 5)]
+
+
+NESTED: dict[str, tuple[Any, Callable[[int], Any]]] = {
+    "string": (pa.string(), str),
+    "large_string": (pa.large_string(), str),
+    "string_view": (pa.string_view(), str),
+    "dictionary": (pa.dictionary(pa.int32(), pa.string()), lambda n: str(n % 9)),
+    "list": (pa.list_(pa.string()), texts),
+    "large_list": (pa.large_list(pa.large_string()), texts),
+    "list_of_views": (pa.list_(pa.string_view()), texts),
+    "list_of_two": (pa.list_(pa.string(), 2), lambda n: [str(n), None]),
+    "list_of_dictionary": (pa.list_(pa.dictionary(pa.int32(), pa.string())), texts),
+    "struct": (MESSAGE, message),
+    "map": (
+        pa.map_(pa.string(), pa.string()),
+        lambda n: [(f"k{k}", value) for k, value in enumerate(texts(n))],
+    ),
+    "messages": (pa.list_(MESSAGE), lambda n: [message(3 * n + k) for k in range(n % 5)]),
+    "conversations": (pa.list_(pa.list_(MESSAGE)), lambda n: [[message(n)], None, []][: n % 4]),
+    "struct_of_lists": (
+        pa.struct([("tools", pa.list_(pa.struct([("name", pa.string())])))]),
+        lambda n: {"tools": None if n % 2 else [{"name": str(n)}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 700, 1000])
+def test_nested_columns_are_read_whatever_the_row_groups(tmp_path: Path, rows: int) -> None:
+    values = {
+        name: pa.array([None if n % 7 == 1 else value(n) for n in range(rows + 100)], type)
+        for name, (type, value) in NESTED.items()
+    }
+    pq.write_table(table := pa.table(values), tmp_path / "a.parquet", row_group_size=rows)
+    assert [record for _, record in read_records(tmp_path / "a.parquet")] == table.to_pylist()
+
+
+def test_a_column_shorter_than_its_row_group_is_no_end_of_the_file(tmp_path: Path) -> None:
+    """pyarrow writes such a file of lists of dictionaries in small pages, and reads no row of it."""
+    lists = pa.array([[f"text {n}"] for n in range(20)], pa.list_(pa.dictionary(pa.int32(), pa.string())))
+    path, sizes = tmp_path / "a.parquet", {"dictionary_pagesize_limit": 100, "data_page_size": 200}
+    pq.write_table(pa.table({"a": lists, "b": range(20)}), path, row_group_size=1, **sizes)
+    with pytest.raises(CorruptFileError, match="row group 0 lacks 1 of its rows"):
+        list(read_records(path))
+
+
+def encrypted(path: Path) -> None:
+    class Keys(encryption.KmsClient):  # type: ignore[misc]
+        def wrap_key(self, key: bytes, name: str) -> str:
+            return key.hex()
+
+    factory = encryption.CryptoFactory(lambda _: Keys())
+    how = encryption.EncryptionConfiguration(footer_key="a", column_keys={"b": ["text"]})
+    how = factory.file_encryption_properties(encryption.KmsConnectionConfig(), how)
+    with pq.ParquetWriter(path, (table := pa.table({"text": ["a"]})).schema, encryption_properties=how) as f:
+        f.write_table(table)
+
+
+def compressed_with_lzo(path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a"]}), path, use_dictionary=False)
+    snappy, lzo = b"\x18\x04text\x15\x02", b"\x18\x04text\x15\x06"  # name and codec of the column
+    assert path.read_bytes().count(snappy) == 1
+    path.write_bytes(path.read_bytes().replace(snappy, lzo))
+
+
+@pytest.mark.parametrize("write", [encrypted, compressed_with_lzo])
+def test_what_pyarrow_lacks_is_not_called_damage(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    write(tmp_path / "a.parquet")
+    with pytest.raises(
+        UserError, match=r"a\.parquet is of a form that is not supported \(.*write it again"
+    ) as e:
+        list(read_records(tmp_path / "a.parquet"))
+    assert not isinstance(e.value, CorruptFileError)
+
+
+# ----- forms of files, against `datasets`
+
+
+LINES = b'{"text": "a", "n": 1}\n\n{"text": "\xc3\xa9\\u2028", "n": null}\n'
+FORMS: dict[str, tuple[str, bytes]] = {
+    "a.ndjson": ("json", LINES),
+    "lines.json": ("json", LINES),
+    "line.json": ("json", LINES.partition(b"\n")[0]),
+    "mark.json": ("json", b"\xef\xbb\xbf" + LINES),
+    "array.json": ("json", b'[{"text": "a", "n": 1},\n {"text": "b", "n": 2}]'),
+    "a.JSONL.gz": ("json", gzip.compress(LINES)),
+    "members.json.gz": ("json", gzip.compress(LINES) + gzip.compress(LINES)),
+    "a.jsonl.bz2": ("json", bz2.compress(LINES)),
+    "a.jsonl.zst": ("json", zstandard.compress(LINES)),
+    "a.csv.zst": ("csv", zstandard.compress(b'text,more\na,"b\nc"\n')),
+    "long.csv": ("csv", b"text,more\n" + b"a" * 200_000 + b",b\n"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_of_files_are_read_as_by_datasets(tmp_path: Path, name: str) -> None:
+    reader, content = FORMS[name]
+    (path := tmp_path / name).write_bytes(content)
+    wanted = datasets.load_dataset(
+        reader, data_files=str(path), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert [record for _, record in read_records(path)] == wanted.to_list()
+
+
+def test_a_file_of_lines_names_the_line_whatever_it_is_called(tmp_path: Path) -> None:
+    (path := tmp_path / "a.json").write_bytes(LINES + b"{")
+    with pytest.raises(UserError, match=r"a\.json:4: not a line of JSON"):
+        list(read_records(path))
+
+
+def test_two_columns_of_one_name_are_an_error(tmp_path: Path) -> None:
+    pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"has two columns 'text': rename one"):
+        list(read_records(tmp_path / "a.parquet"))

@@ -1,6 +1,7 @@
 """Tasks, files of rows and tokenizers for the tests."""
 
 import csv
+import gzip
 import json
 import random
 import string
@@ -72,8 +73,13 @@ def write_rows(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
 
 def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
     """Rows in the form that the file's name says."""
+    path.parent.mkdir(exist_ok=True)
     match path.suffix:
-        case ".jsonl":
+        case ".gz":
+            write_table(path.with_suffix(""), rows)
+            path.write_bytes(gzip.compress(path.with_suffix("").read_bytes()))
+            path.with_suffix("").unlink()
+        case ".jsonl" | ".ndjson":
             write_rows(path, rows)
         case ".json":
             path.write_text(json.dumps(rows))

@@ -1,5 +1,6 @@
 """Problems are reported by file and row, and nothing is executed."""
 
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,13 @@ FILES: dict[str, tuple[str, bytes, str]] = {
         "train/1.txt", b'{"article": "a", "questions": ["q"], "options": [[]], "answers": []}',
         "not as many questions as options",
     ),
-    "a field too long": ("train.csv", b"first,second\n" + b"a" * 200_000 + b",b\n", "field larger than"),
+    "a field too long": ("train.csv", b"first,second\n" + b"a" * (1 << 24) + b"a,b\n", "field larger than"),
+    "columns of one name": ("train.csv", b"first,first\na,b\n", "has two columns 'first': rename one"),
+    "more cells": ("train.csv", b"first,label\na, b,1\n", "train.csv:2: has 1 more cells than the first"),
+    "damaged": ("train.jsonl.gz", gzip.compress(b'{"first": "a"}\n')[:-9], "train.jsonl.gz is damaged"),
+    "half of the files": (
+        "train-00001-of-00002.jsonl", b'{"first": "a"}\n', "there are 1 of 2 files .*: add the others"
+    ),
 }  # fmt: skip
 
 

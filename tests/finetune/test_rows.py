@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mlm.finetune.splits import read_split
+from mlm.finetune.splits import TokenizedSplit, read_split
 from mlm.util.errors import UserError
 from tests.finetune.material import (
     PAIR,
@@ -31,7 +31,12 @@ ROWS = [PAIR, PAIR | {"first": '"Who" sat naïve ?', "label": 0, "idx": 1}]
 
 @pytest.mark.parametrize(
     "name",
-    ["train.jsonl", "train.json", "train.parquet", "train.csv", "train.tsv", "train-00000-of-00001.parquet"],
+    [
+        *("train.jsonl", "train.ndjson", "train.json", "train.parquet", "train.csv", "train.tsv"),
+        *("train.jsonl.gz", "train.json.gz", "train.csv.gz"),
+        *("train-00000-of-00001.parquet", "train-00000-of-00001.jsonl"),
+        "data/train-00000-of-00001-0123456789abcdef.parquet",
+    ],
 )
 def test_rows_and_digest_are_the_same_from_every_form(tmp_path: Path, name: str) -> None:
     wanted = split_of(tmp_path / "wanted", pairs(), ROWS)
@@ -42,6 +47,13 @@ def test_rows_and_digest_are_the_same_from_every_form(tmp_path: Path, name: str)
     assert found.has_labels
     assert len(found.places) == 2
     assert found.places[1].startswith(f"{tmp_path / name}:")
+
+
+def test_rows_of_a_split_are_those_of_all_its_files(tmp_path: Path) -> None:
+    for n, row in enumerate(ROWS):
+        write_table(tmp_path / f"train-0000{n}-of-00002.jsonl", [row])
+    found = read_split(pairs(), "train", path=str(tmp_path))
+    assert found.digest == split_of(tmp_path / "one", pairs(), ROWS).digest
 
 
 def test_digest_of_scores_does_not_depend_on_bytes_per_number(tmp_path: Path) -> None:
@@ -84,6 +96,39 @@ def test_columns_and_labels_of_ones_own(tmp_path: Path) -> None:
         ("0", ("a cat",), 2),
         ("1", ("a dog",), 0),
     ]
+
+
+def test_rows_of_another_form_are_the_conversations_that_they_mean(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "Add\n1 2"}, {"role": "assistant", "content": "3"}]
+    wanted = split_of(tmp_path / "a", shipped("chat"), [{"messages": said}])
+    alpaca = {"instruction": "Add", "input": "1 2", "output": "3"}
+    assert split_of(tmp_path / "b", shipped("chat"), [alpaca]).digest == wanted.digest
+
+
+def test_rows_read_as_another_form_are_counted(tmp_path: Path) -> None:
+    rows = [{"instruction": "Sing", "output": "la"}] * 2 + [{"prompt": "Sing", "completion": "la"}]
+    split = split_of(tmp_path, shipped("chat"), rows)
+    (note,) = TokenizedSplit(split=split, examples=(), truncated=0, left_out=0, max_length=9).notes()
+    assert note.endswith("2 rows of train: instruction, input and output read as messages")
+
+
+def test_columns_of_a_file_are_read_by_the_names_of_the_task(tmp_path: Path) -> None:
+    wanted = split_of(
+        tmp_path / "a", shipped("preferences"), [{"prompt": "q", "chosen": "a", "rejected": "b"}]
+    )
+    path = write_rows(tmp_path / "b.jsonl", [{"ask": "q", "chosen": "a", "worse": "b", "prompt": "other"}])
+    columns = {"prompt": "ask", "rejected": "worse"}
+    found = read_split(shipped("preferences"), "train", path=str(path), columns=columns)
+    assert found.digest == wanted.digest
+    assert found.rows[0].changes == ("prompt read from the column ask, rejected read from the column worse",)
+
+
+def test_a_column_that_no_row_has_is_one_line(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"ask": "q", "chosen": "a", "rejected": "b"}] * 3)
+    message = r'data\.columns={"prompt":"asked"}: .*a\.jsonl has no column asked: use ask, chosen, rejected'
+    with pytest.raises(UserError, match=message) as caught:
+        read_split(shipped("preferences"), "train", path=str(path), columns={"prompt": "asked"})
+    assert len(str(caught.value).splitlines()) == 1
 
 
 # ----- RACE

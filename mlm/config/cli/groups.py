@@ -127,7 +127,7 @@ def own_keys(choices: Mapping[str, Any], config_dir: str | None) -> set[str]:
         if path is None or path.is_relative_to(CONFIG_DIR):
             continue
         values = yaml.safe_load(path.read_text("utf-8")) or {}
-        keys |= flatten(values, "" if GLOBAL in comment_of(path) else f"{group}.", whole="").keys()
+        keys |= flatten(values, "" if GLOBAL in comment_of(path) else f"{group}.", whole=()).keys()
     return keys
 
 

@@ -265,7 +265,7 @@ def keys_of(text: str) -> list[str]:
     """The keys that an override sets: of `lora={alpha:8}` those in the section too."""
     key, _, value = text.partition("=")
     parsed = _parsed(text) if value.startswith("{") else None
-    return list(flatten({key: parsed.value() if parsed else None}, whole=""))
+    return list(flatten({key: parsed.value() if parsed else None}, whole=()))
 
 
 def _with_files(command: Command, typed: Sequence[str], overrides: Overrides) -> list[str]:

@@ -14,13 +14,14 @@ from mlm.corpus.read.records import Input
 from mlm.corpus.read.tables import HUB, HubSource, find_hub
 from mlm.data.config import SPLITS
 from mlm.data.receipt import INPUTS, RECEIPT, REJECTED
+from mlm.data.records import is_json_lines
 from mlm.util.errors import UserError
 from mlm.util.object_store import S3, is_stored, list_objects
 from mlm.util.ownership import KINDS, file_type_name, kind_of_folder, matches_any
 
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 LINES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "txt"}
-READABLE = ".jsonl, .ndjson, .txt (also .gz, .zst, .bz2, .xz), .json.gz or .parquet"
+READABLE = ".jsonl, .ndjson, .json of lines, .txt (also .gz, .zst, .bz2, .xz) or .parquet"
 
 
 def kind_of(path: Path) -> str | None:
@@ -31,17 +32,25 @@ def kind_of(path: Path) -> str | None:
 def formats(path: Path) -> tuple[str, str | None]:
     """Return the name without the suffixes of its format, and that format.
 
-    A compressed .json holds one object per line in published corpora (C4, The Pile); a plain .json is mostly
-    one value, and is not read.
+    A compressed .json holds one object per line in published corpora (C4, The Pile); a plain .json is read if
+    its first line is one of several.
     """
     name = path.name.lower()
     packing = next((suffix for suffix in COMPRESSED if name.endswith(suffix)), "")
     inner = Path(name.removesuffix(packing))
-    if inner.suffix in LINES or (inner.suffix == ".json" and packing):
+    if inner.suffix in LINES or (inner.suffix == ".json" and (packing or holds_lines(path))):
         return inner.stem, LINES.get(inner.suffix, "jsonl") + packing
     if inner.suffix == ".parquet" and not packing:
         return inner.stem, "parquet"
     return path.name, None
+
+
+def holds_lines(path: Path) -> bool:
+    """True if a .json file is here and holds one object per line."""
+    try:
+        return path.is_file() and is_json_lines(path)
+    except OSError:
+        return False
 
 
 def part_name(path: Path, root: Path) -> str | None:

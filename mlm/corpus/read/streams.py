@@ -13,14 +13,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlm.data.records import open_binary, readable
+from mlm.data.records import check_supported, open_binary, readable
 from mlm.util.extras import load_extra
 from mlm.util.object_store import is_stored
 
 BLOCK = 1 << 18  # bytes yielded at a time: 256 KiB
 ZSTD_BLOCK = 1 << 14  # 16 KiB: sound bytes lost with an error
 GZIP_WBITS = 31  # zlib: expect gzip's header and check its checksum (RFC 1952)
-XZ_MEMORY = 1 << 27  # 128 MiB: twice what xz -9 needs; a file that needs more counts as damaged
+XZ_MEMORY = 1 << 27  # 128 MiB: twice what xz -9 needs; a file that needs more is rejected
 EMPTY = "no bytes"
 UNPACKERS: dict[str, Callable[[], Any]] = {
     ".gz": lambda: zlib.decompressobj(wbits=GZIP_WBITS),
@@ -46,7 +46,7 @@ def blocks(path: str, *, begin: int = 0) -> Iterator[bytes]:
     if suffix == ".zst":
         return zstd_blocks(path)
     raw = raw_blocks(path, begin)
-    return packed_blocks(raw, UNPACKERS[suffix]) if suffix in UNPACKERS else raw
+    return packed_blocks(path, raw, UNPACKERS[suffix]) if suffix in UNPACKERS else raw
 
 
 def raw_blocks(path: str, begin: int) -> Iterator[bytes]:
@@ -63,7 +63,7 @@ def raw_blocks(path: str, begin: int) -> Iterator[bytes]:
             yield block
 
 
-def packed_blocks(source: Iterator[bytes], new: Callable[[], Any]) -> Iterator[bytes]:
+def packed_blocks(path: str, source: Iterator[bytes], new: Callable[[], Any]) -> Iterator[bytes]:
     """Unpack streams of gzip, bzip2 or xz, one after the other; zeros may separate them."""
     stream, first = None, True
     for data in source:
@@ -76,6 +76,7 @@ def packed_blocks(source: Iterator[bytes], new: Callable[[], Any]) -> Iterator[b
             try:
                 block = stream.decompress(data, BLOCK)
             except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
+                check_supported(path, error)
                 raise DamagedError(error) from error
             data = stream.unused_data if stream.eof else getattr(stream, "unconsumed_tail", b"")
             if stream.eof:
@@ -87,7 +88,7 @@ def packed_blocks(source: Iterator[bytes], new: Callable[[], Any]) -> Iterator[b
 
 
 def zstd_blocks(path: str) -> Iterator[bytes]:
-    """Unpack frames one after the other. A window above 128 MiB (zstd --long=28) counts as damage."""
+    """Unpack frames one after the other. A window above 128 MiB (zstd --long=28) is rejected."""
     pyarrow = load_extra("pyarrow", f"input {path}")
     is_first = True
     with ExitStack() as stack:
@@ -96,7 +97,7 @@ def zstd_blocks(path: str) -> Iterator[bytes]:
             f = stack.enter_context(source)
             stream = stack.enter_context(pyarrow.CompressedInputStream(f, "zstd"))
         while True:
-            with readable(path), explain_damage():
+            with readable(path), explain_damage(path):
                 block = stream.read(ZSTD_BLOCK)
             if not block:
                 if is_first and not f.size():
@@ -107,15 +108,17 @@ def zstd_blocks(path: str) -> Iterator[bytes]:
 
 
 @contextmanager
-def explain_damage() -> Iterator[None]:
-    """Turn pyarrow's errors for a damaged file into DamagedError; errors of the disk or a store pass."""
+def explain_damage(path: str) -> Iterator[None]:
+    """Turn pyarrow's errors for a damaged file into DamagedError; errors of the disk or a store pass.
+
+    Raises UserError for what pyarrow does not support.
+    """
     try:
         yield
-    except load_extra("pyarrow", "the input").ArrowException as error:
-        raise DamagedError(error) from error
-    except OSError as error:
-        if error.errno is not None or type(error) is not OSError:
+    except (load_extra("pyarrow", "the input").ArrowException, OSError) as error:
+        if isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError):
             raise
+        check_supported(path, error)
         raise DamagedError(error) from error
 
 

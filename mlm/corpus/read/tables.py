@@ -15,7 +15,7 @@ from typing import Any
 
 from mlm.corpus.read.records import BadRecordError, Document, InputShard, Intake, Place
 from mlm.corpus.read.streams import DamagedError, explain_damage
-from mlm.data.records import explain_hub_errors, open_parquet, readable
+from mlm.data.records import explain_hub_errors, open_parquet, readable, row_group_batches
 from mlm.util.errors import UserError
 from mlm.util.extras import load_extra
 
@@ -24,7 +24,7 @@ BATCH_ROWS = 256
 
 def open_table(path: str) -> Any:
     """Open a pyarrow ParquetFile. Raises DamagedError, and UserError if it cannot be read."""
-    with readable(path), explain_damage():
+    with readable(path), explain_damage(path):
         file = open_parquet(path)
     if any(rows < 0 for rows in group_rows(file)):
         raise DamagedError("a row group of fewer than no rows")
@@ -98,9 +98,9 @@ def batches(file: Any, shard: InputShard, column: str) -> Iterator[Any]:
         if not shard.begin <= start < shard.end:
             continue
         # one row group at a time: a batch over two would be lost when the second is damaged
-        source = file.iter_batches(BATCH_ROWS, row_groups=[group], columns=[column], use_threads=False)
+        source = row_group_batches(file, group, BATCH_ROWS, [column])
         while True:
-            with readable(shard.path), explain_damage():
+            with readable(shard.path), explain_damage(shard.path):
                 batch = next(source, None)
             if batch is None:
                 break

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from mlm.corpus.benchmarks import is_title
-from mlm.data.records import hub_records, read_records
+from mlm.data.records import SUFFIXES, form_of, hub_records, read_records
 from mlm.util.errors import UserError, lone_surrogate
 from mlm.util.files import digest_bytes, digest_file, read_input_text
 
 BLANK_LINE = " \n"
 """A blank line in WikiText's files. The Hub's loading script made it an empty row."""
-TABLES = (".jsonl", ".parquet")
 HUB_WIKITEXT, HUB_WIKITEXT_RAW = "wikitext-103-v1", "wikitext-103-raw-v1"
 HUB_LAMBADA, HUB_LAMBADA_STANDARD = "EleutherAI/lambada_openai", "cimec/lambada"
 
@@ -55,7 +54,7 @@ def wikitext(path: str | None, *, raw: bool) -> EvalTexts:
         rows = hub_records("Salesforce/wikitext", name, "test", key=key, bring=bring)
         text = text_of_lines([row["text"] for row in rows])
         return make_wikitext(f"Salesforce/wikitext {name} test", text, None)
-    if Path(path).suffix in TABLES:
+    if form_of(Path(path)) in SUFFIXES:
         rows_of_file = read_column(path, ("page", "text"))
         texts, keys = [text for _, _, text in rows_of_file], {key for _, key, _ in rows_of_file}
         text = "\n".join(texts) if keys == {"page"} else text_of_lines(texts)
@@ -118,7 +117,7 @@ def lambada(path: str | None, *, standard: bool) -> EvalTexts:
         places = [f"{name} row {n}" for n in range(1, len(texts) + 1)]
     else:
         name = path
-        if Path(path).suffix in TABLES:
+        if form_of(Path(path)) in SUFFIXES:
             rows = read_column(path, ("text",))
             places, texts = [place for place, _, _ in rows], [text for _, _, text in rows]
         else:
@@ -144,7 +143,7 @@ def lambada(path: str | None, *, standard: bool) -> EvalTexts:
 
 
 def read_column(path: str, keys: Sequence[str]) -> list[tuple[str, str, str]]:
-    """(place, key, text) of each row of a .jsonl or .parquet, the text under the first of `keys` there is.
+    """(place, key, text) of each row of a file of SUFFIXES, the text under the first of `keys` there is.
 
     Raises UserError, CorruptFileError.
     """

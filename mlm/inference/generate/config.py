@@ -37,7 +37,8 @@ class GenerateConfig:
     """Text to continue; - reads it from standard input. Empty begins a document: after an end-of-document
     token."""
     prompts: InputPath | None = None
-    """File of prompts to continue, in place of prompt: one per line, or .jsonl with `prompt` or `text`."""
+    """File of prompts to continue, in place of prompt: one per line, or rows with `prompt` or `text` (.jsonl,
+    .json, .parquet, .csv, .tsv, packed or not)."""
     num_samples: Annotated[int, POSITIVE] = 1
     """Continuations of each prompt."""
     out: ResultFile | None = None

@@ -10,7 +10,8 @@ from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.format import CheckpointError
 from mlm.data.chat_template import ChatError
 from mlm.data.conversation import SHARE_GPT, check_messages, encode_prompt
-from mlm.data.records import Located, read_records
+from mlm.data.records import SUFFIXES, Located, form_of, read_records
+from mlm.data.row_forms import standard_form
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.generate.config import STDIN, GenerateConfig
 from mlm.parallel.mesh import ParallelContext
@@ -62,7 +63,7 @@ def _records(config: GenerateConfig) -> list[Located]:
             raise UserError('standard input is empty: give prompt="some text" or prompts=FILE')
         return [("standard input", {"prompt": text})]
     path = Path(config.prompts)
-    if path.suffix == ".jsonl":
+    if form_of(path) in SUFFIXES:
         records = list(read_records(path))
     else:
         lines = read_input_text(path).split("\n")
@@ -75,6 +76,8 @@ def _records(config: GenerateConfig) -> list[Located]:
 
 def _prompt(config: GenerateConfig, tokenizer: Tokenizer, place: str, record: dict[str, Any]) -> Prompt:
     """A text, or of chat=true a conversation up to where an answer begins. Raises UserError."""
+    if config.chat:
+        record, _ = standard_form({k: v for k, v in record.items() if k != "output"}, MESSAGES[:1])
     text: Any = next((record[key] for key in KEYS if key in record), None)
     messages: Any = next((record[key] for key in MESSAGES if key in record), None) if config.chat else None
     if messages is None and not isinstance(text, str):

@@ -123,8 +123,10 @@ def test_more_names_of_the_formats_are_read(tmp_path: Path) -> None:
     some = [
         f"{stem}{packing}" for stem in ("a.ndjson", "b.jsonl", "c.txt") for packing in ("", ".bz2", ".xz")
     ]
-    put(tmp_path, *some, "d.json.gz", "e.ndjson.zst", "f.json")
-    assert [name for name, _ in names(tmp_path)] == sorted([*some, "d.json.gz", "e.ndjson.zst"])
+    put(tmp_path, *some, "d.json.gz", "e.ndjson.zst", "f.json", "g.json")
+    (tmp_path / "f.json").write_text("[\n]")
+    (tmp_path / "g.json").write_text('{"text": "a"}\n' * 2)
+    assert [name for name, _ in names(tmp_path)] == sorted([*some, "d.json.gz", "e.ndjson.zst", "g.json"])
     assert names(put(tmp_path / "parts", "train.json.gz", "validation.ndjson")) == [
         ("train.json.gz", "train"),
         ("validation.ndjson", "validation"),

@@ -12,6 +12,7 @@ import zstandard
 
 from mlm.corpus.read import streams
 from mlm.corpus.read.streams import DamagedError, blocks, lines
+from mlm.util.errors import UserError
 from tests.corpus.reading import write
 
 PACKED = [".gz", ".zst", ".bz2", ".xz"]
@@ -109,3 +110,20 @@ def test_line_above_the_bound_is_not_held() -> None:
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+def wide_window(suffix: str) -> bytes:
+    """A sound file that no reader unpacks within 128 MiB."""
+    if suffix == ".xz":
+        return lzma.compress(b"a", filters=[{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 28}])
+    how = zstandard.ZstdCompressionParameters(window_log=28)
+    compressor = zstandard.ZstdCompressor(compression_params=how).compressobj()
+    return compressor.compress(b"a") + compressor.flush()
+
+
+@pytest.mark.parametrize("suffix", [".xz", ".zst"])
+def test_a_file_that_takes_too_much_memory_is_not_called_damaged(tmp_path: Path, suffix: str) -> None:
+    with pytest.raises(
+        UserError, match=r"is of a form that is not supported \(.*[Mm]emory.*\): write it again"
+    ):
+        content_of(write(tmp_path / f"a{suffix}", wide_window(suffix)))

@@ -16,7 +16,7 @@ from tests.evaluate.zero_shot.texts import PASSAGES, WIKITEXT, write_lambada, wr
 def write_rows(folder: Path, name: str, key: str, rows: list[str]) -> str:
     """A .jsonl or .parquet with one column."""
     path = folder / name
-    if name.endswith(".jsonl"):
+    if not name.endswith(".parquet"):
         path.write_text("".join(json.dumps({key: row}) + "\n" for row in rows))
     else:
         pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -30,7 +30,7 @@ def hub_rows() -> list[str]:
     return [line if line.strip() else "" for line in lines]
 
 
-@pytest.mark.parametrize("name", ["lines.jsonl", "lines.parquet"])
+@pytest.mark.parametrize("name", ["lines.jsonl", "lines.json", "lines.parquet"])
 def test_rows_of_lines_make_the_file_they_came_from(tmp_path: Path, name: str) -> None:
     text = WIKITEXT.replace("\n\n", "\n \n")
     found = sources.wikitext(write_rows(tmp_path, name, "text", hub_rows()), raw=False)
