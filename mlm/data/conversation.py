@@ -3,9 +3,10 @@
 Names of special tokens that a message spells out are text: only the template's are tokens.
 """
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,25 +15,60 @@ from numpy.typing import NDArray
 from mlm.data.chat_sandbox import BEGIN, END
 from mlm.data.chat_template import ChatError, ChatTemplate, Message, Rendered
 from mlm.data.tokenizer import PRIVATE, Tokenizer
+from mlm.util.errors import type_of
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 WRITTEN = 0xF0000
 """Name n of a special token in a message is rendered as this letter + n, repeated to the same length: the
 first plane for private use. In the second, from PRIVATE on, are the tokenizer's own letters for it."""
-MARKS = re.compile(f"[{BEGIN}{END}]")
-RESERVED = re.compile(f"[{BEGIN}{END}{chr(WRITTEN)}-\U0010fffd]")
+PROBE = "\ufdd2"
+"""Text in place of an answer's, to find where a template writes it: a noncharacter, which no text holds."""
+ASKED = {"role": "user", "content": "a"}
+"""A message before an answer that has none, to find what a template writes around it."""
+MARKS = re.compile(f"[{BEGIN}{END}{PROBE}]")
+RESERVED = re.compile(f"[{BEGIN}{END}{PROBE}{chr(WRITTEN)}-\U0010fffd]")
 """Letters that messages may not hold; those for private use only if a message spells out a name."""
 
 SHARE_GPT = "conversations"
 """Column of ShareGPT's messages."""
-SPEAKERS = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT}
+SPEAKERS = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "observation": "tool"}
 """Roles by ShareGPT's names, where these differ."""
+CALL = "function_call"
+"""ShareGPT's speaker of a tool call, {"name": …, "arguments": …} as JSON; OpenAI's former key of one."""
+WEIGHTS = ("weight", "train", "loss")
+"""Keys of a message of the assistant that keep it out of the loss, if 0 or false."""
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns of rows, and keys of messages, whose content no model here reads."""
+TOOLS, SYSTEM, OPTIONS = "tools", "system", "chat_template_kwargs"
+"""Columns beside messages: functions that may be called, a first message, and values for the template."""
+FIXED = ("messages", TOOLS, "add_generation_prompt")
+"""Values of a template that a row may not set."""
 
 AT_ONCE = 1 << 22
 """Letters that are tokenised at a time: meanwhile a token takes some hundred bytes."""
 
 Answers = Literal["all", "last"]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, and what else a template reads of their row."""
+
+    messages: Sequence[Message]
+    tools: Any = None
+    """Descriptions of functions; None without any."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Other values for the template, by name."""
+    prompt: int = 0
+    """First messages, after which all is an answer; 0 where roles decide."""
+    changes: tuple[str, ...] = ()
+    """What was read otherwise than it is written, for the run's header."""
+
+    def to_json(self) -> list[Any]:
+        """Return the values of all fields but `changes`; those that most rows have none of are left out."""
+        rest = [self.options, self.prompt]
+        return [self.messages, self.tools, *(rest if any(rest) else ())]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +79,8 @@ class Tokens:
     """[n]."""
     is_answer: NDArray[np.bool_]
     """[n]: written by the assistant, the end of its turn included."""
+    notes: tuple[str, ...] = ()
+    """Remarks on how it was rendered."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +92,91 @@ class RenderedText:
     """First letter and end of each answer, in their order."""
     is_hidden: bool
     """True if names of special tokens in its messages are hidden in it."""
+    prompt: str | None = None
+    """The prompt alone, up to where an answer begins; None where roles decide."""
+    notes: tuple[str, ...] = ()
 
 
-def messages_in(record: Mapping[str, Any], column: str) -> Any:
-    """Return the messages in `column`, in `conversations`, or of prompt and completion. Raises KeyError."""
+def read_conversation(
+    record: Mapping[str, Any], column: str = "messages", *, keep_nulls: bool = False
+) -> Conversation:
+    """Return the conversation of a row: messages in `column` or `conversations`, or prompt and completion.
+
+    Raises KeyError without any, ChatError.
+    """
     for name in (column, SHARE_GPT):
         if record.get(name) is not None:  # a table of several forms fills absent columns with null
-            return record[name]
-    messages = list[Any]()
-    for key, role in (("prompt", "user"), ("completion", ASSISTANT)):
-        said = record[key]
-        messages += said if isinstance(said, list) else [{"role": role, "content": said}]
-    return messages
+            return make_conversation(record, record[name], keep_nulls=keep_nulls)
+    prompt, completion = (
+        said if isinstance(said, list) else [{"role": role, "content": said}]
+        for said, role in ((record["prompt"], "user"), (record["completion"], ASSISTANT))
+    )
+    first = len(prompt) if isinstance(record["prompt"], list) else 0
+    return make_conversation(record, [*prompt, *completion], first, keep_nulls=keep_nulls)
+
+
+def make_conversation(
+    record: Mapping[str, Any], said: Any, prompt: int = 0, *, keep_nulls: bool = False
+) -> Conversation:
+    """Return messages, of which the first `prompt` are a prompt, with the other columns of their row.
+
+    Raises ChatError, also for a column that would change what is learnt and is not read.
+    """
+    for name in MEDIA:
+        if record.get(name):
+            raise ChatError(f"the column '{name}' is not read, only texts are: delete it, or the row")
+    messages, changes = check_messages(said), list[str]()
+    tools, options = objects_in(record.get(TOOLS), f"'{TOOLS}'"), options_in(record.get(OPTIONS))
+    if not keep_nulls:
+        cleaned = without_nulls([messages, tools, options])
+        if cleaned != [messages, tools, options]:
+            changes.append("nulls removed from tools, calls and their arguments (task.keep_nulls=true keeps)")
+        messages, tools, options = cleaned
+    if any(isinstance(each, dict) and each.get("from") in (CALL, "observation") for each in said):
+        changes.append(f"turns of {CALL} and observation read as calls and results of tools")
+    system = record.get(SYSTEM)
+    if system is not None and not isinstance(system, str):
+        raise ChatError(f"'{SYSTEM}' holds {type_of(system)}, not a text: fix or delete it")
+    if system and messages[0]["role"] != "system":
+        messages, prompt = [{"role": "system", "content": system}, *messages], prompt + (prompt > 0)
+        changes.append(f"the column '{SYSTEM}' read as the first message")
+    elif system and messages[0]["content"] != system:
+        raise ChatError(f"'{SYSTEM}' is another text than the first message's: delete one")
+    if not all(is_trained(each) for each in messages if each["role"] == ASSISTANT):
+        if prompt:
+            raise ChatError("a turn of weight 0 beside a prompt, after which all is trained: write messages")
+        changes.append("turns of weight 0 not trained")
+    return Conversation(messages, tools, options, prompt, tuple(changes))
+
+
+def options_in(value: Any) -> dict[str, Any]:
+    """Return the values that a row sets for its template. Raises ChatError."""
+    value = {} if value is None else value
+    if not isinstance(value, dict) or any(name in FIXED for name in value):
+        raise ChatError(f"'{OPTIONS}' is no object of values other than {', '.join(FIXED)}: fix or delete it")
+    return value
+
+
+def objects_in(value: Any, name: str) -> list[Any] | None:
+    """Return a list of objects, given as one or as JSON text; None without. Raises ChatError."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError):
+            raise ChatError(f"{name} is a text, and no JSON: write a list of objects") from None
+    value = list(value) if isinstance(value, tuple) else value
+    if value is not None and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
+        raise ChatError(f"{name} is no list of objects: fix or delete it")
+    return value
+
+
+def without_nulls(value: Any) -> Any:
+    """Return JSON without the keys whose values are null, at any depth: a table fills absent ones so."""
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: without_nulls(item) for key, item in value.items() if item is not None}
 
 
 def check_messages(messages: Any) -> list[Message]:
@@ -82,16 +193,44 @@ def checked(message: Any, number: int) -> Message:
     # a table fills absent keys with null
     message = {key: value for key, value in message.items() if value is not None}
     if "from" in message and "role" not in message:
-        speaker = message.pop("from")
-        message |= {"role": SPEAKERS.get(str(speaker), speaker), "content": message.pop("value", None)}
-    role, content = message.get("role"), message.get("content")
+        speaker, said = message.pop("from"), message.pop("value", None)
+        if speaker == CALL:
+            called = {"type": "function", "function": call_in(said, number)}
+            message |= {"role": ASSISTANT, "tool_calls": [called]}
+        else:
+            message |= {"role": SPEAKERS.get(str(speaker), speaker), "content": said}
+    role, content = message.get("role"), message.pop("content", None)
     if role not in ROLES:
         raise ChatError(f"message {number}: role={str(role)[:40]!r} is unknown: use {', '.join(ROLES)}")
+    if unread := [name for name in (CALL, *MEDIA) if message.get(name)]:
+        raise ChatError(f"message {number}: '{unread[0]}' is not read: write tool_calls, or delete the row")
+    if any(message.get(key, 1) not in (0, 1) for key in WEIGHTS):
+        raise ChatError(f"message {number}: a weight is 0 or 1: fix it")
+    if calls := objects_in(message.pop("tool_calls", None), f"message {number}: 'tool_calls'"):
+        message["tool_calls"] = calls
     if isinstance(content, list):
         content = "".join(text_of_part(part, number) for part in content)
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+    if content is None and calls:  # OpenAI's form; some templates would write it as a word
+        return message
+    if not isinstance(content, str):
         raise ChatError(f"message {number}: its 'content' is no text: give one, or delete the message")
     return {**message, "content": content}
+
+
+def call_in(said: Any, number: int) -> dict[str, Any]:
+    """Return a call of a function from its JSON. Raises ChatError."""
+    try:
+        call: Any = json.loads(said) if isinstance(said, str) else said
+    except (ValueError, RecursionError):
+        call = None
+    if not isinstance(call, dict) or not {"name", "arguments"} <= call.keys():
+        raise ChatError(f'message {number}: no call {{"name": "…", "arguments": {{…}}}} as JSON: fix it')
+    return dict(call)
+
+
+def is_trained(message: Message) -> bool:
+    """True unless a weight of 0 keeps a message out of the loss."""
+    return all(message.get(key, 1) for key in WEIGHTS)
 
 
 def text_of_part(part: Any, number: int) -> str:
@@ -104,18 +243,18 @@ def text_of_part(part: Any, number: int) -> str:
 
 
 def encode(
-    conversations: Iterable[tuple[Sequence[Message], Any]],
+    conversations: Iterable[Conversation],
     tokenizer: Tokenizer,
     template: ChatTemplate,
     answers: Answers = "all",
 ) -> Iterator[Tokens | ChatError]:
-    """Yield the tokens of each conversation (messages, tools), or its problem, as soon as one has any."""
+    """Yield the tokens of each conversation, or its problem, as soon as one has any."""
     speller = Speller(tokenizer)
     waiting, letters = list[RenderedText](), 0
-    for messages, tools in conversations:
+    for conversation in conversations:
         problem = None
         try:
-            waiting.append(text_of(messages, tools, speller, template, answers))
+            waiting.append(text_of(conversation, speller, template, answers))
             letters += len(waiting[-1].text)
         except ChatError as error:
             problem = error
@@ -128,12 +267,22 @@ def encode(
 
 
 def text_of(
-    messages: Sequence[Message], tools: Any, speller: "Speller", template: ChatTemplate, answers: Answers
+    conversation: Conversation, speller: "Speller", template: ChatTemplate, answers: Answers
 ) -> RenderedText:
     """Return a conversation as text. Raises ChatError."""
-    (said, given), is_hidden = speller.hide(messages, tools)
-    rendered = template.render(said, given)
-    return RenderedText(rendered.text, answer_ranges(template, said, given, rendered, answers), is_hidden)
+    hidden, is_hidden = speller.hide(conversation)
+    template = template.for_tools(hidden.tools)
+    rendered = template.render(hidden.messages, hidden.tools, options=hidden.options)
+    tools = (f"tools rendered by {template.place}",) if hidden.tools else ()
+    if hidden.prompt and answers == "all":
+        prompt = template.render(
+            hidden.messages[: hidden.prompt], hidden.tools, options=hidden.options, add_generation_prompt=True
+        )
+        return RenderedText(rendered.text, (), is_hidden, prompt.text, tools)
+    finder = AnswerFinder(hidden, template, rendered, speller.known)
+    if template.keeps_turns:
+        return RenderedText(*finder.turns(answers), is_hidden, notes=tools)
+    return RenderedText(rendered.text, finder.ranges(answers), is_hidden, notes=tools)
 
 
 def tokens_of(texts: Sequence[RenderedText], speller: "Speller") -> list[Tokens]:
@@ -142,50 +291,174 @@ def tokens_of(texts: Sequence[RenderedText], speller: "Speller") -> list[Tokens]
     for is_hidden, encode_all in ((False, speller.tokenizer.encode_marked), (True, speller.encode)):
         numbers = [n for n, text in enumerate(texts) if text.is_hidden == is_hidden]
         encoded = encode_all([texts[n].text for n in numbers])
-        for number, (ids, places) in zip(numbers, encoded, strict=True):
-            found[number] = Tokens(ids, overlaps(places, texts[number].answers))
+        prompts = encode_all([texts[n].prompt or "" for n in numbers])
+        for number, (ids, places), (before, _) in zip(numbers, encoded, prompts, strict=True):
+            text, notes = texts[number], texts[number].notes
+            if text.prompt is None:
+                found[number] = Tokens(ids, overlaps(places, text.answers), notes)
+                continue
+            begin = common_start(before, ids)
+            if begin < len(before):
+                notes = (
+                    *notes,
+                    "the prompt alone is rendered otherwise: its answer begins where they differ",
+                )
+            found[number] = Tokens(ids, np.arange(len(ids)) >= begin, notes)
     return [found[n] for n in range(len(texts))]
 
 
-def encode_prompt(
-    messages: Sequence[Message], tokenizer: Tokenizer, template: ChatTemplate, tools: Any = None
-) -> list[int]:
+def common_start(one: Any, other: Any) -> int:
+    """Return the number of equal items with which two sequences begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def encode_prompt(conversation: Conversation, tokenizer: Tokenizer, template: ChatTemplate) -> list[int]:
     """Return the tokens of a conversation up to where the next answer begins. Raises ChatError."""
     speller = Speller(tokenizer)
-    (said, given), is_hidden = speller.hide(messages, tools)
-    text = template.render(said, given, add_generation_prompt=True).text
+    hidden, is_hidden = speller.hide(conversation)
+    text = (
+        template.for_tools(hidden.tools)
+        .render(hidden.messages, hidden.tools, options=hidden.options, add_generation_prompt=True)
+        .text
+    )
     encoder = speller.encode if is_hidden else tokenizer.encode_marked
     return [int(id) for id in encoder([text])[0][0]]
 
 
-def answer_ranges(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    tools: Any,
-    rendered: Rendered,
-    answers: Answers,
-) -> Sequence[tuple[int, int]]:
-    """Return first character and end of each answer in a rendered conversation. Raises ChatError.
+class AnswerFinder:
+    """Where the answers of a rendered conversation are.
 
-    Of a template without {% generation %} blocks an answer is what its message adds to the text before it,
-    rendered up to where an answer begins.
+    They are the {% generation %} blocks of a template that has them. Otherwise an answer is what its message
+    adds to the text rendered up to it; where a template renders earlier messages otherwise once others
+    follow, it is found with PROBE in place of its text: what stays the same on both sides is not its own.
     """
-    if template.marks_answers:
-        if not rendered.answers:
-            raise ChatError(f"{template.place} marks no answer of it: correct its {{% generation %}} blocks")
-        return rendered.answers if answers == "all" else rendered.answers[-1:]
-    numbers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
-    found = []
-    for n in numbers if answers == "all" else numbers[-1:]:
-        before = template.render(messages[:n], tools, add_generation_prompt=True).text
-        after = rendered.text if n + 1 == len(messages) else template.render(messages[: n + 1], tools).text
-        if not (after.startswith(before) and rendered.text.startswith(after)):
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        template: ChatTemplate,
+        rendered: Rendered,
+        special: re.Pattern[str] | None,
+    ) -> None:
+        self.conversation, self.template, self.rendered = conversation, template, rendered
+        self.special = special or re.compile(r"(?!)")
+        """Names of special tokens."""
+
+    def ranges(self, answers: Answers) -> Sequence[tuple[int, int]]:
+        """Return first letter and end of each answer that is trained. Raises ChatError."""
+        said, blocks = self.conversation.messages, self.rendered.answers
+        numbers = [n for n, message in enumerate(said) if message["role"] == ASSISTANT]
+        trained = [n for n in (numbers if answers == "all" else numbers[-1:]) if is_trained(said[n])]
+        if not self.template.marks_answers:
+            return [self.find(n) for n in trained]
+        if not blocks:
+            place = self.template.place
+            raise ChatError(f"{place} marks no answer of it: correct its {{% generation %}} blocks")
+        if all(map(is_trained, said)):
+            return blocks if answers == "all" else blocks[-1:]
+        if len(blocks) != len(numbers):
             raise ChatError(
-                f"message {n + 1}: {template.place} renders an answer otherwise when messages follow it: "
-                "mark answers in the template with {% generation %}, or set task.answers=last"
+                f"{self.template.place} marks {len(blocks)} answers of {len(numbers)}: leave weights of 0 out"
             )
-        found.append((len(before), len(after)))
-    return found
+        return [block for block, n in zip(blocks, numbers, strict=True) if n in trained]
+
+    def turns(self, answers: Answers) -> tuple[str, Sequence[tuple[int, int]]]:
+        """Return the text with each answer as it was when nothing followed it, and those that are trained.
+
+        Raises ChatError.
+        """
+        said, text = self.conversation.messages, self.rendered.text
+        numbers = [n for n, message in enumerate(said) if message["role"] == ASSISTANT]
+        trained = [n for n in (numbers if answers == "all" else numbers[-1:]) if is_trained(said[n])]
+        pieces, ranges, length, done = list[str](), list[tuple[int, int]](), 0, 0
+        for n in numbers:
+            begin, end = self.find(n)
+            last = replace(self.conversation, messages=[*(said[:n] or [ASKED]), said[n]])
+            whole = self.render(last.messages)
+            if whole is None:
+                raise ChatError(
+                    f"message {n + 1}: {self.template.place} renders none as the last: leave turns out"
+                )
+            alone = AnswerFinder(last, self.template, Rendered(whole, ()), self.special)
+            first, stop = alone.find(n or 1) if n + 1 < len(said) else (begin, end)
+            # what else the template writes before an answer that is the last, it wrote before this one
+            opening = self.opening(text[done:begin])
+            start = whole.rfind(opening, 0, first) + len(opening) if opening in whole[:first] else first
+            pieces += [text[done:begin], whole[start:stop]]
+            length, done = length + begin - done + first - start, end
+            ranges += [(length, length + stop - first)] if n in trained else []
+            length += stop - first
+        return "".join([*pieces, text[done:]]), ranges
+
+    def find(self, number: int) -> tuple[int, int]:
+        """Return first letter and end of an answer of a template without blocks. Raises ChatError."""
+        said, text = self.conversation.messages, self.rendered.text
+        before = self.render(said[:number], add_generation_prompt=True)
+        after = text if number + 1 == len(said) else self.render(said[: number + 1])
+        if before is not None and after is not None and after.startswith(before) and text.startswith(after):
+            return len(before), len(after)
+        probed = [*said[:number], {**said[number], "content": PROBE}, *said[number + 1 :]]
+        whole = self.render(probed) or ""
+        last = self.render(probed[: number + 1]) or self.render([ASKED, probed[number]]) or ""
+        place, message = self.template.place, f"message {number + 1}"
+        fix = "mark answers in the template with {% generation %}, or set data.chat_template"
+        if {whole.count(PROBE), last.count(PROBE)} != {1}:
+            raise ChatError(f"{message}: {place} leaves its text out, or writes it more than once: {fix}")
+        head, _, rest = whole.partition(PROBE)
+        begin = self.begin(before, head, number)
+        left = len(rest) - self.length(rest, last.partition(PROBE)[2])
+        end = len(text) - left
+        if begin > end or text[:begin] != head[:begin] or text[end:] != whole[len(whole) - left :]:
+            raise ChatError(f"{message}: {place} renders other messages otherwise after another text: {fix}")
+        return begin, end
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str | None:
+        """Return some messages as text; None if the template rejects them."""
+        given, options = self.conversation.tools, self.conversation.options
+        try:
+            return self.template.render(
+                messages, given, options=options, add_generation_prompt=add_generation_prompt
+            ).text
+        except ChatError:
+            return None
+
+    def begin(self, before: str | None, head: str, number: int) -> int:
+        """Return where an answer begins in the text `head` before its content.
+
+        `before` is the text rendered up to it. An answer begins after the part of it with which an answer
+        begins, as far as it is the same here.
+        """
+        if before is not None and head.startswith(before):
+            return len(before)
+        earlier = self.conversation.messages[:number]
+        if before is None:
+            earlier = [ASKED]
+            before = self.render(earlier, add_generation_prompt=True) or ""
+        opening = before[self.common(before, self.render(earlier) or "") :]
+        first = self.special.match(opening) or re.match(r".+\n?", opening)
+        start = head.rfind(first[0]) if first else -1
+        return len(head) if start < 0 else start + self.common(head[start:], opening)
+
+    def opening(self, before: str) -> str:
+        """Return the last words of a text before an answer, from its last special token or line on."""
+        found = [m.start() for m in self.special.finditer(before)]
+        return before[found[-1] :] if found else before[before[:-1].rfind("\n") + 1 :]
+
+    def length(self, rest: str, alone: str) -> int:
+        """Return the letters of a turn after its content, of `rest`; as the last turn it has `alone`."""
+        size = self.common(rest, alone)
+        end = self.special.match(rest, size)
+        closes = end is not None and not self.special.search(rest, 0, size)
+        return end.end() if closes and end is not None and size < len(alone) else size
+
+    def common(self, one: str, other: str) -> int:
+        """Return the equal letters at the beginning of two texts, without a part of a special token."""
+        size = common_start(one, other)
+        inside = (
+            m for text in (one, other) for m in self.special.finditer(text, max(0, size - 200), size + 200)
+        )
+        return min((m.start() for m in inside if m.start() < size < m.end()), default=size)
 
 
 def overlaps(places: NDArray[np.int32], ranges: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
@@ -224,12 +497,12 @@ class Speller:
         self.known = re.compile("|".join(map(re.escape, longest))) if longest else None
         self.numbers = {name: n for n, name in enumerate(self.names)}
 
-    def hide(self, messages: Sequence[Message], tools: Any) -> tuple[tuple[Sequence[Message], Any], bool]:
-        """Return messages and tools with the names in their texts hidden, and True if there were any.
+    def hide(self, conversation: Conversation) -> tuple[Conversation, bool]:
+        """Return a conversation with the names in its texts hidden, and True if there were any.
 
         Raises ChatError for letters that have another use here.
         """
-        given = [list(messages), tools]
+        given = [list(conversation.messages), conversation.tools, dict(conversation.options)]
         try:
             hidden = self._hidden(given)
             is_hidden = hidden != given
@@ -238,7 +511,8 @@ class Speller:
             raise ChatError("its messages or tools are nested too deeply: flatten them") from None
         if found is not None:
             raise ChatError(f"it holds the letter U+{ord(found):X}, which has another use here: delete it")
-        return (hidden[0], hidden[1]), is_hidden
+        messages, tools, options = hidden
+        return replace(conversation, messages=messages, tools=tools, options=options), is_hidden
 
     def _hidden(self, value: Any) -> Any:
         if isinstance(value, str):

@@ -5,6 +5,7 @@ mlm/corpus/train_tokenizer.py trains them.
 
 import json
 import os
+import re
 import secrets
 from array import array
 from collections.abc import Mapping, Sequence
@@ -28,9 +29,9 @@ EOD = "<|endoftext|>"
 """End of document, GPT-2's only special token."""
 UNK, CLS, SEP, PAD, MASK = "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"
 BERT_SPECIAL = (PAD, UNK, CLS, SEP, MASK)
-EOD_NAMES = (EOD, "<|end_of_text|>", "</s>", "[EOS]", SEP)
+EOD_NAMES = (EOD, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", SEP)
 """The first that exists counts. BERT's vocabulary has only [SEP]; Megatron-LM adds an [EOS]."""
-BOS_NAMES = ("<|begin_of_text|>", "<s>", "[BOS]", EOD)
+BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", EOD)
 """GPT-2's beginning of a sequence is its end of a document, as in transformers."""
 CONTINUES = "##"
 """Prefix of a WordPiece token inside a word."""
@@ -38,8 +39,22 @@ LONGEST_WORD = 100
 """Letters; BERT has no token for a longer word (its max_input_chars_per_word)."""
 CONFIG, GENERATION_CONFIG, SETTINGS = "config.json", "generation_config.json", "tokenizer_config.json"
 """Files of a model folder beside its tokenizer."""
+SPECIAL_MAP, ADDED = "special_tokens_map.json", "added_tokens.json"
+"""Files of special tokens by their names, and of added tokens, that older folders have."""
 FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 """A folder with a tokenizer has one of these."""
+ENDOFTEXT = dict.fromkeys(("bos_token", "eos_token", "unk_token"), EOD)
+QWEN = {"eos_token": EOD, "unk_token": EOD, "pad_token": EOD}
+LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+CLASS_TOKENS: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("gpt2", "gptneo", "gptneox", "gptj", "codegen", "phi", "opt", "bigcode"), ENDOFTEXT),
+    **dict.fromkeys(("qwen2", "qwen3"), QWEN),
+    **dict.fromkeys(("llama", "codellama"), LLAMA),
+    "gemma": {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"},
+    "cohere": {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "pad_token": "<PAD>"},
+}
+"""Special tokens of classes of tokenizers in `transformers`, where no file names others."""
+ADDED_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 BYTE_LEVEL_SPACES = "ĠĊĉčċČ"
 """Byte-level BPE's letters for space, \\n, \\t, \\r, \\v and \\f."""
 PRIVATE = 0x100000
@@ -80,8 +95,12 @@ class Tokenizer:
         if eod_id is None and isinstance(eod, str):
             raise UserError(f"eod={eod} is not a token of {source}; name one of its vocabulary")
         if eod_id is None:
+            marks = "|".join(("end", "eos", "eot", "/s", "sep"))
+            near = [name for name in self.special_names if re.search(marks, name, re.IGNORECASE)]
+            fix = " or ".join(f"eod={name}" for name in (near or self.special_names)[:3])
             raise UserError(
-                f"{source} has no end-of-document token: add one of {', '.join(EOD_NAMES)} to its vocabulary"
+                f"{source} has no end-of-document token: set {fix or 'eod=NAME of one of its tokens'}, "
+                f"or add one of {', '.join(EOD_NAMES)} to its vocabulary"
             )
         self.eod_id = eod_id
         self.bos_id = first_of(BOS_NAMES, vocabulary)
@@ -196,7 +215,8 @@ class Tokenizer:
         if file.is_dir():
             file = next((file / name for name in FILES if (file / name).is_file()), file / "tokenizer.json")
         if file.name in ("vocab.json", "merges.txt"):
-            return cls(read_gpt2(file.parent), str(file.parent), eod)
+            made = read_gpt2(file.parent)
+            return cls(made, str(file.parent), eod_of_model(file.parent, made) if eod is None else eod)
         if file.suffix == ".txt" and file.is_file():
             return cls(read_bert(file), str(file), eod)
         if not file.is_file() and os.path.lexists(file):
@@ -293,26 +313,61 @@ def read_gpt2(folder: Path) -> str:
         raise damaged(f"{vocabulary} or {merges.name}", error) from error
     config = read_config(folder / "tokenizer_config.json")
     backend = byte_level(model, prefix_space=config.get("add_prefix_space") is True)
-    if backend.token_to_id(EOD) is not None:
-        backend.add_special_tokens([AddedToken(EOD, special=True, normalized=False)])
+    named = named_tokens(folder) or {}
+    ids = backend.get_vocab()
+    special = sorted({EOD, *named.values()} & ids.keys(), key=lambda name: ids[name])
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     add_tokens(backend, folder)
     return backend.to_str()
 
 
 def add_tokens(backend: Backend, folder: Path) -> None:
-    """Add the tokens of added_tokens.json, {name: id}, which follow those of the vocabulary.
+    """Add the tokens of added_tokens.json, {name: id}, and of added_tokens_decoder of tokenizer_config.json.
 
-    Raises CorruptFileError where they do not.
+    Each is special and normalized as the latter says. Without it, those that a file or the class of the
+    tokenizer names are special, as in `transformers`: the others are found in texts. Raises CorruptFileError
+    where ids do not follow those of the vocabulary.
     """
-    path = folder / "added_tokens.json"
-    for name, id in sorted(read_config(path).items(), key=lambda item: str(item[1]).zfill(12)):
-        if backend.token_to_id(name) is None:
-            backend.add_special_tokens([AddedToken(name, special=True, normalized=False)])
+    path, named = folder / ADDED, set((named_tokens(folder) or {}).values())
+    decoder = read_config(folder / SETTINGS).get("added_tokens_decoder")
+    entries = decoder.items() if isinstance(decoder, dict) else ()
+    known = {str(each["content"]): (id, each) for id, each in entries if isinstance(each, dict)}
+    ids = {name: int(id) if id.isdigit() else id for name, (id, _) in known.items()} | read_config(path)
+    for name, id in sorted(ids.items(), key=lambda item: str(item[1]).zfill(12)):
+        flags = {"special": name in named, "normalized": name not in named}
+        said = known[name][1] if name in known else {}
+        flags |= {flag: said[flag] for flag in ADDED_FLAGS if isinstance(said.get(flag), bool)}
+        token = AddedToken(name, **flags)
+        (backend.add_special_tokens if flags["special"] else backend.add_tokens)([token])
         if backend.token_to_id(name) != id:
             raise CorruptFileError(
                 f"{path}: {name[:40]!r} has id {str(id)[:20]}, {backend.token_to_id(name)} comes next in the "
                 "vocabulary; save the tokenizer as tokenizer.json"
             )
+
+
+def named_tokens(folder: Path) -> dict[str, str] | None:
+    """Return the special tokens of a folder by name (eos_token, …), in the order of `transformers`.
+
+    special_tokens_map.json comes before tokenizer_config.json, unless that holds added_tokens_decoder; what
+    neither says is the default of the tokenizer's class, or of the type of model. None if nothing says any. A null is "".
+    """
+    settings = read_config(folder / SETTINGS)
+    if "added_tokens_decoder" not in settings:
+        settings = settings | read_config(folder / SPECIAL_MAP)
+    kind = settings.get("tokenizer_class") or read_config(folder / CONFIG).get("model_type")
+    kind = str(kind).lower().replace("_", "").partition("tokenizer")[0]
+    defaults = CLASS_TOKENS.get(kind.rstrip("23") if kind.startswith("gemma") else kind)
+    if not settings and defaults is None:
+        return None
+    extra = settings.get("extra_special_tokens")
+    values = {**(defaults or {}), **settings, **(extra if isinstance(extra, dict) else {})}
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in values.items()
+        if name.endswith("_token")
+    }
+    return {name: text or "" for name, text in texts.items() if text is None or isinstance(text, str)}
 
 
 def word_piece(
@@ -383,8 +438,7 @@ def eod_of_model(folder: Path, content: str) -> int | None:
         ]
         if found:
             return found[0]
-    token = read_config(folder / SETTINGS).get("eos_token")
-    return special.get(str(token.get("content") if isinstance(token, dict) else token))
+    return special.get((named_tokens(folder) or {}).get("eos_token", ""))
 
 
 def special_tokens(content: str) -> dict[str, int]:

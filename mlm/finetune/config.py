@@ -105,6 +105,9 @@ class TaskConfig:
     held_out: Annotated[float, FRACTION] = 0.05
     """Kinds chat and preferences: share of a single file's rows that are validated on, and not trained on;
     one at least."""
+    keep_nulls: bool = False
+    """Kinds chat and preferences: keep nulls in tools, calls and their arguments; a table fills absent keys
+    with them, and false removes them."""
     loss: PreferenceLoss = "dpo"
     """Kind preferences: dpo (arXiv:2305.18290), ipo (arXiv:2310.12036), and without a reference
     model simpo (arXiv:2405.14734) and orpo (arXiv:2403.07691)."""
@@ -142,7 +145,10 @@ class TaskDataConfig:
     """tokenizer.json, or a folder that holds one; null takes the one saved with the checkpoint."""
     chat_template: InputPath | None = None
     """Jinja file with the chat template of task.kind=chat, or chatml, which is built in; null takes the
-    tokenizer's."""
+    tokenizer's, and turns does so too, with each answer as it is rendered when nothing follows it."""
+    bad_rows: Literal["stop", "skip"] = "stop"
+    """Rows that cannot be read or rendered: stop names the first ten of each split, skip trains on the others
+    and lists them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -96,9 +96,10 @@ def split_of(config: EvalTaskConfig, name: str, start: Start) -> TaskSplit:
     """
     task, saved = config.task, saved_state(start)
     if config.data.path is not None:
-        return read_split(task, name, path=config.data.path)
+        return read_split(task, name, path=config.data.path, skips=start.skips)
     share = saved.get("depends_on", {}).get("task.held_out", task.held_out)
-    return read_part(replace(task, held_out=float(share)), name, path=saved.get(DATA_PATH))
+    task = replace(task, held_out=float(share))
+    return read_part(task, name, path=saved.get(DATA_PATH), skips=start.skips)
 
 
 def task_problems(config: EvalTaskConfig, start: Start) -> list[str]:
@@ -211,6 +212,7 @@ def split_result(task: TaskConfig, scored: Scored) -> dict[str, Any]:
         "standard_errors": kind.standard_errors(task, split.rows, scored.predictions) if labelled else {},
         **({"best_null_threshold": thresholds} if thresholds else {}),
         "truncated": tokenized.truncated,
+        "notes": tokenized.notes(),
         "max_length": tokenized.max_length,
         "predictions": list(scored.files),
     }
@@ -231,6 +233,8 @@ def show_table(result: dict[str, Any], out: Path) -> None:
     screen = console()
     screen.print(made)
     for entry in result["results"]:
+        for note in entry["notes"]:
+            screen.print(one_line(note))
         for file in entry["predictions"]:
             screen.print(f"predictions of {entry['split']}: {one_line(file)}")
     screen.print(f"written to {one_line(target_name(out))}")

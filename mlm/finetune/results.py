@@ -48,6 +48,8 @@ class Result:
     """The settings, and digests of weights, tokenizer and rows (inputs.py)."""
     config_digest: str
     versions: dict[str, str]
+    notes: tuple[str, ...] = ()
+    """What was left out of the rows, or rewritten in them."""
 
 
 def finished(config: FinetuneConfig, settings: dict[str, Any]) -> Result | None:

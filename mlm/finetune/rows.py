@@ -43,6 +43,8 @@ class TaskRow:
     label."""
     options: tuple[str, ...] = ()
     """Type choice: the options to choose from."""
+    changes: tuple[str, ...] = ()
+    """What was read otherwise than it is written, counted in the run's header."""
 
 
 def read_texts(task: TaskConfig, record: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, ...]:

@@ -335,6 +335,7 @@ def finish(loop: FinetuneLoop, settings: Settings, begun: float) -> Result:
         depends_on=settings,
         config_digest=config_digest(config),
         versions={"mlm": mlm.__version__, "torch": torch.__version__},
+        notes=tuple(loop.material.notes()),
     )
     if trainer.ctx.is_main:
         with writing_to(config.out):

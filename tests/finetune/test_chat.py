@@ -265,7 +265,6 @@ def test_rows_of_other_forms_train_on_the_equal_conversation(folder: Path, tmp_p
         {"conversations": TALK},
         {"prompt": question, "completion": answer},
         {"messages": None, "conversations": None, "prompt": question, "completion": answer},
-        {"prompt": TALK[:1], "completion": TALK[1:]},
         {"messages": [{**said, "content": [{"type": "text", "text": said["content"]}]} for said in TALK]},
     ]
     write_rows(tmp_path / "train.jsonl", forms)

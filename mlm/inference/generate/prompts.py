@@ -9,7 +9,7 @@ from typing import Any
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.format import CheckpointError
 from mlm.data.chat_template import ChatError
-from mlm.data.conversation import SHARE_GPT, check_messages, encode_prompt
+from mlm.data.conversation import SHARE_GPT, encode_prompt, make_conversation
 from mlm.data.records import Located, read_records, readable
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.generate.config import STDIN, GenerateConfig
@@ -76,7 +76,8 @@ def _records(config: GenerateConfig) -> list[Located]:
 def _prompt(config: GenerateConfig, tokenizer: Tokenizer, place: str, record: dict[str, Any]) -> Prompt:
     """A text, or of chat=true a conversation up to where an answer begins. Raises UserError."""
     text: Any = next((record[key] for key in KEYS if key in record), None)
-    messages: Any = next((record[key] for key in MESSAGES if key in record), None) if config.chat else None
+    messages: Any = next((record[key] for key in MESSAGES if record.get(key)), None) if config.chat else None
+    messages = text if config.chat and messages is None and isinstance(text, list) else messages
     if messages is None and not isinstance(text, str):
         forms = (
             ('{"messages": […]}', '{"prompt": "…"}') if config.chat else ('{"prompt": "…"}', '{"text": "…"}')
@@ -92,11 +93,11 @@ def _prompt(config: GenerateConfig, tokenizer: Tokenizer, place: str, record: di
         messages = [*system, {"role": "user", "content": text}]
     assert tokenizer.chat_template is not None, "read with the tokenizer"
     try:
-        messages = check_messages(messages)
-        ids = encode_prompt(messages, tokenizer, tokenizer.chat_template, record.get("tools"))
+        said = make_conversation(record, messages)
+        ids = encode_prompt(said, tokenizer, tokenizer.chat_template)
     except ChatError as error:
         raise UserError(f"{place}: {error}") from error
-    return Prompt(place, str(messages[-1]["content"]), tuple(ids), is_message=True)
+    return Prompt(place, str(said.messages[-1].get("content", "")), tuple(ids), is_message=True)
 
 
 def _decode(content: bytes, place: str) -> str:
