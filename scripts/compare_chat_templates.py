@@ -1,12 +1,12 @@
-"""Compare conversations as `mlm` reads them with `transformers` and TRL, for each chat template and form of row.
+"""Compare conversations with `transformers` and TRL, for each chat template and form of row.
 
     python scripts/compare_chat_templates.py [FOLDER or FILE.jinja …]
 
-Without arguments the templates are those that the installed TRL knows. The tokenizer is one of bytes, with the
-special tokens that a template's text spells out. Printed is a table for the guide: "equal" where the ids are
-those of `apply_chat_template` and the answers those of TRL, else why not. The answers of TRL are: of messages
-the {% generation %} blocks of its training variant, of prompts with completions what follows the tokens of the
-prompt (SFTTrainer), of preferences the same of both answers (DPOTrainer).
+Without arguments the templates are those that the installed TRL knows. The tokenizer is one of bytes, with
+the special tokens that a template's text spells out. Printed is a table for the guide: "equal" where the ids
+are those of `apply_chat_template` and the answers those of TRL, else why not. The answers of TRL are: of
+messages the {% generation %} blocks of its training variant, of prompts with completions what follows the
+tokens of the prompt (SFTTrainer), of preferences the same of both answers (DPOTrainer).
 """
 
 import re
@@ -95,7 +95,7 @@ def write_folder(folder: Path, source: str) -> Path:
 
 
 def our_ends(folder: Path, row: dict[str, Any], template: str | None) -> list[tuple[list[int], list[bool]]]:
-    """Return ids and answers of the conversations of a row as `mlm` trains on them. Raises ChatError, RowError."""
+    """Return ids and answers of each conversation of a row in `mlm`. Raises ChatError, RowError."""
     tokenizer = Tokenizer.load(folder)
     found = ChatTemplate.find(folder, tokenizer, template)
     assert found is not None

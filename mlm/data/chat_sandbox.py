@@ -77,7 +77,7 @@ def strftime_now(format: str) -> str:
 
 
 class MissingToken(jinja2.Undefined):
-    """A value that a template is not given: empty, but for special tokens, which would be missed in silence."""
+    """A value that a template is not given: empty, or an error if it is a special token."""
 
     @property
     def _undefined_message(self) -> str:

@@ -113,8 +113,12 @@ class ChatTemplate:
     def save(self, folder: Path) -> None:
         """Write the templates and the names of their tokens beside a tokenizer.json. Raises OSError."""
         self.save_sources(folder)
-        tokens = {name: token or None for name, token in self.tokens.items()}
-        write_atomic(folder / SETTINGS, (json.dumps(tokens, indent=2) + "\n").encode())
+        write_atomic(folder / SETTINGS, (json.dumps(self.settings, indent=2) + "\n").encode())
+
+    @property
+    def settings(self) -> dict[str, str | None]:
+        """The names of its tokens as tokenizer_config.json has them."""
+        return {name: token or None for name, token in self.tokens.items()}
 
     def save_sources(self, folder: Path) -> None:
         """Write the templates alone. Raises OSError."""

@@ -350,7 +350,8 @@ def named_tokens(folder: Path) -> dict[str, str] | None:
     """Return the special tokens of a folder by name (eos_token, …), in the order of `transformers`.
 
     special_tokens_map.json comes before tokenizer_config.json, unless that holds added_tokens_decoder; what
-    neither says is the default of the tokenizer's class, or of the type of model. None if nothing says any. A null is "".
+    neither says is the default of the tokenizer's class, or of the type of model. None if nothing says any;
+    a null is "".
     """
     settings = read_config(folder / SETTINGS)
     if "added_tokens_decoder" not in settings:

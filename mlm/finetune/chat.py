@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlm.data.chat_template import ChatError
-from mlm.data.conversation import ASSISTANT, Conversation, Tokens, encode, is_trained, read_conversation
+from mlm.data.chat_tokens import Tokens, encode
+from mlm.data.conversation import ASSISTANT, Conversation, is_trained, read_conversation
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, Frame, InputText

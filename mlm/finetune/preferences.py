@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from mlm.data.chat_template import ChatError
+from mlm.data.chat_tokens import Tokens, common_start, encode
 from mlm.data.conversation import (
     ASSISTANT,
     MEDIA,
@@ -14,10 +15,7 @@ from mlm.data.conversation import (
     SYSTEM,
     TOOLS,
     Conversation,
-    Tokens,
     check_messages,
-    common_start,
-    encode,
     make_conversation,
 )
 from mlm.data.tokenizer import Tokenizer

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from mlm.data.chat_template import ChatError
-from mlm.data.conversation import encode_prompt, make_conversation
+from mlm.data.chat_tokens import encode_prompt
+from mlm.data.conversation import make_conversation
 from mlm.data.sampler import Batch
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.predict import predict

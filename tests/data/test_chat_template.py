@@ -15,8 +15,9 @@ from mlm.data.chat_template import (
     token_names,
     with_reasoning,
 )
-from mlm.data.conversation import Conversation, Tokens, check_messages, encode
-from mlm.data.conversation import encode_prompt as encode_conversation
+from mlm.data.chat_tokens import Tokens, encode
+from mlm.data.chat_tokens import encode_prompt as encode_conversation
+from mlm.data.conversation import Conversation, check_messages
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.chat import end_of_turn_tokens
 from mlm.util.errors import CorruptFileError, UserError
@@ -345,7 +346,7 @@ def test_names_of_tokens_are_texts_or_have_a_content_and_are_in_the_vocabulary(t
     }
     folder = write_tokenizer(tmp_path, "qwen2", **settings)
     found = token_names(folder, Tokenizer.load(folder))
-    assert found == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    assert found == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": ""}
 
 
 def test_template_of_more_than_a_mebibyte_is_not_read(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def write_settings(source: Source, mapping: HuggingFaceMapping, folder: Path) ->
         "model_max_length": model.max_positions,
         "clean_up_tokenization_spaces": False,
         **mapping.special_tokens(tokenizer, model, ids),
-        **({} if template is None else template.tokens),
+        **({} if template is None else template.settings),
     }
     write_json(folder / "tokenizer_config.json", settings)
     if family_of(model.kind).causal and model.head == "language_model":

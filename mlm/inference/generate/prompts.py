@@ -9,7 +9,8 @@ from typing import Any
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.format import CheckpointError
 from mlm.data.chat_template import ChatError
-from mlm.data.conversation import SHARE_GPT, encode_prompt, make_conversation
+from mlm.data.chat_tokens import encode_prompt
+from mlm.data.conversation import SHARE_GPT, make_conversation
 from mlm.data.records import Located, read_records, readable
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.generate.config import STDIN, GenerateConfig
