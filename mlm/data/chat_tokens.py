@@ -116,10 +116,7 @@ def tokens_of(texts: Sequence[RenderedText], speller: "Speller") -> list[Tokens]
                 continue
             begin = common_start(before, ids)
             if begin < len(before):
-                notes = (
-                    *notes,
-                    "the prompt alone is rendered otherwise: its answer begins where they differ",
-                )
+                notes = (*notes, "the answer begins where the prompt alone is rendered otherwise")
             found[number] = Tokens(ids, np.arange(len(ids)) >= begin, notes)
     return [found[n] for n in range(len(texts))]
 
@@ -134,13 +131,9 @@ def encode_prompt(conversation: Conversation, tokenizer: Tokenizer, template: Ch
     """Return the tokens of a conversation up to where the next answer begins. Raises ChatError."""
     speller = Speller(tokenizer)
     hidden, is_hidden = speller.hide(conversation)
-    text = (
-        template.for_tools(hidden.tools)
-        .render(hidden.messages, hidden.tools, options=hidden.options, add_generation_prompt=True)
-        .text
-    )
-    encoder = speller.encode if is_hidden else tokenizer.encode_marked
-    return [int(id) for id in encoder([text])[0][0]]
+    encoder, own = speller.encode if is_hidden else tokenizer.encode_marked, template.for_tools(hidden.tools)
+    rendered = own.render(hidden.messages, hidden.tools, options=hidden.options, add_generation_prompt=True)
+    return [int(id) for id in encoder([rendered.text])[0][0]]
 
 
 class AnswerFinder:
@@ -164,15 +157,13 @@ class AnswerFinder:
 
     def ranges(self, answers: Answers) -> Sequence[tuple[int, int]]:
         """Return first letter and end of each answer that is trained. Raises ChatError."""
-        said, blocks = self.conversation.messages, self.rendered.answers
-        numbers = [n for n, message in enumerate(said) if message["role"] == ASSISTANT]
-        trained = [n for n in (numbers if answers == "all" else numbers[-1:]) if is_trained(said[n])]
+        (numbers, trained), blocks = self.numbers(answers), self.rendered.answers
         if not self.template.marks_answers:
             return [self.find(n) for n in trained]
         if not blocks:
             place = self.template.place
             raise ChatError(f"{place} marks no answer of it: correct its {{% generation %}} blocks")
-        if all(map(is_trained, said)):
+        if all(map(is_trained, self.conversation.messages)):
             return blocks if answers == "all" else blocks[-1:]
         if len(blocks) != len(numbers):
             raise ChatError(
@@ -180,25 +171,28 @@ class AnswerFinder:
             )
         return [block for block, n in zip(blocks, numbers, strict=True) if n in trained]
 
+    def numbers(self, answers: Answers) -> tuple[list[int], list[int]]:
+        """Return the numbers of the assistant's messages, and of those that are trained."""
+        said = self.conversation.messages
+        numbers = [n for n, message in enumerate(said) if message["role"] == ASSISTANT]
+        return numbers, [n for n in (numbers if answers == "all" else numbers[-1:]) if is_trained(said[n])]
+
     def turns(self, answers: Answers) -> tuple[str, Sequence[tuple[int, int]]]:
         """Return the text with each answer as it was when nothing followed it, and those that are trained.
 
         Raises ChatError.
         """
         said, text = self.conversation.messages, self.rendered.text
-        numbers = [n for n, message in enumerate(said) if message["role"] == ASSISTANT]
-        trained = [n for n in (numbers if answers == "all" else numbers[-1:]) if is_trained(said[n])]
+        numbers, trained = self.numbers(answers)
         pieces, ranges, length, done = list[str](), list[tuple[int, int]](), 0, 0
         for n in numbers:
-            begin, end = self.find(n)
-            last = replace(self.conversation, messages=[*(said[:n] or [ASKED]), said[n]])
-            whole = self.render(last.messages)
-            if whole is None:
-                raise ChatError(
-                    f"message {n + 1}: {self.template.place} cannot end with it: leave data.chat_template out"
-                )
-            alone = AnswerFinder(last, self.template, Rendered(whole, ()), self.special)
-            first, stop = alone.find(n or 1) if n + 1 < len(said) else (begin, end)
+            begin, end = first, stop = self.find(n)
+            whole = text
+            if n + 1 < len(said):
+                last = replace(self.conversation, messages=[*(said[:n] or [ASKED]), said[n]])
+                rendered = self.template.render(last.messages, last.tools, options=last.options)
+                whole = rendered.text
+                first, stop = AnswerFinder(last, self.template, rendered, self.special).find(n or 1)
             # what else the template writes before an answer that is the last, it wrote before this one
             opening = self.opening(text[done:begin])
             start = whole.rfind(opening, 0, first) + len(opening) if opening in whole[:first] else first

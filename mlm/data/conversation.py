@@ -148,14 +148,14 @@ def checked(given: Any, number: int) -> Message:
             message |= {"role": ASSISTANT, "tool_calls": [called]}
         else:
             message |= {"role": SPEAKERS.get(str(speaker), speaker), "content": said}
-    role, content = message.get("role"), message.pop("content", None)
+    role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise ChatError(f"message {number}: role={str(role)[:40]!r} is unknown: use {', '.join(ROLES)}")
     if unread := [name for name in (CALL, *MEDIA) if message.get(name)]:
         raise ChatError(f"message {number}: '{unread[0]}' is not read: write tool_calls, or delete the row")
     if any(message.get(key, 1) not in (0, 1) for key in WEIGHTS):
         raise ChatError(f"message {number}: a weight is 0 or 1: fix it")
-    if calls := objects_in(message.pop("tool_calls", None), f"message {number}: 'tool_calls'"):
+    if calls := objects_in(message.get("tool_calls"), f"message {number}: 'tool_calls'"):
         message["tool_calls"] = calls
     if isinstance(content, list):
         content = "".join(text_of_part(part, number) for part in content)
