@@ -153,8 +153,8 @@ def checked(given: Any, number: int) -> Message:
         raise ChatError(f"message {number}: role={str(role)[:40]!r} is unknown: use {', '.join(ROLES)}")
     if unread := [name for name in (CALL, *MEDIA) if message.get(name)]:
         raise ChatError(f"message {number}: '{unread[0]}' is not read: write tool_calls, or delete the row")
-    if any(message.get(key, 1) not in (0, 1) for key in WEIGHTS):
-        raise ChatError(f"message {number}: a weight is 0 or 1: fix it")
+    if wrong := [key for key in WEIGHTS if message.get(key, 1) not in (0, 1)]:
+        raise ChatError(f"message {number}: '{wrong[0]}' is neither 0 nor 1: fix or delete it")
     if calls := objects_in(message.get("tool_calls"), f"message {number}: 'tool_calls'"):
         message["tool_calls"] = calls
     if isinstance(content, list):

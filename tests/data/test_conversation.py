@@ -145,7 +145,7 @@ def test_glaive_roles_are_calls_and_results_of_tools() -> None:
         ),
         ({"chat_template_kwargs": "a"}, "'chat_template_kwargs' is no object"),
         ({"chat_template_kwargs": {"messages": []}}, "'chat_template_kwargs' is no object"),
-        ({"messages": [ASKED, {**SAID, "weight": 0.5}]}, "message 2: a weight is 0 or 1"),
+        ({"messages": [ASKED, {**SAID, "weight": 0.5}]}, "message 2: 'weight' is neither 0 nor 1"),
         (
             {"messages": [ASKED, {**SAID, "function_call": {"name": "f"}}]},
             "message 2: 'function_call' is not read",
