@@ -126,6 +126,11 @@ def row_problems(task: TaskConfig, start: Start, split: TaskSplit) -> Sequence[t
 def tokenize_split(task: TaskConfig, split: TaskSplit, start: Start) -> TokenizedSplit:
     """Return a split with its examples. Raises UserError, also if there are none."""
     tokenized = start.tokenize(task, split)
+    if not tokenized.examples and not tokenized.truncated and tokenized.problems:
+        raise UserError(
+            f"data.bad_rows=skip: no row of {split.name} is left of {len(split):,}, the first of them "
+            f"{tokenized.problems[0][0]}: {tokenized.problems[0][1]}"
+        )
     if not tokenized.examples:
         raise UserError(
             f"{split.source}: of the {len(split):,} rows of {split.name} none has a token to learn among its "

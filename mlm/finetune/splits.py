@@ -40,8 +40,8 @@ class TaskSplit:
     """True if predictions can be scored; rows without labels can only be predicted."""
     note: str = ""
     """Line on how its rows were chosen; empty if they are those of a file."""
-    skipped: tuple[str, ...] = ()
-    """Rows that could not be read and were left out: lines as of their errors."""
+    skipped: Sequence[tuple[str, RowError]] = ()
+    """Rows that were left out because they cannot be read: their locations and why."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -96,7 +96,7 @@ def read_split(
         places=places,
         digest=digest_rows(rows),
         has_labels=has_labels,
-        skipped=tuple(problem_lines(unread)),
+        skipped=unread,
     )
     check_problems([*problems, *(check(found) if check else ())])
     if not rows:
@@ -187,7 +187,11 @@ class TokenizedSplit:
         said = Counter(note for row in split.rows for note in row.changes)
         said += Counter(note for each in self.examples for note in each.notes)
         notes += [f"{split.source}: {count:,} rows of {split.name}: {note}" for note, count in said.items()]
-        notes += [f"skipped {line}" for line in (*split.skipped, *problem_lines(self.problems))]
+        if skipped := [*split.skipped, *self.problems]:
+            notes.append(
+                f"{split.source}: {len(skipped):,} rows of {split.name} skipped (data.bad_rows=skip)"
+            )
+            notes += [f"skipped {line}" for line in problem_lines(skipped)]
         left_out = f", {self.left_out:,} of them left out: no answer begins in these" if self.left_out else ""
         if self.truncated:
             notes.append(
