@@ -15,7 +15,8 @@ import jinja2
 
 from mlm.data.chat_builtin import BUILT_IN, IM_END, IM_START, TURNS
 from mlm.data.chat_sandbox import BEGIN, END, RenderError, environment, render
-from mlm.data.tokenizer import Tokenizer, named_tokens, read_config
+from mlm.data.tokenizer import Tokenizer
+from mlm.data.tokenizer_settings import named_tokens, read_config
 from mlm.util.errors import CorruptFileError, UserError, lone_surrogate
 from mlm.util.files import digest_bytes, write_atomic
 

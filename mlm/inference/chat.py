@@ -7,7 +7,8 @@ from mlm.checkpoint.native.save_load import resolve
 from mlm.data.chat_builtin import BUILT_IN, TURNS
 from mlm.data.chat_template import ChatError, ChatTemplate, find_template
 from mlm.data.conversation import ASSISTANT
-from mlm.data.tokenizer import GENERATION_CONFIG, Tokenizer, ids_of, read_config
+from mlm.data.tokenizer import Tokenizer, ids_of
+from mlm.data.tokenizer_settings import GENERATION_CONFIG, read_config
 from mlm.inference.trained import is_model_folder, run_directory
 from mlm.util.errors import Absent, ConfigError, Problem
 
