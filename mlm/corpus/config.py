@@ -43,6 +43,8 @@ class DataTokenizerConfig:
     vocab.txt the tokenizer_config.json beside it decides, else the absence of capitals in its tokens."""
     text_key: str = "text"
     """Key (or column) that holds a document's text."""
+    eod: str | None = None
+    """End-of-document token of a tokenizer to take over; null finds it by its name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,8 @@ from mlm.corpus.read.finding import kind_of, search
 from mlm.corpus.read.read import read_shard
 from mlm.corpus.read.records import BadRecordError
 from mlm.corpus.read.shards import split_inputs
-from mlm.data.tokenizer import BERT_SPECIAL, CONTINUES, EOD, FILES, UNK, Tokenizer, byte_level, word_piece
+from mlm.data.tokenizer import BERT_SPECIAL, CONTINUES, FILES, UNK, Tokenizer, byte_level, word_piece
+from mlm.data.tokenizer_settings import EOD
 from mlm.util.errors import Problem, UserError
 from mlm.util.results import is_stream, result_problems, write_result
 from mlm.util.terminal import Screen, progress_bar
@@ -33,8 +34,9 @@ def run_tokenizer(config: DataTokenizerConfig, console: Console | None = None) -
     path = tokenizer_path(config.out)
     if problems := preflight(config):
         raise UserError(problems[0])
-    tokenizer = Tokenizer.load(config.input) if is_tokenizer(config.input) else learn(config)
-    if path.is_file() and digest_at(path) != tokenizer.digest:
+    taken = is_tokenizer(config.input)
+    tokenizer = Tokenizer.load(config.input, eod=config.eod) if taken else learn(config)
+    if path.is_file() and digest_at(path, config.eod) != tokenizer.digest:
         raise UserError(
             f"out={path} is another tokenizer: corpora may depend on it; set another out=, or delete it"
         )
@@ -68,7 +70,7 @@ def preflight(config: DataTokenizerConfig) -> list[str]:
     if path.is_file() and not is_stream(path):
         return (
             []
-            if digest_at(path) is not None
+            if digest_at(path, config.eod) is not None
             else [f"out={path}: exists and is not a tokenizer; name another file, or delete it"]
         )
     return result_problems(path)
@@ -85,10 +87,10 @@ def is_tokenizer(path: str) -> bool:
     return place.suffix == ".json" or place.name == "merges.txt" or place.name.endswith("vocab.txt")
 
 
-def digest_at(path: Path) -> str | None:
+def digest_at(path: Path, eod: str | None) -> str | None:
     """Digest of the tokenizer in a file; None if it is not one."""
     try:
-        return Tokenizer.load(path).digest
+        return Tokenizer.load(path, eod=eod).digest
     except UserError:
         return None
 

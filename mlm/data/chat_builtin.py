@@ -12,3 +12,6 @@ CHATML = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
 BUILT_IN = {"chatml": CHATML}
+TURNS = "turns"
+"""Name of the tokenizer's own template, each answer as it is rendered when nothing follows it: templates of
+models that think leave out the thoughts of earlier turns."""

@@ -19,6 +19,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.utils import missing
 
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Around a rendered {% generation %} block: noncharacters, which no text holds."""
@@ -73,6 +74,22 @@ def raise_exception(message: str) -> None:
 def strftime_now(format: str) -> str:
     """Return the date in a format of strftime."""
     return datetime.now().strftime(format)
+
+
+class MissingToken(jinja2.Undefined):
+    """A value that a template is not given: empty, or an error if it is a special token."""
+
+    @property
+    def _undefined_message(self) -> str:
+        name = self._undefined_name
+        if self._undefined_obj is missing and str(name).endswith("_token"):
+            return f"it uses {name}, which the tokenizer lacks: name it in tokenizer_config.json"
+        return super()._undefined_message
+
+    def __str__(self) -> str:
+        if self._undefined_obj is missing and str(self._undefined_name).endswith("_token"):
+            self._fail_with_undefined_error()
+        return ""
 
 
 class BoundedCode(CodeGenerator):
@@ -140,7 +157,12 @@ def size_of(operator: str, left: Any, right: Any) -> int:
 @cache
 def environment() -> Sandbox:
     """Return the environment of all templates, with the names that `transformers` gives them."""
-    made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
+    made = Sandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, "jinja2.ext.loopcontrols"],
+        undefined=MissingToken,
+    )
     made.filters["tojson"] = as_json
     made.globals |= {
         "raise_exception": raise_exception,

@@ -13,17 +13,19 @@ from typing import Any
 
 import jinja2
 
-from mlm.data.chat_builtin import BUILT_IN, IM_END, IM_START
+from mlm.data.chat_builtin import BUILT_IN, IM_END, IM_START, TURNS
 from mlm.data.chat_sandbox import BEGIN, END, RenderError, environment, render
-from mlm.data.tokenizer import Tokenizer, read_config
+from mlm.data.tokenizer import Tokenizer
+from mlm.data.tokenizer_settings import named_tokens, read_config
 from mlm.util.errors import UserError, lone_surrogate, reading_from
 from mlm.util.files import READABLE, decode_text, digest_bytes, read_bounded, write_atomic
 
 FILE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+FOR_TOOLS, FOLDER = "tool_use", "additional_chat_templates"
+"""Name of a second template for conversations with tools, and the folder of its file."""
+DEFAULT = "default"
 MAX_BYTES = 1 << 20
 """Largest template: 1 MiB."""
-TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens whose names a template may use."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; templates read the first, or the second."""
@@ -49,20 +51,35 @@ class ChatTemplate:
 
     Attributes:
         marks_answers: True if it has {% generation %} blocks.
-        digest: of the template and these names.
+        digest: of the template, these names, and `tool_use`.
+        tool_use: the tokenizer's other template, for conversations with tools, or None.
+        keeps_turns: True if each answer is trained as it is rendered when nothing follows it.
         note: a line on what ends a turn of a built-in template; empty where that is its own token.
 
     Raises UserError if it is no Jinja.
     """
 
     def __init__(
-        self, source: str, tokens: Mapping[str, str], place: str = "chat template", note: str = ""
+        self,
+        source: str,
+        tokens: Mapping[str, str],
+        place: str = "chat template",
+        note: str = "",
+        tool_use: "ChatTemplate | None" = None,
+        keeps_turns: bool = False,
     ) -> None:
         self.source, self.tokens, self.place, self.note = source, dict(tokens), place, note
+        self.tool_use, self.keeps_turns = tool_use, keeps_turns
         if (half := lone_surrogate(source)) is not None:
             raise UserError(f"{place}: holds {half}: correct the template")
         self.marks_answers = GENERATION.search(source) is not None
-        self.digest = digest_bytes(json.dumps([source, sorted(self.tokens.items())]).encode())
+        parts = [
+            source,
+            sorted(self.tokens.items()),
+            *([tool_use.source] if tool_use else ()),
+            *[TURNS] * keeps_turns,
+        ]
+        self.digest = digest_bytes(json.dumps(parts).encode())
         try:
             environment().parse(source)  # compiling would compute its constants, here
         except jinja2.TemplateSyntaxError as error:
@@ -76,26 +93,56 @@ class ChatTemplate:
     def find(cls, folder: Path, tokenizer: Tokenizer, file: str | None = None) -> "ChatTemplate | None":
         """Return the template in `file`, else the one of a folder's tokenizer; None if there is none.
 
-        `file` may be the name of one that is built in. Raises UserError, CorruptFileError.
+        `file` may be the name of one that is built in, or TURNS. Raises UserError, CorruptFileError.
         """
-        tokens = token_names(read_config(folder / SETTINGS), tokenizer)
+        tokens = token_names(folder, tokenizer)
         if file in BUILT_IN:
             source, note = with_turn_end(BUILT_IN[file], file, tokenizer)
             return cls(source, tokens, f"chat template {file}", note)
-        found = find_template(folder) if file is None else (read_template(Path(file)), file)
-        return None if found is None else cls(found[0], tokens, found[1])
+        found = (
+            find_templates(folder) if file in (None, TURNS) else {DEFAULT: (read_template(Path(file)), file)}
+        )
+        if DEFAULT not in found:
+            return None
+        made: ChatTemplate | None = None
+        for name in (FOR_TOOLS, DEFAULT):
+            if name in found:
+                source, place = found[name]
+                made = cls(source, tokens, place, tool_use=made, keeps_turns=file == TURNS)
+        return made
 
     def save(self, folder: Path) -> None:
-        """Write the template and the names of its tokens beside a tokenizer.json. Raises OSError."""
+        """Write the templates and the names of their tokens beside a tokenizer.json. Raises OSError."""
+        self.save_sources(folder)
+        write_atomic(folder / SETTINGS, (json.dumps(self.settings, indent=2) + "\n").encode())
+
+    @property
+    def settings(self) -> dict[str, str | None]:
+        """The names of its tokens as tokenizer_config.json has them."""
+        return {name: token or None for name, token in self.tokens.items()}
+
+    def save_sources(self, folder: Path) -> None:
+        """Write the templates alone. Raises OSError."""
         write_atomic(folder / FILE, self.source.encode())
-        write_atomic(folder / SETTINGS, (json.dumps(self.tokens, indent=2) + "\n").encode())
+        if self.tool_use is not None:
+            (folder / FOLDER).mkdir(exist_ok=True)
+            write_atomic(folder / FOLDER / f"{FOR_TOOLS}.jinja", self.tool_use.source.encode())
+
+    def for_tools(self, tools: Any) -> "ChatTemplate":
+        """Return the template of a conversation with these tools, None without any."""
+        return self if tools is None or self.tool_use is None else self.tool_use
 
     def render(
-        self, messages: Sequence[Message], tools: Any = None, *, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Any = None,
+        *,
+        add_generation_prompt: bool = False,
+        options: Mapping[str, Any] | None = None,
     ) -> Rendered:
         """Render messages, each with a role; with `add_generation_prompt` up to where an answer begins.
 
-        Raises ChatError.
+        `options` are other values that the template sees. Raises ChatError.
         """
         values = {
             "messages": [with_reasoning(message) for message in messages],
@@ -103,6 +150,7 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             **self.tokens,
+            **(options or {}),
         }
         try:
             text = render(self.source, values)
@@ -157,35 +205,45 @@ def with_reasoning(message: Message) -> Message:
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
-def token_names(settings: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the names of special tokens by tokenizer_config.json; without one those of the tokenizer."""
-    if not settings:
+def token_names(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the special tokens of a folder by the names that templates use, if its vocabulary has them.
+
+    Of a folder that says nothing of them they are those of the tokenizer.
+    """
+    named = named_tokens(folder)
+    if named is None:
         ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eod_id, "pad_token": tokenizer.pad_id}
         return {name: tokenizer.name_of(id) for name, id in ids.items() if id is not None}
-    found = {}
-    for name in TOKENS:
-        value = settings.get(name)
-        value = value.get("content") if isinstance(value, dict) else value
-        if isinstance(value, str):
-            found[name] = value
-    return found
+    # a null is a word: there is none; but without an end no answer would end
+    empty = [name for name, token in named.items() if not token and name != "eos_token"]
+    return {name: token for name, token in named.items() if token in tokenizer or name in empty}
 
 
 def find_template(folder: Path) -> tuple[str, str] | None:
     """Return a folder's template and its place; None without one. Raises UserError, CorruptFileError."""
-    path = folder / FILE
-    if path.is_file():
-        return read_template(path), str(path)
-    source = default_template(read_config(folder / SETTINGS).get("chat_template"))
-    return None if source is None else (source, f"{folder / SETTINGS}: chat_template")
+    return find_templates(folder).get(DEFAULT)
 
 
-def default_template(value: Any) -> str | None:
-    """Return the template of a tokenizer_config.json: a text, or the one named default of a list."""
+def find_templates(folder: Path) -> dict[str, tuple[str, str]]:
+    """Return a folder's templates and their places by name. Raises UserError, CorruptFileError.
+
+    Files come before those of tokenizer_config.json, as in `transformers`.
+    """
+    files = {DEFAULT: folder / FILE, FOR_TOOLS: folder / FOLDER / f"{FOR_TOOLS}.jinja"}
+    found = {name: (read_template(path), str(path)) for name, path in files.items() if path.is_file()}
+    if found:
+        return found
+    value = read_config(folder / SETTINGS).get("chat_template")
+    place = f"{folder / SETTINGS}: chat_template"
     if isinstance(value, list):
-        named = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
+        value = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
+    named = value if isinstance(value, dict) else {DEFAULT: value}
+    sources = ((name, named.get(name)) for name in (DEFAULT, FOR_TOOLS))
+    return {
+        name: (source, place if name == DEFAULT else f"{place} {name}")
+        for name, source in sources
+        if isinstance(source, str)
+    }
 
 
 def read_template(path: Path) -> str:

@@ -1,71 +1,131 @@
-"""Conversations as tokens, and which of them are the assistant's answers.
+"""Conversations of rows: messages, tools and values for the template, checked."""
 
-Names of special tokens that a message spells out are text: only the template's are tokens.
-"""
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
-
-import numpy as np
-from numpy.typing import NDArray
-
-from mlm.data.chat_sandbox import BEGIN, END
-from mlm.data.chat_template import ChatError, ChatTemplate, Message, Rendered
-from mlm.data.tokenizer import PRIVATE, Tokenizer
+from mlm.data.chat_template import ChatError, Message
+from mlm.util.errors import type_of
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
-WRITTEN = 0xF0000
-"""Name n of a special token in a message is rendered as this letter + n, repeated to the same length: the
-first plane for private use. In the second, from PRIVATE on, are the tokenizer's own letters for it."""
-MARKS = re.compile(f"[{BEGIN}{END}]")
-RESERVED = re.compile(f"[{BEGIN}{END}{chr(WRITTEN)}-\U0010fffd]")
-"""Letters that messages may not hold; those for private use only if a message spells out a name."""
-
 SHARE_GPT = "conversations"
 """Column of ShareGPT's messages."""
-SPEAKERS = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT}
+SPEAKERS = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "observation": "tool"}
 """Roles by ShareGPT's names, where these differ."""
-
-AT_ONCE = 1 << 22
-"""Letters that are tokenised at a time: meanwhile a token takes some hundred bytes."""
-
-Answers = Literal["all", "last"]
-
-
-@dataclass(frozen=True, eq=False)
-class Tokens:
-    """A conversation as a model reads it."""
-
-    ids: NDArray[np.int32]
-    """[n]."""
-    is_answer: NDArray[np.bool_]
-    """[n]: written by the assistant, the end of its turn included."""
+CALL = "function_call"
+"""ShareGPT's speaker of a tool call, {"name": …, "arguments": …} as JSON; OpenAI's former key of one."""
+WEIGHTS = ("weight", "train", "loss")
+"""Keys of a message of the assistant that keep it out of the loss, if 0 or false."""
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns of rows, and keys of messages, whose content no model here reads."""
+TOOLS, SYSTEM, OPTIONS = "tools", "system", "chat_template_kwargs"
+"""Columns beside messages: functions that may be called, a first message, and values for the template."""
+FIXED = ("messages", TOOLS, "add_generation_prompt")
+"""Values of a template that a row may not set."""
 
 
 @dataclass(frozen=True)
-class RenderedText:
-    """A rendered conversation."""
+class Conversation:
+    """Messages, and what else a template reads of their row."""
 
-    text: str
-    answers: Sequence[tuple[int, int]]
-    """First letter and end of each answer, in their order."""
-    is_hidden: bool
-    """True if names of special tokens in its messages are hidden in it."""
+    messages: Sequence[Message]
+    tools: Any = None
+    """Descriptions of functions; None without any."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Other values for the template, by name."""
+    prompt: int = 0
+    """First messages, after which all is an answer; 0 where roles decide."""
+    changes: tuple[str, ...] = ()
+    """What was read otherwise than it is written, for the run's header."""
+
+    def to_json(self) -> list[Any]:
+        """Return the values of all fields but `changes`; those that most rows have none of are left out."""
+        rest = [self.options, self.prompt]
+        return [self.messages, self.tools, *(rest if any(rest) else ())]
 
 
-def messages_in(record: Mapping[str, Any], column: str) -> Any:
-    """Return the messages in `column`, in `conversations`, or of prompt and completion. Raises KeyError."""
+def read_conversation(
+    record: Mapping[str, Any], column: str = "messages", *, keep_nulls: bool = False
+) -> Conversation:
+    """Return the conversation of a row: messages in `column` or `conversations`, or prompt and completion.
+
+    Raises KeyError without any, ChatError.
+    """
     for name in (column, SHARE_GPT):
         if record.get(name) is not None:  # a table of several forms fills absent columns with null
-            return record[name]
-    messages = list[Any]()
-    for key, role in (("prompt", "user"), ("completion", ASSISTANT)):
-        said = record[key]
-        messages += said if isinstance(said, list) else [{"role": role, "content": said}]
-    return messages
+            return make_conversation(record, record[name], keep_nulls=keep_nulls)
+    prompt, completion = (
+        said if isinstance(said, list) else [{"role": role, "content": said}]
+        for said, role in ((record["prompt"], "user"), (record["completion"], ASSISTANT))
+    )
+    first = len(prompt) if isinstance(record["prompt"], list) else 0
+    return make_conversation(record, [*prompt, *completion], first, keep_nulls=keep_nulls)
+
+
+def make_conversation(
+    record: Mapping[str, Any], said: Any, prompt: int = 0, *, keep_nulls: bool = False
+) -> Conversation:
+    """Return messages, of which the first `prompt` are a prompt, with the other columns of their row.
+
+    Raises ChatError, also for a column that would change what is learnt and is not read.
+    """
+    for name in MEDIA:
+        if record.get(name):
+            raise ChatError(f"the column '{name}' is not read, only texts are: delete it, or the row")
+    messages, changes = check_messages(said), list[str]()
+    tools, options = objects_in(record.get(TOOLS), f"'{TOOLS}'"), options_in(record.get(OPTIONS))
+    if not keep_nulls:
+        cleaned = without_nulls([messages, tools, options])
+        if cleaned != [messages, tools, options]:
+            changes.append("nulls removed from tools, calls and their arguments (task.keep_nulls=true keeps)")
+        messages, tools, options = cleaned
+    if any(isinstance(each, dict) and each.get("from") in (CALL, "observation") for each in said):
+        changes.append(f"turns of {CALL} and observation read as calls and results of tools")
+    system = record.get(SYSTEM)
+    if system is not None and not isinstance(system, str):
+        raise ChatError(f"'{SYSTEM}' holds {type_of(system)}, not a text: fix or delete it")
+    if system and messages[0]["role"] != "system":
+        messages, prompt = [{"role": "system", "content": system}, *messages], prompt + (prompt > 0)
+        changes.append(f"the column '{SYSTEM}' read as the first message")
+    elif system and messages[0]["content"] != system:
+        raise ChatError(f"'{SYSTEM}' is another text than the first message's: delete one")
+    if not all(is_trained(each) for each in messages if each["role"] == ASSISTANT):
+        if prompt:
+            raise ChatError("a turn of weight 0 beside a prompt, after which all is trained: write messages")
+        changes.append("turns of weight 0 not trained")
+    return Conversation(messages, tools, options, prompt, tuple(changes))
+
+
+def options_in(value: Any) -> dict[str, Any]:
+    """Return the values that a row sets for its template. Raises ChatError."""
+    value = {} if value is None else value
+    if not isinstance(value, dict) or any(name in FIXED for name in value):
+        raise ChatError(f"'{OPTIONS}' is no object of values other than {', '.join(FIXED)}: fix or delete it")
+    return value
+
+
+def objects_in(value: Any, name: str) -> list[Any] | None:
+    """Return a list of objects, given as one or as JSON text; None without. Raises ChatError."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError):
+            raise ChatError(f"{name} is a text, and no JSON: write a list of objects") from None
+    value = list(value) if isinstance(value, tuple) else value
+    if value is not None and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
+        raise ChatError(f"{name} is no list of objects: fix or delete it")
+    return value
+
+
+def without_nulls(value: Any) -> Any:
+    """Return JSON without the keys whose values are null, at any depth: a table fills absent ones so."""
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: without_nulls(item) for key, item in value.items() if item is not None}
 
 
 def check_messages(messages: Any) -> list[Message]:
@@ -75,23 +135,51 @@ def check_messages(messages: Any) -> list[Message]:
     return [checked(message, number) for number, message in enumerate(messages, 1)]
 
 
-def checked(message: Any, number: int) -> Message:
+def checked(given: Any, number: int) -> Message:
     """Return one message; a list of text parts as their text. Raises ChatError."""
-    if not isinstance(message, dict):
+    if not isinstance(given, dict):
         raise ChatError(f'message {number} is no object: write {{"role": "user", "content": "…"}}')
     # a table fills absent keys with null
-    message = {key: value for key, value in message.items() if value is not None}
+    message: Message = {key: value for key, value in given.items() if value is not None}
     if "from" in message and "role" not in message:
-        speaker = message.pop("from")
-        message |= {"role": SPEAKERS.get(str(speaker), speaker), "content": message.pop("value", None)}
+        speaker, said = message.pop("from"), message.pop("value", None)
+        if speaker == CALL:
+            called = {"type": "function", "function": call_in(said, number)}
+            message |= {"role": ASSISTANT, "tool_calls": [called]}
+        else:
+            message |= {"role": SPEAKERS.get(str(speaker), speaker), "content": said}
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise ChatError(f"message {number}: role={str(role)[:40]!r} is unknown: use {', '.join(ROLES)}")
+    if unread := [name for name in (CALL, *MEDIA) if message.get(name)]:
+        raise ChatError(f"message {number}: '{unread[0]}' is not read: write tool_calls, or delete the row")
+    if wrong := [key for key in WEIGHTS if message.get(key, 1) not in (0, 1)]:
+        raise ChatError(f"message {number}: '{wrong[0]}' is neither 0 nor 1: fix or delete it")
+    if calls := objects_in(message.get("tool_calls"), f"message {number}: 'tool_calls'"):
+        message["tool_calls"] = calls
     if isinstance(content, list):
         content = "".join(text_of_part(part, number) for part in content)
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+    if content is None and calls:  # OpenAI's form; some templates would write it as a word
+        return message
+    if not isinstance(content, str):
         raise ChatError(f"message {number}: its 'content' is no text: give one, or delete the message")
     return {**message, "content": content}
+
+
+def call_in(said: Any, number: int) -> dict[str, Any]:
+    """Return a call of a function from its JSON. Raises ChatError."""
+    try:
+        call: Any = json.loads(said) if isinstance(said, str) else said
+    except (ValueError, RecursionError):
+        call = None
+    if not isinstance(call, dict) or not {"name", "arguments"} <= call.keys():
+        raise ChatError(f'message {number}: no call {{"name": "…", "arguments": {{…}}}} as JSON: fix it')
+    return dict(call)
+
+
+def is_trained(message: Message) -> bool:
+    """True unless a weight of 0 keeps a message out of the loss."""
+    return all(message.get(key, 1) for key in WEIGHTS)
 
 
 def text_of_part(part: Any, number: int) -> str:
@@ -101,163 +189,3 @@ def text_of_part(part: Any, number: int) -> str:
     raise ChatError(
         f'message {number}: a part of its \'content\' is not {{"type": "text", "text": "…"}}: delete the row'
     )
-
-
-def encode(
-    conversations: Iterable[tuple[Sequence[Message], Any]],
-    tokenizer: Tokenizer,
-    template: ChatTemplate,
-    answers: Answers = "all",
-) -> Iterator[Tokens | ChatError]:
-    """Yield the tokens of each conversation (messages, tools), or its problem, as soon as one has any."""
-    speller = Speller(tokenizer)
-    waiting, letters = list[RenderedText](), 0
-    for messages, tools in conversations:
-        problem = None
-        try:
-            waiting.append(text_of(messages, tools, speller, template, answers))
-            letters += len(waiting[-1].text)
-        except ChatError as error:
-            problem = error
-        if problem is not None or letters >= AT_ONCE:
-            yield from tokens_of(waiting, speller)
-            waiting, letters = [], 0
-        if problem is not None:
-            yield problem
-    yield from tokens_of(waiting, speller)
-
-
-def text_of(
-    messages: Sequence[Message], tools: Any, speller: "Speller", template: ChatTemplate, answers: Answers
-) -> RenderedText:
-    """Return a conversation as text. Raises ChatError."""
-    (said, given), is_hidden = speller.hide(messages, tools)
-    rendered = template.render(said, given)
-    return RenderedText(rendered.text, answer_ranges(template, said, given, rendered, answers), is_hidden)
-
-
-def tokens_of(texts: Sequence[RenderedText], speller: "Speller") -> list[Tokens]:
-    """Return the tokens of rendered conversations."""
-    found = dict[int, Tokens]()
-    for is_hidden, encode_all in ((False, speller.tokenizer.encode_marked), (True, speller.encode)):
-        numbers = [n for n, text in enumerate(texts) if text.is_hidden == is_hidden]
-        encoded = encode_all([texts[n].text for n in numbers])
-        for number, (ids, places) in zip(numbers, encoded, strict=True):
-            found[number] = Tokens(ids, overlaps(places, texts[number].answers))
-    return [found[n] for n in range(len(texts))]
-
-
-def encode_prompt(
-    messages: Sequence[Message], tokenizer: Tokenizer, template: ChatTemplate, tools: Any = None
-) -> list[int]:
-    """Return the tokens of a conversation up to where the next answer begins. Raises ChatError."""
-    speller = Speller(tokenizer)
-    (said, given), is_hidden = speller.hide(messages, tools)
-    text = template.render(said, given, add_generation_prompt=True).text
-    encoder = speller.encode if is_hidden else tokenizer.encode_marked
-    return [int(id) for id in encoder([text])[0][0]]
-
-
-def answer_ranges(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    tools: Any,
-    rendered: Rendered,
-    answers: Answers,
-) -> Sequence[tuple[int, int]]:
-    """Return first character and end of each answer in a rendered conversation. Raises ChatError.
-
-    Of a template without {% generation %} blocks an answer is what its message adds to the text before it,
-    rendered up to where an answer begins.
-    """
-    if template.marks_answers:
-        if not rendered.answers:
-            raise ChatError(f"{template.place} marks no answer of it: correct its {{% generation %}} blocks")
-        return rendered.answers if answers == "all" else rendered.answers[-1:]
-    numbers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
-    found = []
-    for n in numbers if answers == "all" else numbers[-1:]:
-        before = template.render(messages[:n], tools, add_generation_prompt=True).text
-        after = rendered.text if n + 1 == len(messages) else template.render(messages[: n + 1], tools).text
-        if not (after.startswith(before) and rendered.text.startswith(after)):
-            raise ChatError(
-                f"message {n + 1}: {template.place} renders an answer otherwise when messages follow it: "
-                "mark answers in the template with {% generation %}, or set task.answers=last"
-            )
-        found.append((len(before), len(after)))
-    return found
-
-
-def overlaps(places: NDArray[np.int32], ranges: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-    """Return which tokens, of letters `places` [n, 2], have a letter in one of the ranges: [n].
-
-    Begins and ends of the ranges are in ascending order.
-    """
-    if not ranges:
-        return np.zeros(len(places), dtype=bool)
-    begins, ends = np.array(ranges).T
-    last = np.searchsorted(begins, places[:, 1]) - 1  # of the ranges that begin before a token's end
-    found: NDArray[np.bool_] = (last >= 0) & (ends[last] > places[:, 0])
-    return found
-
-
-def reserved(value: Any, letters: re.Pattern[str]) -> str | None:
-    """Return the first of these letters in the texts of JSON values; None if they hold none."""
-    if isinstance(value, str):
-        letter = letters.search(value)
-        return None if letter is None else letter[0]
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return next((found for item in items if (found := reserved(item, letters)) is not None), None)
-
-
-class Speller:
-    """Names of special tokens in messages, kept apart from those of the template.
-
-    In a message name n becomes letters of private use before it is rendered. After that the names left are
-    the template's: they become the tokenizer's private letters, and the message's become names again. All
-    have the length of the name, so that no place in the text moves.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer, self.names = tokenizer, tokenizer.special_names
-        longest = sorted(self.names, key=len, reverse=True)  # as the library finds them
-        self.known = re.compile("|".join(map(re.escape, longest))) if longest else None
-        self.numbers = {name: n for n, name in enumerate(self.names)}
-
-    def hide(self, messages: Sequence[Message], tools: Any) -> tuple[tuple[Sequence[Message], Any], bool]:
-        """Return messages and tools with the names in their texts hidden, and True if there were any.
-
-        Raises ChatError for letters that have another use here.
-        """
-        given = [list(messages), tools]
-        try:
-            hidden = self._hidden(given)
-            is_hidden = hidden != given
-            found = reserved(given, RESERVED if is_hidden else MARKS)
-        except RecursionError:
-            raise ChatError("its messages or tools are nested too deeply: flatten them") from None
-        if found is not None:
-            raise ChatError(f"it holds the letter U+{ord(found):X}, which has another use here: delete it")
-        return (hidden[0], hidden[1]), is_hidden
-
-    def _hidden(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._replaced(value, WRITTEN)
-        if isinstance(value, Mapping):
-            return {key: self._hidden(item) for key, item in value.items()}
-        return [self._hidden(item) for item in value] if isinstance(value, list | tuple) else value
-
-    def encode(self, texts: Sequence[str]) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
-        """Encode rendered texts with hidden names: see `Tokenizer.encode_marked`."""
-        return self.tokenizer.encode_private([self._shown(self._replaced(text, PRIVATE)) for text in texts])
-
-    def _replaced(self, text: str, first: int) -> str:
-        def letters(found: re.Match[str]) -> str:
-            return chr(first + self.numbers[found[0]]) * len(found[0])
-
-        return text if self.known is None else self.known.sub(letters, text)
-
-    def _shown(self, text: str) -> str:
-        for name, n in self.numbers.items():
-            text = text.replace(chr(WRITTEN + n) * len(name), name)
-        return text

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from mlm.data.chat_builtin import BUILT_IN
+from mlm.data.chat_builtin import BUILT_IN, TURNS
 from mlm.data.config import DataConfig
 from mlm.data.local_copy import copy_locally
 from mlm.util.errors import Absent, Problem, UserError
@@ -117,7 +117,7 @@ def folder(key: str, path: str | None) -> Problem | None:
 
 def chat_template(key: str, path: str | None) -> Problem | None:
     """A template's file, or the name of one that is built in."""
-    return None if path in BUILT_IN else file(key, path)
+    return None if path in (*BUILT_IN, TURNS) else file(key, path)
 
 
 def tokenizer(key: str, path: str | None) -> Problem | None:

@@ -5,6 +5,7 @@ mlm/corpus/train_tokenizer.py trains them.
 
 import json
 import os
+import re
 import secrets
 from array import array
 from collections.abc import Mapping, Sequence
@@ -17,36 +18,41 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from mlm.util.errors import CorruptFileError, UserError, reading_from
-from mlm.util.files import READABLE, digest_bytes, open_input, parse_json, read_input_text, write_atomic
+from mlm.data.tokenizer_settings import (
+    ADDED,
+    CONFIG,
+    EOD,
+    GENERATION_CONFIG,
+    SETTINGS,
+    check_size,
+    named_tokens,
+    read_config,
+)
+from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.files import digest_bytes, read_input_text, write_atomic
 from mlm.util.ownership import file_type_name
 
 if TYPE_CHECKING:
     from mlm.data.chat_template import ChatTemplate
 
-EOD = "<|endoftext|>"
-"""End of document, GPT-2's only special token."""
 UNK, CLS, SEP, PAD, MASK = "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"
 BERT_SPECIAL = (PAD, UNK, CLS, SEP, MASK)
-EOD_NAMES = (EOD, "<|end_of_text|>", "</s>", "[EOS]", SEP)
+EOD_NAMES = (EOD, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", SEP)
 """The first that exists counts. BERT's vocabulary has only [SEP]; Megatron-LM adds an [EOS]."""
-BOS_NAMES = ("<|begin_of_text|>", "<s>", "[BOS]", EOD)
+BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", EOD)
 """GPT-2's beginning of a sequence is its end of a document, as in transformers."""
 CONTINUES = "##"
 """Prefix of a WordPiece token inside a word."""
 LONGEST_WORD = 100
 """Letters; BERT has no token for a longer word (its max_input_chars_per_word)."""
-CONFIG, GENERATION_CONFIG, SETTINGS = "config.json", "generation_config.json", "tokenizer_config.json"
-"""Files of a model folder beside its tokenizer."""
 FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 """A folder with a tokenizer has one of these."""
+ADDED_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 BYTE_LEVEL_SPACES = "ĠĊĉčċČ"
 """Byte-level BPE's letters for space, \\n, \\t, \\r, \\v and \\f."""
 PRIVATE = 0x100000
 """Letter of the first special token for `encode_private`: the second plane for private use."""
 MAX_TOKENS = 1 << 24  # of a vocabulary: tables have a row for each
-MAX_BYTES = 1 << 28  # 256 MiB of tokenizer.json: the largest vocabularies in use need 40
-
 Placed = tuple[NDArray[np.int32], NDArray[np.int32]]
 """Token ids [n], and begin and end [n, 2] of each in letters of the text."""
 
@@ -80,8 +86,12 @@ class Tokenizer:
         if eod_id is None and isinstance(eod, str):
             raise UserError(f"eod={eod} is not a token of {source}; name one of its vocabulary")
         if eod_id is None:
+            marks = "|".join(("end", "eos", "eot", "/s", "sep"))
+            near = [name for name in self.special_names if re.search(marks, name, re.IGNORECASE)]
+            fix = " or ".join(f"eod={name}" for name in (near or self.special_names)[:3])
             raise UserError(
-                f"{source} has no end-of-document token: add one of {', '.join(EOD_NAMES)} to its vocabulary"
+                f"{source} has no end-of-document token: set {fix or 'eod=NAME of one of its tokens'}, "
+                f"or add one of {', '.join(EOD_NAMES)} to its vocabulary"
             )
         self.eod_id = eod_id
         self.bos_id = first_of(BOS_NAMES, vocabulary)
@@ -201,7 +211,8 @@ class Tokenizer:
         if file.is_dir():
             file = next((file / name for name in FILES if (file / name).is_file()), file / "tokenizer.json")
         if file.name in ("vocab.json", "merges.txt"):
-            return cls(read_gpt2(file.parent), str(file.parent), eod)
+            made = read_gpt2(file.parent)
+            return cls(made, str(file.parent), eod_of_model(file.parent, made) if eod is None else eod)
         if file.suffix == ".txt" and file.is_file():
             return cls(read_bert(file), str(file), eod)
         if not file.is_file() and os.path.lexists(file):
@@ -295,21 +306,32 @@ def read_gpt2(folder: Path) -> str:
         raise damaged(f"{vocabulary} or {merges.name}", error) from error
     config = read_config(folder / "tokenizer_config.json")
     backend = byte_level(model, prefix_space=config.get("add_prefix_space") is True)
-    if backend.token_to_id(EOD) is not None:
-        backend.add_special_tokens([AddedToken(EOD, special=True, normalized=False)])
+    named = named_tokens(folder) or {}
+    ids = backend.get_vocab()
+    special = sorted({EOD, *named.values()} & ids.keys(), key=lambda name: ids[name])
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     add_tokens(backend, folder)
     return backend.to_str()
 
 
 def add_tokens(backend: Backend, folder: Path) -> None:
-    """Add the tokens of added_tokens.json, {name: id}, which follow those of the vocabulary.
+    """Add the tokens of added_tokens.json, {name: id}, and of added_tokens_decoder of tokenizer_config.json.
 
-    Raises CorruptFileError where they do not.
+    Each is special and normalized as the latter says. Without it, those that a file or the class of the
+    tokenizer names are special, as in `transformers`: the others are found in texts. Raises CorruptFileError
+    where ids do not follow those of the vocabulary.
     """
-    path = folder / "added_tokens.json"
-    for name, id in sorted(read_config(path).items(), key=lambda item: str(item[1]).zfill(12)):
-        if backend.token_to_id(name) is None:
-            backend.add_special_tokens([AddedToken(name, special=True, normalized=False)])
+    path, named = folder / ADDED, set((named_tokens(folder) or {}).values())
+    decoder = read_config(folder / SETTINGS).get("added_tokens_decoder")
+    entries = decoder.items() if isinstance(decoder, dict) else ()
+    known = {str(each["content"]): (id, each) for id, each in entries if isinstance(each, dict)}
+    ids = {name: int(id) if id.isdigit() else id for name, (id, _) in known.items()} | read_config(path)
+    for name, id in sorted(ids.items(), key=lambda item: str(item[1]).zfill(12)):
+        flags = {"special": name in named, "normalized": name not in named}
+        said = known[name][1] if name in known else {}
+        flags |= {flag: said[flag] for flag in ADDED_FLAGS if isinstance(said.get(flag), bool)}
+        token = AddedToken(name, **flags)
+        (backend.add_special_tokens if flags["special"] else backend.add_tokens)([token])
         if backend.token_to_id(name) != id:
             raise CorruptFileError(
                 f"{path}: {name[:40]!r} has id {str(id)[:20]}, {backend.token_to_id(name)} comes next in the "
@@ -385,8 +407,7 @@ def eod_of_model(folder: Path, content: str) -> int | None:
         ]
         if found:
             return found[0]
-    token = read_config(folder / SETTINGS).get("eos_token")
-    return special.get(str(token.get("content") if isinstance(token, dict) else token))
+    return special.get((named_tokens(folder) or {}).get("eos_token", ""))
 
 
 def special_tokens(content: str) -> dict[str, int]:
@@ -402,18 +423,6 @@ def ids_of(value: Any) -> list[int]:
     """Return the token ids of a model's setting: one, a list, or none."""
     items = value if isinstance(value, list) else [value]
     return [id for id in items if type(id) is int and id >= 0]
-
-
-def read_config(file: Path) -> dict[str, Any]:
-    """Read a tokenizer_config.json; {} if there is none. Raises CorruptFileError."""
-    if not file.is_file():
-        return {}
-    check_size(file)
-    try:
-        config = parse_json(file.read_bytes(), foreign=True)
-    except ValueError as error:
-        raise CorruptFileError(f"{file} is not JSON: replace or delete it") from error
-    return config if isinstance(config, dict) else {}
 
 
 def can_spell(content: dict[str, Any], name: str) -> bool:
@@ -479,14 +488,6 @@ def parse(content: str, source: str) -> Backend:
     if getattr(backend.model, "dropout", None):
         backend.model.dropout = None  # a text has the same tokens each time
     return backend
-
-
-def check_size(file: Path) -> None:
-    """Reject a file too large for a tokenizer before it is read, or unreadable. Raises UserError."""
-    with reading_from(file, READABLE), open_input(file) as f:
-        size = os.fstat(f.fileno()).st_size
-    if size > MAX_BYTES:
-        raise CorruptFileError(f"{file}: {size} bytes, {MAX_BYTES} is the limit: replace it, or train one")
 
 
 def damaged(source: str, error: BaseException) -> CorruptFileError:

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlm.data.chat_template import ChatError
-from mlm.data.conversation import ASSISTANT, Tokens, check_messages, encode, messages_in
+from mlm.data.chat_tokens import Tokens, encode
+from mlm.data.conversation import ASSISTANT, Conversation, is_trained, read_conversation
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, Frame, InputText
@@ -19,9 +20,6 @@ from mlm.util.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-TOOLS = "tools"
-"""Column of the functions that a conversation may call, for the template."""
 
 
 class Chat(TaskType):
@@ -40,20 +38,19 @@ class Chat(TaskType):
         return 0
 
     def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
-        """Return the checked row of a record, in any form of `messages_in`. Raises RowError."""
+        """Return the checked row of a record, in any form of `read_conversation`. Raises RowError."""
         column = task.columns[0]
         try:
-            said = messages_in(record, column)
+            said = read_conversation(record, column, keep_nulls=task.keep_nulls)
         except KeyError:
-            said = present(record, column)  # the error of a record without it
-        try:
-            messages = check_messages(said)
+            present(record, column)  # raises the error of a record without it
+            raise
         except ChatError as error:
             raise RowError(f"'{column}': {error}") from error
-        answers = sum(message["role"] == ASSISTANT for message in messages)
-        if not answers:
+        roles = [message["role"] for message in said.messages if is_trained(message)]
+        if not (answers := roles[said.prompt :].count(ASSISTANT)):
             raise RowError(f"'{column}' has no message of the assistant: add the answer, or delete the row")
-        return TaskRow(id, (json_text([messages, record.get(TOOLS)], column),), answers)
+        return TaskRow(id, (json_text(said.to_json(), column),), answers, changes=said.changes)
 
     def make_examples(
         self, task: TaskConfig, rows: Sequence[TaskRow], tokenizer: Tokenizer, frame: Frame
@@ -61,18 +58,19 @@ class Chat(TaskType):
         """Yield one example per conversation, none for one whose answers begin after max_length tokens."""
         template = tokenizer.chat_template
         assert template is not None, "read with the tokenizer"
-        said = (tuple(json.loads(row.texts[0])) for row in rows)
+        said = (Conversation(*json.loads(row.texts[0])) for row in rows)
         for number, tokens in enumerate(encode(said, tokenizer, template, task.answers)):
             if isinstance(tokens, ChatError):
-                raise ExampleError(number, str(tokens)) from tokens
+                yield ExampleError(number, str(tokens))
+                continue
             is_long = len(tokens.ids) > frame.max_length
             text, labels = scored_text(tokens, frame.max_length)
             if (labels != IGNORE_INDEX).any():
-                yield [Example(number, (text,), labels)], is_long
+                yield [Example(number, (text,), labels, notes=notes_of(tokens, frame.max_length))], is_long
             elif is_long:
                 yield [], True
             else:
-                raise ExampleError(number, "the template renders its answers as no text: fill or delete them")
+                yield ExampleError(number, "the template renders its answers as no text: fill or delete them")
 
     def problems(self, task: TaskConfig) -> list[Problem]:
         """Return the problems of a task's columns, labels and splits."""
@@ -100,6 +98,11 @@ def scored_text(tokens: Tokens, max_length: int) -> tuple[InputText, NDArray[np.
     labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
     labels[:-1] = np.where(tokens.is_answer[1 : len(ids)], ids[1:], IGNORE_INDEX)
     return InputText(ids, len(ids)), labels
+
+
+def notes_of(tokens: Tokens, max_length: int) -> tuple[str, ...]:
+    """Return remarks on a text: on how it was rendered, and if an answer was cut."""
+    return (*tokens.notes, *["an answer was cut"] * bool(tokens.is_answer[max_length:].any()))
 
 
 def json_text(value: Any, column: str) -> str:

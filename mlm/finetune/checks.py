@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlm.config.suggest import nearest
 from mlm.data import files_present as present
+from mlm.data.chat_builtin import TURNS
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, TaskConfig
 from mlm.launch.checks import (
     checkpoint_exists,
@@ -55,7 +56,7 @@ def _rows_exist(config: Any, _: Launch) -> Problem | None:
 
 def _chat_template_exists(config: Any, _: Launch) -> Problem | None:
     key, given = "data.chat_template", config.data.chat_template
-    if given is not None or config.task.kind != "chat":
+    if given not in (None, TURNS) or config.task.kind != "chat":
         return present.chat_template(key, given)
     from mlm.inference.chat import template_problem  # imports torch, which `mlm --help` does without
 

@@ -113,6 +113,9 @@ class TaskConfig:
     held_out: Annotated[float, FRACTION, CONVERSATIONS] = 0.05
     """Kinds chat and preferences: share of a single file's rows that are validated on, and not trained on;
     one at least."""
+    keep_nulls: Annotated[bool, CONVERSATIONS] = False
+    """Kinds chat and preferences: keep nulls in tools, calls and their arguments; a table fills absent keys
+    with them, and false removes them."""
     loss: Annotated[PreferenceLoss, OnlyIf("kind", "preferences")] = "dpo"
     """Kind preferences: dpo (arXiv:2305.18290), ipo (arXiv:2310.12036), and without a reference
     model simpo (arXiv:2405.14734) and orpo (arXiv:2403.07691)."""
@@ -154,7 +157,10 @@ class TaskDataConfig:
     """tokenizer.json, or a folder that holds one; null takes the one saved with the checkpoint."""
     chat_template: Annotated[InputPath | None, CONVERSATIONS] = None
     """Jinja file with the chat template of task.kind=chat, or chatml, which is built in; null takes the
-    tokenizer's."""
+    tokenizer's, and turns does so too, with each answer as it is rendered when nothing follows it."""
+    bad_rows: Literal["stop", "skip"] = "stop"
+    """Rows that cannot be read or rendered: stop names the first ten of each split, skip trains on the others
+    and lists them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

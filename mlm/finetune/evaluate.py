@@ -96,11 +96,11 @@ def split_of(config: EvalTaskConfig, name: str, start: Start) -> TaskSplit:
     """
     task, saved = config.task, saved_state(start)
     if config.data.path is not None:
-        return read_split(task, name, path=config.data.path, columns=config.data.columns)
+        typed = config.data.columns
+        return read_split(task, name, path=config.data.path, columns=typed, skips=start.skips)
     share = saved.get("depends_on", {}).get("task.held_out", task.held_out)
-    return read_part(
-        replace(task, held_out=float(share)), name, path=saved.get(DATA_PATH), columns=saved.get(DATA_COLUMNS)
-    )
+    task, columns = replace(task, held_out=float(share)), saved.get(DATA_COLUMNS)
+    return read_part(task, name, path=saved.get(DATA_PATH), columns=columns, skips=start.skips)
 
 
 def task_problems(config: EvalTaskConfig, start: Start) -> list[str]:

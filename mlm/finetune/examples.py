@@ -6,7 +6,7 @@ Special tokens written out in a text are ordinary characters.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -43,6 +43,8 @@ class Example:
     """One, or one per option of type choice."""
     label: Any
     """Target of the loss: an int, a float, or a tuple of ints; None without a label."""
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
+    """What was left out or rewritten, counted in the run's header."""
 
 
 @dataclass(frozen=True)

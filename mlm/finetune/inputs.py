@@ -16,6 +16,7 @@ from mlm.config.build import to_dict
 from mlm.config.tree import flatten
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, TaskConfig
+from mlm.finetune.rows import RowError
 from mlm.finetune.splits import TaskSplit, TokenizedSplit, read_part, tokenize
 from mlm.finetune.task_type import task_type
 from mlm.inference.base import base_digest, load_any_weights
@@ -33,6 +34,9 @@ from mlm.parallel.sharding import ParameterShard
 from mlm.training.state import CHECKPOINTS, FINETUNING
 from mlm.util.errors import ConfigError, UserError, attempt, show
 
+RENDERED = 1000
+"""Rows of each split that are rendered before ranks start, so that their problems are listed with others."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
@@ -44,6 +48,8 @@ class Start:
     tokenizer: Tokenizer
     max_length: int
     """Maximum tokens of a text: task.max_length, or model.max_positions if that is less."""
+    skips: bool = False
+    """True if rows that cannot be read or rendered are left out."""
 
     @property
     def notes(self) -> list[Note]:
@@ -54,7 +60,9 @@ class Start:
     def tokenize(self, task: TaskConfig, split: TaskSplit) -> TokenizedSplit:
         """Return a split with its examples. Raises UserError."""
         causal = self.model.family.causal
-        return tokenize(task, split, self.tokenizer, causal=causal, max_length=self.max_length)
+        return tokenize(
+            task, split, self.tokenizer, causal=causal, max_length=self.max_length, skips=self.skips
+        )
 
 
 def read_start(config: FinetuneConfig | EvalTaskConfig) -> Start:
@@ -78,19 +86,26 @@ def read_start(config: FinetuneConfig | EvalTaskConfig) -> Start:
         model=model,
         tokenizer=tokenizer,
         max_length=min(task.max_length, model.max_positions),
+        skips=config.data.bad_rows == "skip",
     )
 
 
-def read_splits(config: FinetuneConfig) -> dict[str, TaskSplit]:
+def read_splits(config: FinetuneConfig, start: Start | None = None) -> dict[str, TaskSplit]:
     """Read the rows to train on, to validate on and to predict, by the split's name.
 
-    Raises ConfigError for all unusable rows.
+    With `start` the first rows of each are rendered too. Raises ConfigError for all unusable rows.
     """
     task, path, columns, problems = config.task, config.data.path, config.data.columns, list[str]()
     names = (task.train, *task.validations, *(task.tests if config.data.predict_tests else ()))
-    splits = {
-        name: attempt(problems, partial(read_part, task, name, path=path, columns=columns)) for name in names
-    }
+    read = partial(
+        read_part,
+        task,
+        path=path,
+        columns=columns,
+        skips=config.data.bad_rows == "skip",
+        check=None if start is None else partial(row_problems, task, start),
+    )
+    splits = {name: attempt(problems, partial(read, name)) for name in names}
     if problems:
         raise ConfigError(problems)
     whole = {name: split for name, split in splits.items() if split is not None}
@@ -103,9 +118,20 @@ def read_splits(config: FinetuneConfig) -> dict[str, TaskSplit]:
     return whole
 
 
+def row_problems(task: TaskConfig, start: Start, split: TaskSplit) -> Sequence[tuple[str, RowError]]:
+    """Return what keeps the first rows of a split from being rendered, with their locations."""
+    part = split.select(range(min(RENDERED, len(split))))
+    return replace(start, skips=True).tokenize(task, part).problems if part.rows else ()
+
+
 def tokenize_split(task: TaskConfig, split: TaskSplit, start: Start) -> TokenizedSplit:
     """Return a split with its examples. Raises UserError, also if there are none."""
     tokenized = start.tokenize(task, split)
+    if not tokenized.examples and not tokenized.truncated and tokenized.problems:
+        raise UserError(
+            f"data.bad_rows=skip: no row of {split.name} is left of {len(split):,}, the first of them "
+            f"{tokenized.problems[0][0]}: {tokenized.problems[0][1]}"
+        )
     if not tokenized.examples:
         raise UserError(
             f"{split.source}: of the {len(split):,} rows of {split.name} none has a token to learn among its "

@@ -7,9 +7,19 @@ from typing import Any
 import numpy as np
 
 from mlm.data.chat_template import ChatError
-from mlm.data.conversation import ASSISTANT, Tokens, check_messages, encode
+from mlm.data.chat_tokens import Tokens, common_start, encode
+from mlm.data.conversation import (
+    ASSISTANT,
+    MEDIA,
+    OPTIONS,
+    SYSTEM,
+    TOOLS,
+    Conversation,
+    check_messages,
+    make_conversation,
+)
 from mlm.data.tokenizer import Tokenizer
-from mlm.finetune.chat import Chat, json_text, scored_text
+from mlm.finetune.chat import Chat, json_text, notes_of, scored_text
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, Frame
 from mlm.finetune.examples import encode as encode_texts
@@ -19,6 +29,8 @@ from mlm.parallel.labels import IGNORE_INDEX
 
 PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
 """Columns, as TRL names them."""
+QUESTIONS = ("question", "instruction", "input", "query")
+"""Columns of prompts in other data sets."""
 REFERENCE_FREE = ("simpo", "orpo")
 
 
@@ -41,19 +53,14 @@ class Preferences(Chat):
         before = record.get(prompt)
         answers = [present(record, name) for name in names]
         if isinstance(before, str) or (before is None and all(isinstance(one, str) for one in answers)):
-            texts = [check_text(before or "", prompt), *map(check_text, answers, names)]
-            for name, text in zip(names, texts[1:], strict=True):
-                if not text:
-                    raise RowError(f"'{name}' is empty: fill or delete it")
-            found: Any = texts
+            found: Any = _texts(record, [before, *answers], task.columns)
+            changes: tuple[str, ...] = ()
         else:
-            found = [
-                _conversation(before, answer, prompt, name)
-                for answer, name in zip(answers, names, strict=True)
-            ]
+            pair = _conversations(record, [before, *answers], task)
+            found, changes = [each.to_json() for each in pair], pair[0].changes
         if found[-1] == found[-2]:
             raise RowError(f"'{names[0]}' and '{names[1]}' are equal: fix or delete the row")
-        return TaskRow(id, (json_text(found, names[0]),), 1)
+        return TaskRow(id, (json_text(found, names[0]),), 1, changes=changes)
 
     def make_examples(
         self, task: TaskConfig, rows: Sequence[TaskRow], tokenizer: Tokenizer, frame: Frame
@@ -61,68 +68,101 @@ class Preferences(Chat):
         """Yield one example per pair, none for one whose answers begin after max_length tokens."""
         pairs = [json.loads(row.texts[0]) for row in rows]
         for number, tokens in enumerate(_tokens_of_pairs(pairs, tokenizer, frame)):
+            if isinstance(tokens, ExampleError):
+                yield tokens
+                continue
             texts, labels = zip(*(scored_text(each, frame.max_length) for each in tokens), strict=True)
             is_long = any(len(each.ids) > frame.max_length for each in tokens)
             if all((label != IGNORE_INDEX).any() for label in labels):
                 from mlm.finetune.packing import PairLabel  # imports torch
 
-                yield [Example(number, texts, PairLabel(labels))], is_long
+                notes = [note for each in tokens for note in notes_of(each, frame.max_length)]
+                yield [Example(number, texts, PairLabel(labels), notes=tuple(dict.fromkeys(notes)))], is_long
             elif is_long:
                 yield [], True
             else:
-                raise ExampleError(number, "an answer has no token: fill or delete the row")
+                yield ExampleError(number, "an answer has no token: fill or delete the row")
 
 
-def _conversation(before: Any, answer: Any, prompt: str, name: str) -> list[Any]:
-    """Return the messages of a prompt and an answer. Raises RowError."""
-    try:
-        said = [] if before is None else check_messages(before)
-    except ChatError as error:
-        raise RowError(f"'{prompt}': {error}") from error
-    try:
-        messages = check_messages(answer)
-    except ChatError as error:
-        raise RowError(f"'{name}': {error}") from error
-    if messages[-1]["role"] != ASSISTANT:
-        raise RowError(f"'{name}': its last message is not the assistant's: fix or delete the row")
-    return [*said, *messages]
+def _texts(record: Mapping[str, Any], said: Sequence[Any], columns: Sequence[str]) -> list[str]:
+    """Return prompt and answers that are texts; without a prompt their common beginning. Raises RowError."""
+    if unread := [name for name in (SYSTEM, OPTIONS, TOOLS, *QUESTIONS, *MEDIA) if record.get(name)]:
+        fix = "write messages, or set task.columns" if said[0] is None else "write messages"
+        raise RowError(f"'{unread[0]}' is not read beside answers that are texts: {fix}")
+    prompt, *texts = (check_text(text or "", name) for text, name in zip(said, columns, strict=True))
+    for name, text in zip(columns[1:], texts, strict=True):
+        if not text:
+            raise RowError(f"'{name}' is empty: fill or delete it")
+    if said[0] is None:
+        size = min(common_start(*texts), *(len(text) - 1 for text in texts))
+        size -= texts[0][:size].endswith(" ")
+        prompt, texts = texts[0][:size], [text[size:] for text in texts]
+    return [prompt, *texts]
+
+
+def _conversations(record: Mapping[str, Any], said: Sequence[Any], task: TaskConfig) -> list[Conversation]:
+    """Return both conversations, each with the number of messages of their prompt. Raises RowError.
+
+    Without a prompt it is the messages with which both begin.
+    """
+    found, (before, *answers) = list[Conversation](), said
+    for name, messages in zip(task.columns, said, strict=True):
+        if not (isinstance(messages, list) and messages) and not (name == task.columns[0] and before is None):
+            raise RowError(f"'{name}': no list of messages: fix or delete the row")
+    if before is None:
+        size = min(common_start(*answers), *(len(answer) - 1 for answer in answers))
+        if not size:
+            raise RowError(
+                f"'{task.columns[1]}' and '{task.columns[2]}' begin with no common prompt: add one"
+            )
+        before, answers = answers[0][:size], [answer[size:] for answer in answers]
+    for name, answer in zip(task.columns[1:], answers, strict=True):
+        try:
+            check_messages(before if name == task.columns[1] else answer)
+            whole = [*before, *answer]
+            found.append(make_conversation(record, whole, len(before), keep_nulls=task.keep_nulls))
+        except ChatError as error:
+            raise RowError(f"'{name}': {error}") from error
+        if found[-1].messages[-1]["role"] != ASSISTANT:
+            raise RowError(f"'{name}': its last message is not the assistant's: fix or delete the row")
+    return found
 
 
 def _tokens_of_pairs(
     pairs: Sequence[Any], tokenizer: Tokenizer, frame: Frame
-) -> Iterator[tuple[Tokens, Tokens]]:
-    """Yield the tokens of the chosen and the rejected text of each pair. Raises ExampleError."""
+) -> Iterator[tuple[Tokens, Tokens] | ExampleError]:
+    """Yield the tokens of the chosen and the rejected text of each pair, or why there are none.
+
+    Both answers begin where the first of them differs from the prompt.
+    """
     for number, pair in enumerate(pairs):
         if isinstance(pair[0], str):
             yield _tokens_of_texts(pair, tokenizer, frame)
             continue
         if tokenizer.chat_template is None:
             problem = "holds messages, and the model has no chat template: set data.chat_template=…"
-            raise ExampleError(number, problem)
-        talks = ((messages, None) for messages in pair)
-        chosen, rejected = encode(talks, tokenizer, tokenizer.chat_template, "last")
-        for each in (chosen, rejected):
-            if isinstance(each, ChatError):
-                raise ExampleError(number, str(each)) from each
-        assert isinstance(chosen, Tokens)
-        assert isinstance(rejected, Tokens)
-        yield chosen, rejected
+            yield ExampleError(number, problem)
+            continue
+        talks = (Conversation(*fields) for fields in pair)
+        chosen, rejected = encode(talks, tokenizer, tokenizer.chat_template)
+        if isinstance(chosen, ChatError) or isinstance(rejected, ChatError):
+            yield ExampleError(number, str(chosen if isinstance(chosen, ChatError) else rejected))
+            continue
+        begin = min(int(np.sum(~each.is_answer)) for each in (chosen, rejected))
+        first, second = (
+            Tokens(each.ids, np.arange(len(each.ids)) >= max(begin, 1), each.notes)
+            for each in (chosen, rejected)
+        )
+        yield first, second
 
 
 def _tokens_of_texts(pair: Sequence[str], tokenizer: Tokenizer, frame: Frame) -> tuple[Tokens, Tokens]:
     """Return prompt and answer as one text with its end, the answer from where it differs from the prompt."""
     prompt, *whole = encode_texts([pair[0], pair[0] + pair[1], pair[0] + pair[2]], tokenizer)
-    common = min(_common(prompt, each) for each in whole)
+    common = min(common_start(prompt, each) for each in whole)
     ids = [np.concatenate([each, frame.end]) for each in whole]
     chosen, rejected = (Tokens(each, np.arange(len(each)) >= max(common, 1)) for each in ids)
     return chosen, rejected
-
-
-def _common(one: Any, other: Any) -> int:
-    """Return the number of equal tokens at the beginning."""
-    size = min(len(one), len(other))
-    differs = np.flatnonzero(one[:size] != other[:size])
-    return int(differs[0]) if len(differs) else size
 
 
 PREFERENCES = Preferences()

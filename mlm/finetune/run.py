@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.tracking.config import missing_extras
 from mlm.training.memory import reuse_large_blocks
 from mlm.training.preflight import run_start_problems
-from mlm.util.errors import UserError, attempt
+from mlm.util.errors import ConfigError, UserError, attempt
 from mlm.util.ownership import claim_problems
 
 
@@ -37,13 +38,12 @@ def preflight(config: FinetuneConfig) -> list[str]:
     problems = [*missing_extras(config.log), *checkpoint_problems(config.ckpt, config.parallel)]
     start = None if problems else attempt(problems, lambda: read_start(config))
     attempt(problems, lambda: check_installed(config.task))
-    splits = attempt(problems, lambda: read_splits(config))
+    splits = attempt(problems, lambda: read_splits(config, None if config.data.bad_rows == "skip" else start))
     if problems or start is None or splits is None:
         return problems
     try:
         if config.seeds > 1:
             problems += claim_problems(config.out, "run", writes=(RESULT,))
-        start.tokenize(config.task, splits[config.task.train].select([0]))
         problems += length_problems(config, start)
         for one in configs_by_seed(config):
             problems += run_start_problems(pretrain_config(one, start, 1), compares=False)
@@ -109,10 +109,11 @@ def prepare(config: FinetuneConfig, start: Start, splits: Mapping[str, TaskSplit
     task, train, wanted = config.task, splits[config.task.train], config.data.train_rows
     if wanted is not None:
         train = train.select(draw_rows(len(train), wanted, config.data.seed).tolist())
-    tests = task.tests if config.data.predict_tests else ()
-    return Material(
-        start=start,
-        train=tokenize_split(task, train, start),
-        validations=[tokenize_split(task, splits[name], start) for name in task.validations],
-        tests=[tokenize_split(task, splits[name], start) for name in tests],
-    )
+    tests, problems = task.tests if config.data.predict_tests else (), list[str]()
+    wanted_splits = [train, *(splits[name] for name in (*task.validations, *tests))]
+    found = [attempt(problems, partial(tokenize_split, task, split, start)) for split in wanted_splits]
+    if problems:
+        raise ConfigError(problems)
+    first, *others = (each for each in found if each is not None)
+    size = len(task.validations)
+    return Material(start=start, train=first, validations=others[:size], tests=others[size:])

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ class TaskSplit:
     """True if predictions can be scored; rows without labels can only be predicted."""
     note: str = ""
     """Line on how its rows were chosen; empty if they are those of a file."""
+    skipped: Sequence[tuple[str, RowError]] = ()
+    """Rows that were left out because they cannot be read: their locations and why."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -56,17 +58,28 @@ class TaskSplit:
         return replace(self, rows=[self.rows[n] for n in numbers], places=[self.places[n] for n in numbers])
 
 
+Check = Callable[[TaskSplit], Sequence[tuple[str, RowError]]]
+"""Returns problems of rows that were read, with their locations."""
+
+
 def read_split(
-    task: TaskConfig, split: str, *, path: str | None, columns: Mapping[str, str] | None = None
+    task: TaskConfig,
+    split: str,
+    *,
+    path: str | None,
+    columns: Mapping[str, str] | None = None,
+    skips: bool = False,
+    check: Check | None = None,
 ) -> TaskSplit:
     """Read the rows of a split from the folder or file `path`, or from the Hub if it is None.
 
-    `columns` are names of the file by ours. Raises UserError, with a line for each of the first problems
-    and the number of the others; CorruptFileError.
+    `columns` are names of the file by ours; `skips` leaves out rows that cannot be read; `check` finds
+    problems of others. Raises UserError, with a line for each of the first problems and the number of the
+    others; CorruptFileError.
     """
     kind, source = task_type(task.kind), path or f"{task.hub} {task.hub_config or ''}".rstrip()
     rows, places, earlier = list[TaskRow](), list[str](), Counter[str]()
-    problems, others = list[tuple[str, RowError]](), 0
+    problems, unread, others, number = list[tuple[str, RowError]](), list[tuple[str, RowError]](), 0, -1
     renamed = ", ".join(f"{ours} read from the column {theirs}" for ours, theirs in (columns or {}).items())
     unlabelled = RowError(f"no label ('{task.label}'): add it, or delete the row")
     for place, record in rename_columns(read_split_records(task, split, path), columns or {}, source):
@@ -75,18 +88,19 @@ def read_split(
             others += 1
             continue
         try:
-            name = row_name(record, task.id, len(places))
+            number += 1
+            name = row_name(record, task.id, number)
             earlier[name] += 1
             record, change = standard_form(record, task.columns) if kind.is_chat else (record, "")
             row = kind.parse(task, record, kind.row_id(task, name, earlier[name] - 1))
             if columns or change:
                 row = replace(row, changes=(*row.changes, *filter(None, (renamed, change))))
             rows.append(row)
+            places.append(place)
             if rows[-1].label is None:
                 problems.append((place, unlabelled))
         except RowError as error:
-            problems.append((place, error))
-        places.append(place)
+            (unread if skips else problems).append((place, error))
     has_labels = any(row.label is not None for row in rows)
     if rows and not has_labels:
         problems = [each for each in problems if each[1] is not unlabelled]
@@ -94,26 +108,38 @@ def read_split(
             fix = "set task.label, or give a file with labels"
             missing = RowError(f"no row of split {split} has a label ('{task.label}'): {fix}")
             problems.insert(0, (source, missing))
-    check_problems(problems)
+    found = TaskSplit(
+        name=split,
+        source=source,
+        rows=rows,
+        places=places,
+        digest=digest_rows(rows),
+        has_labels=has_labels,
+        skipped=unread,
+    )
+    check_problems([*problems, *(check(found) if check else ())])
     if not rows:
         prefixes = " or ".join(task.subsets)
         hint = f" ({others} have an {task.id} that does not begin with {prefixes}: see task.subsets)"
         raise UserError(f"{source}: split {split} holds no row{hint * bool(others)}: give another file")
-    digest = digest_rows(rows)
-    return TaskSplit(
-        name=split, source=source, rows=rows, places=places, digest=digest, has_labels=has_labels
-    )
+    return found
 
 
 def read_part(
-    task: TaskConfig, split: str, *, path: str | None, columns: Mapping[str, str] | None = None
+    task: TaskConfig,
+    split: str,
+    *,
+    path: str | None,
+    columns: Mapping[str, str] | None = None,
+    skips: bool = False,
+    check: Check | None = None,
 ) -> TaskSplit:
     """Read a split as `read_split`; of a single file of conversations those held out, or the others.
 
     Equal conversations are on one side. Which side is a function of the conversation and its file alone.
     Raises UserError, CorruptFileError.
     """
-    whole = read_split(task, split, path=path, columns=columns)
+    whole = read_split(task, split, path=path, columns=columns, skips=skips, check=check)
     if path is None or not Path(path).is_file() or not task_type(task.kind).is_chat:
         return whole
     ranks = [xxhash.xxh3_64_intdigest(row.texts[0].encode()) for row in whole.rows]
@@ -130,7 +156,13 @@ def read_part(
 
 
 def check_problems(problems: Sequence[tuple[str, RowError]]) -> None:
-    """Raise ConfigError with the first problems of rows and their locations, and the number of the others.
+    """Raise ConfigError with the first problems of rows and their locations, and the number of the others."""
+    if lines := problem_lines(problems):
+        raise ConfigError(lines)
+
+
+def problem_lines(problems: Sequence[tuple[str, RowError]]) -> list[str]:
+    """Return the first problems of rows and their locations, and the number of the others.
 
     A file without a column lacks it in every row: that is one line, with the number of rows.
     """
@@ -144,8 +176,7 @@ def check_problems(problems: Sequence[tuple[str, RowError]]) -> None:
             missing[str(error)] = 0
     if more := len(lines[MAX_PROBLEMS:]):
         lines[MAX_PROBLEMS:] = [f"and {more:,} more rows like these"]
-    if lines:
-        raise ConfigError(lines)
+    return lines
 
 
 def digest_rows(rows: Sequence[TaskRow]) -> str:
@@ -172,12 +203,20 @@ class TokenizedSplit:
     """Those of them without an example: all that there is to learn was lost."""
     max_length: int
     """Maximum tokens of a text."""
+    problems: Sequence[tuple[str, RowError]] = ()
+    """Rows that were left out because they have no example: their locations and why."""
 
     def notes(self) -> list[str]:
-        """Return lines on the choice of rows and on truncated ones."""
+        """Return lines on the choice of rows, on what was left out or rewritten, and on truncated rows."""
         notes, split = [self.split.note] if self.split.note else [], self.split
         said = Counter(note for row in split.rows for note in row.changes)
+        said += Counter(note for each in self.examples for note in each.notes)
         notes += [f"{split.source}: {count:,} rows of {split.name}: {note}" for note, count in said.items()]
+        if skipped := [*split.skipped, *self.problems]:
+            notes.append(
+                f"{split.source}: {len(skipped):,} rows of {split.name} skipped (data.bad_rows=skip)"
+            )
+            notes += [f"skipped {line}" for line in problem_lines(skipped)]
         left_out = f", {self.left_out:,} of them left out: no answer begins in these" if self.left_out else ""
         if self.truncated:
             notes.append(
@@ -188,12 +227,18 @@ class TokenizedSplit:
 
 
 def tokenize(
-    task: TaskConfig, split: TaskSplit, tokenizer: Tokenizer, *, causal: bool, max_length: int
+    task: TaskConfig,
+    split: TaskSplit,
+    tokenizer: Tokenizer,
+    *,
+    causal: bool,
+    max_length: int,
+    skips: bool = False,
 ) -> TokenizedSplit:
-    """Return a split with its examples.
+    """Return a split with its examples; `skips` leaves out rows that have none.
 
     `max_length` counts special tokens. Raises UserError if the tokenizer lacks the special tokens, or if
-    `max_length` leaves no room for a text.
+    `max_length` leaves no room for a text; ConfigError with the problems of rows.
     """
     whole = frame(tokenizer, causal=causal, max_length=max_length)
     kind = task_type(task.kind)
@@ -203,15 +248,24 @@ def tokenize(
             f"set {least + max_length - whole.room(2)} or more"
         )
     items, truncated, left_out = list[Example](), 0, 0
-    try:
-        for examples, was_truncated in kind.make_examples(task, split.rows, tokenizer, whole):
-            items += examples
-            truncated += was_truncated
-            left_out += not examples
-    except ExampleError as error:
-        raise UserError(f"{split.places[error.row]}: {error}") from error
+    problems = list[tuple[str, RowError]]()
+    for found in kind.make_examples(task, split.rows, tokenizer, whole):
+        if isinstance(found, ExampleError):
+            problems.append((split.places[found.row], found))
+            continue
+        examples, was_truncated = found
+        items += examples
+        truncated += was_truncated
+        left_out += not examples
+    if not skips:
+        check_problems(problems)
     return TokenizedSplit(
-        split=split, examples=items, truncated=truncated, left_out=left_out, max_length=max_length
+        split=split,
+        examples=items,
+        truncated=truncated,
+        left_out=left_out,
+        max_length=max_length,
+        problems=problems,
     )
 
 

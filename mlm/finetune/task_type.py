@@ -20,7 +20,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import SHIPPED, TaskConfig
 from mlm.finetune.examples import Example, Frame
 from mlm.finetune.metrics import EXTRA, Metric, ignore_warnings
-from mlm.finetune.rows import TaskRow
+from mlm.finetune.rows import ExampleError, TaskRow
 from mlm.util.errors import Problem, show
 from mlm.util.extras import load_extra
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from mlm.finetune.batches import Batcher
 
-RowExamples = tuple[list[Example], bool]
-"""The examples of a row, and True if it lost tokens because it was too long."""
+RowExamples = tuple[list[Example], bool] | ExampleError
+"""The examples of a row, and True if it lost tokens because it was too long; or why it has none."""
 Output = NDArray[np.float32]
 """Model output for one example: [num_labels] per text, or [n, 2] for the n tokens of a text (head span)."""
 

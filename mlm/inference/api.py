@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from mlm.config.fields import path_argument
 from mlm.data.chat_template import ChatError
-from mlm.data.conversation import check_messages, encode_prompt
+from mlm.data.chat_tokens import encode_prompt
+from mlm.data.conversation import make_conversation
 from mlm.data.sampler import Batch
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.predict import predict
@@ -263,7 +264,8 @@ class Model:
         said = messages if several else [messages]
         try:
             asked = [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in said]
-            ids = [encode_prompt(check_messages(one), tokenizer, template, tools) for one in asked]
+            talks = (make_conversation({"tools": tools}, one) for one in asked)
+            ids = [encode_prompt(each, tokenizer, template) for each in talks]
         except ChatError as error:
             raise UserError(f"messages: {error}") from error
         answers = self._continue(ids, sampling, stops, end_of_turn_tokens(template, tokenizer, self.path))

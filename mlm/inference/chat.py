@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from mlm.checkpoint.native.save_load import resolve
-from mlm.data.chat_builtin import BUILT_IN
+from mlm.data.chat_builtin import BUILT_IN, TURNS
 from mlm.data.chat_template import ChatError, ChatTemplate, find_template
 from mlm.data.conversation import ASSISTANT
-from mlm.data.tokenizer import GENERATION_CONFIG, Tokenizer, ids_of, read_config
+from mlm.data.tokenizer import Tokenizer, ids_of
+from mlm.data.tokenizer_settings import GENERATION_CONFIG, read_config
 from mlm.inference.trained import is_model_folder, run_directory
 from mlm.util.errors import Absent, ConfigError, Problem
 
@@ -21,7 +22,7 @@ def load_chat_template(
 
     Raises UserError if there is none, CorruptFileError.
     """
-    if file is None and (problem := template_problem(tokenizer_path, path, key=key)):
+    if file in (None, TURNS) and (problem := template_problem(tokenizer_path, path, key=key)):
         raise ConfigError([problem])
     folders = template_folders(tokenizer_path, path)
     templates = (ChatTemplate.find(folder, tokenizer, file) for folder in folders)

@@ -26,7 +26,8 @@ import torch
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
-from mlm.data.tokenizer import EOD, Tokenizer
+from mlm.data.tokenizer import Tokenizer
+from mlm.data.tokenizer_settings import EOD
 
 CHARACTERS = "".join(sorted("\n !$&',-.3:;?" + string.ascii_letters))
 """The 65 of tiny-shakespeare."""

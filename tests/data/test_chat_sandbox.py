@@ -11,7 +11,8 @@ import jinja2
 import pytest
 
 from mlm.data.chat_template import ChatError, ChatTemplate
-from mlm.data.conversation import encode
+from mlm.data.chat_tokens import encode
+from mlm.data.conversation import Conversation
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import UserError
 from tests.data.chats import TALK, write_tokenizer
@@ -118,10 +119,10 @@ def test_first_problem_ends_the_reading_of_conversations(tmp_path: Path) -> None
     """So that a file takes no longer than one text may."""
     read: list[int] = []
 
-    def conversations() -> Iterator[tuple[list[dict[str, Any]], None]]:
+    def conversations() -> Iterator[Conversation]:
         for number in range(3):
             read.append(number)
-            yield TALK, None
+            yield Conversation(TALK)
 
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, "qwen2"))
     template = ChatTemplate("{{ raise_exception('no') }}", {})
@@ -135,7 +136,7 @@ def test_tools_nested_too_deeply_are_an_error(tmp_path: Path) -> None:
     tools: Any = []
     for _ in range(900):
         tools = [tools]
-    (problem,) = encode([(TALK, tools)], tokenizer, template)
+    (problem,) = encode([Conversation(TALK, tools)], tokenizer, template)
     assert "nested too deeply" in str(problem)
 
 

@@ -10,12 +10,14 @@ from mlm.data.chat_template import (
     MAX_BYTES,
     ChatError,
     ChatTemplate,
-    default_template,
+    find_templates,
     read_template,
     token_names,
     with_reasoning,
 )
-from mlm.data.conversation import Tokens, check_messages, encode, encode_prompt
+from mlm.data.chat_tokens import Tokens, encode
+from mlm.data.chat_tokens import encode_prompt as encode_conversation
+from mlm.data.conversation import Conversation, check_messages
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.chat import end_of_turn_tokens
 from mlm.util.errors import CorruptFileError, UserError
@@ -31,9 +33,13 @@ def load(folder: Path) -> tuple[Tokenizer, ChatTemplate]:
     return tokenizer, template
 
 
+def encode_prompt(messages: Any, *loaded: Any) -> list[int]:
+    return encode_conversation(Conversation(messages), *loaded)
+
+
 def tokens_of(folder: Path, messages: list[dict[str, Any]], tools: Any = None, **options: Any) -> Tokens:
     tokenizer, template = load(folder)
-    (found,) = encode([(messages, tools)], tokenizer, template, **options)
+    (found,) = encode([Conversation(messages, tools)], tokenizer, template, **options)
     assert isinstance(found, Tokens), found
     return found
 
@@ -111,7 +117,7 @@ def test_nested_blocks_are_one_answer(tmp_path: Path) -> None:
 def test_half_a_surrogate_pair_is_an_error_of_one_line(tmp_path: Path) -> None:
     """A template can write one, and its file in JSON can hold one."""
     folder = write_tokenizer(tmp_path / "a", "qwen2", "{{ '\\ud800' }}" + CHATML)
-    (problem,) = encode([(TALK, None)], *load(folder))
+    (problem,) = encode([Conversation(TALK)], *load(folder))
     assert isinstance(problem, ChatError)
     assert "chat_template writes half a surrogate pair (U+D800): correct the conversation, or" in str(problem)
     folder = write_tokenizer(tmp_path / "b", "qwen2", CHATML + "{# \udfff #}")
@@ -158,7 +164,7 @@ def test_built_in_chatml_equals_that_of_transformers(tmp_path: Path) -> None:
     template = ChatTemplate.find(folder, tokenizer, "chatml")
     assert template is not None
     assert template.note == ""
-    (found,) = encode([(TALK, None)], tokenizer, template)
+    (found,) = encode([Conversation(TALK)], tokenizer, template)
     assert isinstance(found, Tokens)
     other = theirs(write_tokenizer(tmp_path / "b", "qwen2", CHATML))
     assert found.ids.tolist() == other.apply_chat_template(TALK, return_dict=False)
@@ -181,7 +187,7 @@ def test_built_in_chatml_ends_turns_with_a_token_that_the_vocabulary_has(tmp_pat
         f"chat template chatml: a turn ends with {end}, as the vocabulary has no <|im_end|>, and "
         "<|im_start|> is text of several tokens"
     )
-    (found,) = encode([(TALK, None)], tokenizer, template)
+    (found,) = encode([Conversation(TALK)], tokenizer, template)
     assert isinstance(found, Tokens)
     ends = found.ids == tokenizer.eod_id
     assert ends.sum() == len(TALK)
@@ -244,15 +250,27 @@ def test_saved_template_is_found_again(tmp_path: Path) -> None:
     assert (found.digest, found.render(TALK)) == (template.digest, template.render(TALK))
 
 
-def test_answer_that_later_messages_change_is_an_error(tmp_path: Path) -> None:
-    """As Qwen 3 leaves out the thoughts of earlier turns."""
-    template = CHATML.replace(
-        "message['content'] +", "('<t>' if loop.last and loop.index0 % 2 else '') + message['content'] +"
-    )
-    tokenizer, found = load(write_tokenizer(tmp_path, "qwen2", template))
-    (problem,) = encode([(TALK, None)], tokenizer, found)
-    assert "message 2: " in str(problem)
-    assert isinstance(next(encode([(TALK, None)], tokenizer, found, "last")), Tokens)
+LAST = CHATML.replace(
+    "message['content'] +", "('<t>' if loop.last and loop.index0 % 2 else '') + message['content'] +"
+)
+"""As Qwen 3 leaves out the thoughts of earlier turns."""
+
+
+@pytest.mark.parametrize("name, thoughts", [(None, 1), ("turns", 2)])
+def test_answers_that_later_messages_change_are_found_or_kept(
+    tmp_path: Path, name: str | None, thoughts: int
+) -> None:
+    """Where the template writes them; with the name `turns` as they were when nothing followed them."""
+    folder = write_tokenizer(tmp_path, "qwen2", LAST)
+    tokenizer = Tokenizer.load(folder)
+    template = ChatTemplate.find(folder, tokenizer, name)
+    assert template is not None
+    (found,) = encode([Conversation(TALK)], tokenizer, template)
+    assert isinstance(found, Tokens)
+    first, last = (message["content"] + "<|im_end|>\n" for message in TALK[1::2])
+    text = tokenizer.decode(found.ids[found.is_answer].tolist())
+    assert text == ("<t>" if thoughts == 2 else "") + first + "<t>" + last
+    assert tokenizer.decode(found.ids.tolist()).count("<t>") == thoughts
 
 
 @pytest.mark.parametrize(
@@ -303,23 +321,32 @@ def test_template_of_a_file_beside_the_config_counts_first(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("value", "source"),
+    ("value", "sources"),
     [
-        ("a", "a"),
-        ([{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}], "d"),
-        ([{"name": "tool_use", "template": "t"}], None),
-        (["default"], None),
-        ({"default": "d"}, None),
+        ("a", {"default": "a"}),
+        (
+            [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}],
+            {"default": "d", "tool_use": "t"},
+        ),
+        ({"default": "d", "tool_use": "t", "rag": "r"}, {"default": "d", "tool_use": "t"}),
+        (["default"], {}),
+        (None, {}),
     ],
 )
-def test_of_several_templates_the_default_counts(value: Any, source: str | None) -> None:
-    assert default_template(value) == source
+def test_templates_of_a_folder_have_names(tmp_path: Path, value: Any, sources: dict[str, str]) -> None:
+    folder = write_tokenizer(tmp_path, "qwen2", None, chat_template=value)
+    assert {name: source for name, (source, _) in find_templates(folder).items()} == sources
 
 
-def test_names_of_tokens_are_texts_or_have_a_content(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, "qwen2"))
-    settings = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "pad_token": None}
-    assert token_names(settings, tokenizer) == {"bos_token": "<s>", "eos_token": "</s>"}
+def test_names_of_tokens_are_texts_or_have_a_content_and_are_in_the_vocabulary(tmp_path: Path) -> None:
+    settings = {
+        "bos_token": {"content": "<|im_start|>", "lstrip": False},
+        "unk_token": "</s>",
+        "pad_token": None,
+    }
+    folder = write_tokenizer(tmp_path, "qwen2", **settings)
+    found = token_names(folder, Tokenizer.load(folder))
+    assert found == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": ""}
 
 
 def test_template_of_more_than_a_mebibyte_is_not_read(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import pytest
 from transformers import BertTokenizerFast, GPT2TokenizerFast
 
 from mlm.corpus.train_tokenizer import train_bpe, train_wordpiece
-from mlm.data.tokenizer import BERT_SPECIAL, EOD, Tokenizer
+from mlm.data.tokenizer import BERT_SPECIAL, Tokenizer
+from mlm.data.tokenizer_settings import EOD
 from mlm.util.errors import CorruptFileError, UserError
 
 TEXTS = ["the cat sat on the mat, the cat sat", "a cat and a hat on a mat"] * 4

@@ -223,6 +223,7 @@ def test_answers_beyond_the_context_are_truncated_and_counted(folder: Path, tmp_
         f"{tmp_path}: 2 of 3 rows of train were truncated to 96 tokens, 1 of them left out: no answer begins"
     )
     assert found.notes()[-1].startswith(note)
+    assert f"{tmp_path}: 1 rows of train: an answer was cut" in found.notes()
 
 
 def problem_of(config: FinetuneConfig) -> str:
@@ -272,7 +273,6 @@ def test_rows_of_other_forms_train_on_the_equal_conversation(folder: Path, tmp_p
         {"conversations": TALK},
         {"prompt": question, "completion": answer},
         {"messages": None, "conversations": None, "prompt": question, "completion": answer},
-        {"prompt": TALK[:1], "completion": TALK[1:]},
         {"messages": [{**said, "content": [{"type": "text", "text": said["content"]}]} for said in TALK]},
     ]
     write_rows(tmp_path / "train.jsonl", forms)
@@ -286,6 +286,60 @@ def test_rows_of_other_forms_train_on_the_equal_conversation(folder: Path, tmp_p
     for example in examples:
         assert example.texts[0].tokens.tolist() == ids
         assert list(example.label) == [*scored[1:], -100]
+
+
+REJECTS = (
+    "{% for m in messages %}{% if 'no' in m.content %}{{ raise_exception('no such talk') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def rejecting(tmp_path: Path) -> FinetuneConfig:
+    """Rows: a template rejects three, one cannot be read, two are good, one of them without its null."""
+    write_llama(tmp_path / "llama", REJECTS)
+    bad = {"messages": [{**TALK[0], "content": "no"}, TALK[1]]}
+    tools = {"messages": TALK, "tools": [{"name": "f", "strict": None}]}
+    rows = [bad, {"messages": TALK}, bad, {"messages": TALK[:1]}, bad, tools]
+    write_rows(tmp_path / "chat" / "train.jsonl", rows)
+    write_rows(tmp_path / "chat" / "validation.jsonl", rows[1:2])
+    return chatting(tmp_path, train=SHORT)
+
+
+def test_problems_of_rendering_are_listed_with_those_of_reading(rejecting: FinetuneConfig) -> None:
+    found = run.preflight(rejecting)
+    assert [line.split(": ")[0].rpartition(":")[2] for line in found] == ["4", "1", "3", "5"]
+    assert "has no message of the assistant" in found[0]
+    assert all("chat_template fails (no such talk)" in line for line in found[1:])
+
+
+def test_bad_rows_are_skipped_listed_and_recorded(
+    rejecting: FinetuneConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(rejecting, data=replace(rejecting.data, bad_rows="skip"))
+    assert len(evaluation(config).examples) == 2
+    finetune(config)
+    notes = read(Path(config.out) / "result.json")["notes"]
+    file = Path(str(config.data.path), "train.jsonl")
+    skipped = [note for note in notes if note.startswith("skipped ")]
+    assert [note.split(": ")[0] for note in skipped] == [f"skipped {file}:{line}" for line in (4, 1, 3, 5)]
+    assert f"{config.data.path}: 4 rows of train skipped (data.bad_rows=skip)" in notes
+    assert f"{config.data.path}: 1 rows of train: nulls removed from tools" in " ".join(notes)
+    assert f"{config.data.path}: 1 rows of train: tools rendered by " in " ".join(notes)
+    printed = capsys.readouterr().out
+    assert all(" ".join(note.split()[:3]) in printed for note in notes)
+
+
+def test_split_of_which_all_rows_are_skipped_says_why(rejecting: FinetuneConfig) -> None:
+    rows = Path(str(rejecting.data.path))
+    (rows / "validation.jsonl").write_text((rows / "train.jsonl").read_text().splitlines()[0])
+    config = replace(rejecting, data=replace(rejecting.data, bad_rows="skip"))
+    problem = problem_of(config)
+    assert problem.startswith(
+        f"data.bad_rows=skip: no row of validation is left of 1, the first of them {rows}"
+    )
+    assert "no such talk" in problem
 
 
 def test_problems_of_model_rows_and_template_are_reported_together(

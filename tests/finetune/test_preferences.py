@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import parameter_shards
 from mlm.training.pipelined import PipelinedModel
 from mlm.util.errors import ConfigError
+from tests.data.chats import theirs
 from tests.finetune.chats import POSITIONS, write_llama
 from tests.finetune.material import WORDS, shipped, write_rows
 from tests.finetune.runs import finetuning, losses, read, records, weights
@@ -241,6 +243,71 @@ def test_a_malformed_row_is_named_with_its_field(
         read_split(preferring(folder).task, "train", path=str(tmp_path / "pairs"))
     (line,) = caught.value.problems
     assert line.startswith(f"{tmp_path}/pairs/train.jsonl:2: {problem}")
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+SHOWN = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def called(name: str) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": name, "arguments": {"a": 1}}}],
+    }
+
+
+def said(*texts: str) -> list[dict[str, Any]]:
+    roles = ("user", "assistant") * 2
+    return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+
+
+TRIPLES: dict[str, dict[str, Any]] = {
+    "tools": {"prompt": said("q"), "chosen": [called("f")], "rejected": said("q", "no")[1:], "tools": [TOOL]},
+    "equal last turns": {"chosen": said("q", "a", "and?", "c"), "rejected": said("q", "b", "and?", "c")},
+    "several turns": {
+        "prompt": said("q"),
+        "chosen": [called("f"), {"role": "tool", "content": "3"}, *said("q", "yes")[1:]],
+        "rejected": [called("g"), {"role": "tool", "content": "3"}, *said("q", "no")[1:]],
+    },
+    "texts without a prompt": {"chosen": "Human: q Assistant: good", "rejected": "Human: q Assistant: bad"},
+    "an empty answer": {"prompt": said("q"), "chosen": said("q", "a")[1:], "rejected": said("q", "")[1:]},
+}
+
+
+@pytest.mark.parametrize("form", TRIPLES)
+def test_answers_of_a_pair_are_those_of_trl(folder: Path, tmp_path: Path, form: str) -> None:
+    """What DPOTrainer's own preparation takes for the prompt, the chosen and the rejected tokens."""
+    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
+    row, ckpt = TRIPLES[form], write_llama(tmp_path / "llama", SHOWN)
+    tokenizer = theirs(ckpt)
+    tokenizer.eos_token = "<|im_end|>"
+    args = SimpleNamespace(dataset_num_proc=None, max_length=None, truncation_mode="keep_start")
+    self = SimpleNamespace(_tokenizer=tokenizer)
+    (their,) = trl.DPOTrainer._prepare_dataset(
+        self, datasets.Dataset.from_list([row]), tokenizer, args, "rows"
+    )
+    write_rows(tmp_path / "pairs" / "train.jsonl", [row])
+    config = replace(preferring(folder), ckpt=str(ckpt))
+    task = replace(config.task, max_length=POSITIONS)
+    start = replace(read_start(config), max_length=1000)
+    (example,) = tokenize_split(task, read_split(task, "train", path=str(tmp_path / "pairs")), start).examples
+    end = [start.tokenizer.eod_id] if "texts" in form else []
+    for text, label, name in zip(example.texts, example.label.texts, ("chosen", "rejected"), strict=True):
+        ids = [*their["prompt_ids"], *their[f"{name}_ids"]]
+        assert text.tokens.tolist() == [*ids[: len(ids) - len(end)], *end]
+        assert int(np.sum(np.array(label) >= 0)) == len(their[f"{name}_ids"])
+
+
+@pytest.mark.parametrize("name", ["system", "tools", "question"])
+def test_column_beside_texts_that_is_not_read_is_named(folder: Path, tmp_path: Path, name: str) -> None:
+    write_rows(tmp_path / "train.jsonl", [{"chosen": "a b", "rejected": "a c", name: "x"}])
+    with pytest.raises(ConfigError, match=f"'{name}' is not read beside answers that are texts"):
+        read_split(preferring(folder).task, "train", path=str(tmp_path))
 
 
 def test_replacing_a_setting_of_the_loss_is_another_run(folder: Path) -> None:

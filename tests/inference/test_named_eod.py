@@ -10,7 +10,8 @@ from mlm.checkpoint.native.save_load import read_manifest
 from mlm.checkpoint.parameters import parameters
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.config import DataConfig
-from mlm.data.tokenizer import EOD, Tokenizer
+from mlm.data.tokenizer import Tokenizer
+from mlm.data.tokenizer_settings import EOD
 from mlm.inference.trained import load_tokenizer
 from mlm.training.run_folder import imported_state, run_config, write_run
 from mlm.training.run_tokenizer import digests_of_tokenizer, tokenizer_now

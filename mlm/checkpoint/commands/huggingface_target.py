@@ -20,7 +20,6 @@ from mlm.checkpoint.native.run_state import FINETUNING, as_strings, label_names
 from mlm.checkpoint.native.shard_file import Form, write_stream
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import group_by_size
-from mlm.data.chat_template import FILE as CHAT_TEMPLATE
 from mlm.inference.chat import end_of_turn_tokens
 from mlm.models.family import family_of
 from mlm.models.huggingface import HuggingFaceMapping, Location, TokenIds
@@ -162,13 +161,13 @@ def write_settings(source: Source, mapping: HuggingFaceMapping, folder: Path) ->
     write_atomic(folder / "tokenizer.json", content)
     template = tokenizer.chat_template
     if template is not None:
-        write_atomic(folder / CHAT_TEMPLATE, template.source.encode())
+        template.save_sources(folder)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.max_positions,
         "clean_up_tokenization_spaces": False,
         **mapping.special_tokens(tokenizer, model, ids),
-        **({} if template is None else template.tokens),
+        **({} if template is None else template.settings),
     }
     write_json(folder / "tokenizer_config.json", settings)
     if family_of(model.kind).causal and model.head == "language_model":

@@ -25,7 +25,7 @@ from mlm.checkpoint.native.run_state import LINEAGE, TOKENIZER_FILE, check_run_t
 from mlm.checkpoint.native.save_load import read_finite, resolve
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import derived_id, write_streamed
-from mlm.data.tokenizer import MAX_BYTES
+from mlm.data.tokenizer_settings import MAX_BYTES
 from mlm.inference.base import Base
 from mlm.inference.trained import check_stored_parameters, split_problems, trained_config
 from mlm.models.config import ModelConfig

@@ -23,10 +23,13 @@ from mlm.util.files import parse_json, read_bounded
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TOKENIZER = (
     *("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt"),
-    *("tokenizer_config.json", "added_tokens.json"),
+    *("tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"),
 )
-"""Files of tokenizers; the last two are read if there is no tokenizer.json."""
-SMALL_FILES = (CONFIG, INDEX, *TOKENIZER, "generation_config.json", "chat_template.jinja")
+"""Files of tokenizers; the last but one is read if there is no tokenizer.json."""
+SMALL_FILES = (
+    *(CONFIG, INDEX, *TOKENIZER, "generation_config.json"),
+    *("chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
+)
 """All files that are read in addition to the tensors."""
 ADAPTER = "adapter_config.json"
 

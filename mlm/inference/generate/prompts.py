@@ -9,7 +9,8 @@ from typing import Any
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.format import CheckpointError
 from mlm.data.chat_template import ChatError
-from mlm.data.conversation import SHARE_GPT, check_messages, encode_prompt
+from mlm.data.chat_tokens import encode_prompt
+from mlm.data.conversation import SHARE_GPT, make_conversation
 from mlm.data.records import SUFFIXES, Located, form_of, read_records
 from mlm.data.row_forms import standard_form
 from mlm.data.tokenizer import Tokenizer
@@ -79,7 +80,8 @@ def _prompt(config: GenerateConfig, tokenizer: Tokenizer, place: str, record: di
     if config.chat:
         record, _ = standard_form({k: v for k, v in record.items() if k != "output"}, MESSAGES[:1])
     text: Any = next((record[key] for key in KEYS if key in record), None)
-    messages: Any = next((record[key] for key in MESSAGES if key in record), None) if config.chat else None
+    messages: Any = next((record[key] for key in MESSAGES if record.get(key)), None) if config.chat else None
+    messages = text if config.chat and messages is None and isinstance(text, list) else messages
     if messages is None and not isinstance(text, str):
         forms = (
             ('{"messages": […]}', '{"prompt": "…"}') if config.chat else ('{"prompt": "…"}', '{"text": "…"}')
@@ -95,8 +97,8 @@ def _prompt(config: GenerateConfig, tokenizer: Tokenizer, place: str, record: di
         messages = [*system, {"role": "user", "content": text}]
     assert tokenizer.chat_template is not None, "read with the tokenizer"
     try:
-        messages = check_messages(messages)
-        ids = encode_prompt(messages, tokenizer, tokenizer.chat_template, record.get("tools"))
+        said = make_conversation(record, messages)
+        ids = encode_prompt(said, tokenizer, tokenizer.chat_template)
     except ChatError as error:
         raise UserError(f"{place}: {error}") from error
-    return Prompt(place, str(messages[-1]["content"]), tuple(ids), is_message=True)
+    return Prompt(place, str(said.messages[-1].get("content", "")), tuple(ids), is_message=True)

@@ -17,6 +17,7 @@ from mlm.data.chat_template import ChatTemplate
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.chat import end_of_turn_tokens
 from mlm.inference.generate.config import GenerateConfig
+from mlm.inference.generate.prompts import read_prompts
 from mlm.inference.generate.run import run
 from mlm.inference.generation import Sampling, generate
 from mlm.inference.trained import load_trained
@@ -68,6 +69,21 @@ def test_answers_equal_those_of_transformers(
     capsys.readouterr()
     assert main([*COMMAND, f"ckpt={llama}", "prompt=sat?"]) == 0
     assert capsys.readouterr().out == Tokenizer.load(llama).decode(several[1]) + "\n"  # the answer alone
+
+
+def test_prompts_are_conversations_as_in_training(tmp_path: Path) -> None:
+    """Tools as text, a system column, values for the template; ids are those of `transformers`."""
+    shown = "{{ mood }}{{ tools | tojson if tools else '' }}" + TEMPLATES["qwen2"]
+    folder = write_tokenizer(tmp_path / "tokenizer", "qwen2", shown)
+    tokenizer, tools = Tokenizer.load(folder), [{"name": "f"}]
+    tokenizer.chat_template = ChatTemplate.find(folder, tokenizer)
+    row = {"prompt": "sat?", "system": "s", "tools": json.dumps(tools), "chat_template_kwargs": {"mood": "m"}}
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    (found,) = read_prompts(GenerateConfig(ckpt="none", prompts=str(file), chat=True), tokenizer)
+    said = [{"role": "system", "content": "s"}, {"role": "user", "content": "sat?"}]
+    options = {"tools": tools, "mood": "m", "add_generation_prompt": True, "return_dict": False}
+    assert list(found.ids) == theirs(folder).apply_chat_template(said, **options)
 
 
 def test_a_mixture_answers_as_that_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
