@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+import mlm
 from mlm.checkpoint.commands.config import ExportGGUFConfig
 from mlm.checkpoint.commands.conversion_sources import Source, native_source
 from mlm.checkpoint.commands.gguf_vocabulary import compare_tokens, composes, vocabulary
@@ -25,7 +26,6 @@ from mlm.checkpoint.commands.huggingface_target import hf_mapping, token_ids
 from mlm.checkpoint.commands.llama_cpp import LlamaCpp, is_installed
 from mlm.checkpoint.commands.result import show_table
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.api import load
 from mlm.models.config import ModelConfig
 from mlm.models.llama.huggingface import model_type
 from mlm.models.llama.rope import frequencies
@@ -181,7 +181,7 @@ def check_in_llama_cpp(source: Source, config: ExportGGUFConfig, file: BinaryIO)
         .mul(PRIME)
         .remainder(source.model.vocab_size)
     )
-    want = load(config.ckpt).logits(ids[None])[0].float()
+    want = mlm.load(config.ckpt).logits(ids[None])[0].float()
     error = ((llama.logits(ids.tolist()) - want).square().mean().sqrt() / want.std()).item()
     if not error <= LOGIT_ERRORS[config.type]:
         raise UserError(
