@@ -4,6 +4,7 @@ What pretraining and finetuning do differently is in their subclasses of `Loop`.
 """
 
 import math
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -132,12 +133,12 @@ class Loop(ABC):
     @cached_property
     def vote(self) -> StopVote:
         """The ranks' vote on stopping."""
-        return StopVote(self.trainer, lambda: self.stop.ballot)
+        return StopVote(self.trainer, lambda: int(self.stop.number or 0))
 
     def poll(self) -> None:
         """Read the newest vote: the run stops if any rank was asked to."""
-        if ballot := self.vote.result():
-            self.stop.agree(ballot)
+        if number := self.vote.result():
+            self.stop.number = self.stop.number or signal.Signals(number)
             self.is_stopping = True
 
     def further_observers(self) -> list[Observer]:
@@ -166,7 +167,8 @@ class Loop(ABC):
         if self.is_validating:
             return f"the batch of validation after step {self.trainer.step}"
         after_vote = 0 if self.vote.is_open else self.vote.step + 1
-        return f"step {max(self.stops_after, after_vote)}"
+        end = self.trainer.step if self.is_done() else self.trainer.config.train.steps
+        return f"step {min(end, max(self.stops_after, after_vote))}"
 
     def parts(self, means: Sequence[float], rates: Rates) -> Parts:
         """Numbers to report of a step in addition to its loss."""
@@ -281,7 +283,7 @@ class Session(NamedTuple):
 
     def note_stopped(self, how_to_resume: str) -> int:
         """Report that a run was stopped and saved; return the exit code of its command."""
-        reason, step = self.stop.reason or "another rank", self.trainer.step
+        reason, step = self.stop.reason, self.trainer.step
         self.reporter.note(f"stopped by {reason} after step {step}, saved.{how_to_resume}")
         return self.stop.exit_code
 
