@@ -27,16 +27,13 @@ SIGNAL_NAMES = {
 }
 """Signals that request a stop, and their names in `StopRequest.reason`. SIGHUP: the terminal is gone."""
 
-REPEATED_SIGNALS = (signal.SIGUSR1, signal.SIGHUP)
-"""Requests that may still come when there is nothing left to stop."""
-
 SAVED_FOR_REQUEUE = signal.SIGUSR1
 """The signal before a time limit: the run saves, and its command succeeds so that a batch script requeues."""
 
 ECHO_S = 0.5
 """A Ctrl-C so soon after another is the same one: `timeout -s INT`, and wrappers that pass it on, signal a
-process and then its group, on a busy host tenths of a second apart. Nobody reads the answer to a first Ctrl-C in
-that time and types a second."""
+process and then its group, on a busy host tenths of a second apart. Nobody reads the answer to a first Ctrl-C
+in that time and types a second."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -73,13 +70,11 @@ _received = _Received()  # what a process does with signals belongs to the proce
 
 
 @contextmanager
-def handling(
-    numbers: Iterable[signal.Signals], handler: Any, *, ignored_afterwards: Iterable[signal.Signals] = ()
-) -> Iterator[None]:
+def handling(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
     """Handle signals while inside, but for a hang-up that nohup ignores; then restore the handlers.
 
-    A Ctrl-C that echoes one before is dropped. Those `ignored_afterwards` are ignored then. Does nothing
-    outside the main thread, where Python allows no handlers.
+    A Ctrl-C that echoes one before is dropped. Does nothing outside the main thread, where Python allows no
+    handlers.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -98,27 +93,17 @@ def handling(
         yield
     finally:
         for number, previous in before.items():
-            restored = signal.SIG_DFL if previous is None else previous
-            signal.signal(number, signal.SIG_IGN if number in ignored_afterwards else restored)
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
 
 @contextmanager
 def interrupt_held() -> Iterator[None]:
-    """Let the first Ctrl-C wait while inside: libraries that clean up replace it by an error of theirs."""
-    held = list[int]()
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        if held:
-            raise KeyboardInterrupt
-        held.append(number)
-
+    """Let Ctrl-C wait while inside: libraries that clean up replace it by an error of theirs."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        with handling([signal.SIGINT], hold):
-            yield
+        yield
     finally:
-        if held:
-            _received.interrupted_at = -ECHO_S
-            signal.raise_signal(signal.SIGINT)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @contextmanager
@@ -127,24 +112,23 @@ def note_stop_requests(*, ends_process: bool = False) -> Iterator[None]:
 
     A second Ctrl-C interrupts at once. Other repetitions change nothing: schedulers send the signal before a
     time limit several times. After training there is nothing left to stop: only Ctrl-C has an effect.
-    With `ends_process` the signals that batch scripts and terminals send stay without effect afterwards: a
-    repeated one would kill the process on its way out, and its job would seem to have failed.
+    With `ends_process` this holds afterwards too: a repeated one would kill the process on its way out, and
+    its job would seem to have failed.
     """
     _received.is_noting = threading.current_thread() is threading.main_thread()
     _received.is_taken, _received.noted, _received.interrupted_at = False, None, -ECHO_S
-    with handling(SIGNAL_NAMES, _note, ignored_afterwards=REPEATED_SIGNALS if ends_process else ()):
-        try:
+    try:
+        with handling(SIGNAL_NAMES, _note):
             yield
-        finally:
-            _received.is_noting = False
+    finally:
+        _received.is_noting, _received.is_taken = False, True
+        if ends_process:
+            keep_noting(SIGNAL_NAMES)
 
 
-def keep_noting() -> None:
-    """Note requests, to the end of this launched rank, if it began with them blocked: it saves.
-
-    Threads that a library starts while they are not blocked would take them, and end the process.
-    """
-    for number in signal.pthread_sigmask(signal.SIG_BLOCK, ()) & SIGNAL_NAMES.keys():
+def keep_noting(numbers: Iterable[signal.Signals]) -> None:
+    """Handle these signals to the end of this process, but for those that are ignored."""
+    for number in numbers:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _note)
 

@@ -56,7 +56,6 @@ class Loop(ABC):
     incidents: Incidents = field(init=False)
     experts: ExpertWatch | None = field(default=None, init=False)
     """The observer of the loads of experts, where they are balanced."""
-    is_validating: bool = field(default=False, init=False)
     stops_after: int = field(default=1, init=False)
     """Step after which a stop requested now takes effect, unless its vote has begun."""
 
@@ -164,7 +163,7 @@ class Loop(ABC):
 
     def last_step(self) -> str:
         """Words for the step after which a stop requested now takes effect."""
-        if self.is_validating:
+        if VALIDATION_DUE in self.trainer.extra_state:
             return f"the batch of validation after step {self.trainer.step}"
         after_vote = 0 if self.vote.is_open else self.vote.step + 1
         end = self.trainer.step if self.is_done() else self.trainer.config.train.steps
@@ -201,7 +200,7 @@ class Loop(ABC):
     def validate(self) -> None:
         """Validate with the clock stopped. A stop requested meanwhile leaves it to the start that follows."""
         self.throughput.pause()
-        trainer, model, self.is_validating = self.trainer, self.trainer.model, True
+        trainer, model = self.trainer, self.trainer.model
         trainer.extra_state[VALIDATION_DUE], model.polled = True, self.vote.polled
         try:
             with trainer.observers.phase("validation"):
@@ -211,7 +210,7 @@ class Loop(ABC):
         except StopAgreed:
             self.poll()
         finally:
-            model.polled, self.is_validating = iter, False
+            model.polled = iter
         self.throughput.start()
 
     def save(self, *, awaited: bool) -> None:
