@@ -214,7 +214,7 @@ def judge(work: Work, out: Path, folder: Path, outcome: Outcome, wanted: int) ->
     outcome.said = " | ".join(
         [line for line in lines if "mlm: " in line or "stopped" in line][-3:] or lines[-1:]
     )
-    if "Traceback" in said + logs:
+    if "Traceback" in said + logs and work.before != TORCHRUN:
         found.append("traceback")
     is_over = bool(work.steps) and outcome.saved >= work.steps
     wanted = 1 if work.before == TORCHRUN and wanted else wanted
