@@ -25,7 +25,7 @@ from mlm.launch.failure import (
     note_exit_code,
     save_failure,
 )
-from mlm.launch.stop import Stopped
+from mlm.launch.stop import SIGNAL_NAMES, Stopped, keep_noting
 from mlm.util.system import die_with_parent, imports_uncollected, writable_streams
 
 
@@ -35,6 +35,8 @@ def main() -> None:
     folder, job = path.parent, json.loads(path.read_bytes())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     die_with_parent(job["parent"])
+    if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        keep_noting(SIGNAL_NAMES)  # threads of torch that begin while none is blocked would die of them
     if rank:  # rank 0 keeps the terminal
         write_to(log_path(Path(job["logs"]), rank))
     reporter = FailureReporter(rank, partial(publish, folder), lambda: any(folder.glob(RECORDS)))

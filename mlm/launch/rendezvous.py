@@ -56,10 +56,7 @@ def rendezvous_store(place: RankPlace, timeout_s: float) -> Store:
     awaited = list(range(1, place.world_size)) if place.rank == 0 else [0]
     timer = Timer(ANNOUNCE_S, _announce, (place, awaited))
     timer.daemon = True
-    if LAUNCHED not in os.environ and place.local_rank in (
-        0,
-        place.rank,
-    ):  # one per host
+    if LAUNCHED not in os.environ and place.local_rank in (0, place.rank):  # one per host
         timer.start()
     try:
         return _join(place, start_s, awaited)

@@ -9,6 +9,7 @@ which takes as long as all else before the ranks start: they do, mlm/launch/proc
 
 import errno
 import json
+import math
 import os
 import signal
 import socket
@@ -120,7 +121,7 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
             ranks = _start_ranks(job, world_size, listener, variables, held=held)
             ends = _watch_ranks(ranks, relay, folder)
         codes = [end.exit_code for end in ends]
-        stopped = relay.killed or next((n for n in SIGNAL_NAMES if 128 + n in codes), None)  # or a rank did
+        stopped = relay.killed or next((n for n in SIGNAL_NAMES if 128 + n in codes or -n in codes), None)
         if stopped:
             word = SIGNAL_NAMES.get(stopped, stopped.name)
             print(f"mlm: {word}: stopped at once{what_is_kept(out)}", file=sys.stderr)
@@ -198,18 +199,19 @@ def _watch_ranks(ranks: Ranks, relay: Relay, folder: Path) -> list[ProcessEnd]:
     Return how ranks ended that were not ended here.
     """
     pids = {rank: process.pid for rank, process in ranks.items()}
+    limit = math.inf
     try:
-        while len(ends := _process_ends(pids)) < len(pids) and not any(end.exit_code for end in ends):
+        while True:
+            ends = _process_ends(pids)
             relay.act(pids)
+            if any(end.exit_code for end in ends):
+                limit = min(limit, time.monotonic() + REPORT_S)
+                is_over = time.monotonic() >= limit or _is_explained(load_failures(folder), ends, pids)
+            else:
+                is_over = len(ends) == len(pids)
+            if is_over:
+                return ends
             time.sleep(POLL_S)
-        if any(end.exit_code for end in ends):
-            limit = time.monotonic() + REPORT_S
-            while time.monotonic() < limit and not _is_explained(load_failures(folder), ends, pids):
-                relay.act(pids)  # a signal to every process may have ended the rank first
-                time.sleep(POLL_S / 2)
-                ends = _process_ends(pids)
-            relay.act(pids)
-        return ends
     finally:
         _close_ranks(ranks.values())
 

@@ -9,9 +9,10 @@ are noted before anything else is imported.
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -26,14 +27,13 @@ SIGNAL_NAMES = {
 }
 """Signals that request a stop, and their names in `StopRequest.reason`. SIGHUP: the terminal is gone."""
 
-REPEATED_SIGNALS = (signal.SIGUSR1, signal.SIGHUP)
-"""Requests that may still come when there is nothing left to stop."""
-
 SAVED_FOR_REQUEUE = signal.SIGUSR1
 """The signal before a time limit: the run saves, and its command succeeds so that a batch script requeues."""
 
-UNKNOWN_SIGNAL = 64
-"""Stands in a vote for a request that no signal made."""
+ECHO_S = 0.5
+"""A Ctrl-C so soon after another is the same one: `timeout -s INT`, and wrappers that pass it on, signal a
+process and then its group, on a busy host tenths of a second apart. Nobody reads the answer to a first Ctrl-C
+in that time and types a second."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -45,12 +45,15 @@ class Stopped(KeyboardInterrupt):
 
 
 @dataclass
-class _NotedRequests:
-    """Requests to this process that nothing has obeyed yet."""
+class _Received:
+    """Signals to this process."""
 
-    active: bool = False
-    taken: bool = False
-    numbers: list[signal.Signals] = field(default_factory=list)
+    is_noting: bool = False
+    is_taken: bool = False
+    noted: signal.Signals | None = None
+    """Request that nothing has obeyed yet."""
+    interrupted_at: float = -ECHO_S
+    """Monotonic time of the newest Ctrl-C."""
 
 
 def signal_exit_code(number: int) -> int:
@@ -63,47 +66,44 @@ def interrupt_exit_code(error: KeyboardInterrupt) -> int:
     return signal_exit_code(error.number if isinstance(error, Stopped) else signal.SIGINT)
 
 
-_noted_requests = _NotedRequests()  # what a process does with signals belongs to the process
+_received = _Received()  # what a process does with signals belongs to the process
 
 
 @contextmanager
-def handling(
-    numbers: Iterable[signal.Signals], handler: Any, *, ignored_afterwards: Iterable[signal.Signals] = ()
-) -> Iterator[None]:
+def handling(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
     """Handle signals while inside, but for a hang-up that nohup ignores; then restore the handlers.
 
-    Those `ignored_afterwards` are ignored then. Does nothing outside the main thread, where Python allows no
+    A Ctrl-C that echoes one before is dropped. Does nothing outside the main thread, where Python allows no
     handlers.
     """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            before, _received.interrupted_at = _received.interrupted_at, time.monotonic()
+            if _received.interrupted_at - before < ECHO_S:
+                return
+        handler(number, frame)
+
     before = dict[signal.Signals, Any]()
     if threading.current_thread() is threading.main_thread():
         for number in numbers:
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, handler)
+                before[number] = signal.signal(number, handle)
     try:
         yield
     finally:
         for number, previous in before.items():
-            restored = signal.SIG_DFL if previous is None else previous
-            signal.signal(number, signal.SIG_IGN if number in ignored_afterwards else restored)
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
 
 @contextmanager
 def interrupt_held() -> Iterator[None]:
-    """Let the first Ctrl-C wait while inside: libraries that clean up replace it by an error of theirs."""
-    held = list[int]()
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        if held:
-            raise KeyboardInterrupt
-        held.append(number)
-
+    """Let Ctrl-C wait while inside: libraries that clean up replace it by an error of theirs."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        with handling([signal.SIGINT], hold):
-            yield
+        yield
     finally:
-        if held:
-            signal.raise_signal(signal.SIGINT)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @contextmanager
@@ -112,17 +112,25 @@ def note_stop_requests(*, ends_process: bool = False) -> Iterator[None]:
 
     A second Ctrl-C interrupts at once. Other repetitions change nothing: schedulers send the signal before a
     time limit several times. After training there is nothing left to stop: only Ctrl-C has an effect.
-    With `ends_process` the signals that batch scripts and terminals send stay without effect afterwards: a
-    repeated one would kill the process on its way out, and its job would seem to have failed.
+    With `ends_process` this holds afterwards too: a repeated one would kill the process on its way out, and
+    its job would seem to have failed.
     """
-    _noted_requests.active = threading.current_thread() is threading.main_thread()
-    _noted_requests.taken = False
-    _noted_requests.numbers.clear()
-    with handling(SIGNAL_NAMES, _note, ignored_afterwards=REPEATED_SIGNALS if ends_process else ()):
-        try:
+    _received.is_noting = threading.current_thread() is threading.main_thread()
+    _received.is_taken, _received.noted, _received.interrupted_at = False, None, -ECHO_S
+    try:
+        with handling(SIGNAL_NAMES, _note):
             yield
-        finally:
-            _noted_requests.active = False
+    finally:
+        _received.is_noting, _received.is_taken = False, True
+        if ends_process:
+            keep_noting(SIGNAL_NAMES)
+
+
+def keep_noting(numbers: Iterable[signal.Signals]) -> None:
+    """Handle these signals to the end of this process, but for those that are ignored."""
+    for number in numbers:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _note)
 
 
 def unblock_stop_signals() -> None:
@@ -148,29 +156,31 @@ def stopping_at_once(text: str, *, requeues: bool = True) -> Iterator[None]:
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
             stack.enter_context(handling(heard, stop))
-            if noted := [number for number in _noted_requests.numbers if number in heard]:
-                stop(noted[0])
+            if _received.noted in heard:
+                stop(_received.noted)
             mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
             stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
         yield
 
 
-def take_noted() -> list[signal.Signals]:
-    """Return the requests noted so far, and stop noting."""
-    _noted_requests.taken = True
-    numbers, _noted_requests.numbers = _noted_requests.numbers, []
-    return numbers
+def take_noted() -> signal.Signals | None:
+    """Return the request noted so far, and stop noting."""
+    _received.is_taken = True
+    noted, _received.noted = _received.noted, None
+    return noted
 
 
 def is_noting() -> bool:
     """True in a command that obeys noted requests: one that trains."""
-    return _noted_requests.active
+    return _received.is_noting
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    if not _noted_requests.taken and not _noted_requests.numbers:
-        _noted_requests.numbers.append(signal.Signals(number))
-        word = SIGNAL_NAMES[signal.Signals(number)]
+    if LAUNCHED in os.environ:  # the command tells the user
+        _received.noted = _received.noted or signal.Signals(number)
+    elif not _received.is_taken and _received.noted is None:
+        _received.noted = signal.Signals(number)
+        word = SIGNAL_NAMES[_received.noted]
         _say(f"mlm: {word}: noted; if training starts, it stops and saves after its first step")
     elif number == signal.SIGINT:
         raise KeyboardInterrupt
@@ -186,7 +196,7 @@ class StopRequest:
     """Turns the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP into a request that the training loop polls.
 
         with StopRequest(announce=ctx.is_main) as stop:
-            while step < steps and not stop.requested: ...
+            while step < steps and stop.number is None: ...
 
     Each rank receives the signal at its own time: the ranks must agree on the step at which to stop.
     A second SIGINT raises KeyboardInterrupt (exit code 130); a third one kills, even inside a collective.
@@ -201,50 +211,34 @@ class StopRequest:
         """Shows the announcement where a panel would overwrite stderr; False if it cannot."""
         self.last_step: Callable[[], str] = lambda: "the step"
         """Words for the step after which a stop requested now takes effect. Called in signal handlers."""
+        self.number: signal.Signals | None = None
+        """The signal that requested a stop, of this rank or of one that it agreed with."""
         self._interrupts = 0
-        self._signal: signal.Signals | None = None
-        self._reason: str | None = None
         self._restore = ExitStack()
 
     @property
-    def requested(self) -> bool:
-        """True if this rank was asked to stop."""
-        return self._reason is not None
-
-    @property
     def reason(self) -> str | None:
-        """`Ctrl-C`, `SIGTERM`, … or the argument of `request`; None before a request."""
-        return self._reason
+        """`Ctrl-C`, `SIGTERM`, …; None before a request."""
+        return None if self.number is None else SIGNAL_NAMES[self.number]
 
     @property
     def exit_code(self) -> int:
         """Exit code of a command whose work this request ended: 128 + n by a signal, 0 for a requeue."""
-        return 0 if self._signal is None else signal_exit_code(self._signal)
+        return 0 if self.number is None else signal_exit_code(self.number)
 
-    @property
-    def ballot(self) -> int:
-        """This rank's part of a vote: 0 before a request, then the number of its signal."""
-        return 0 if self._reason is None else int(self._signal or UNKNOWN_SIGNAL)
-
-    def agree(self, ballot: int) -> None:
-        """Adopt the request of another rank, unless this one has received its own."""
-        if self._reason is None:
-            self._signal = None if ballot == UNKNOWN_SIGNAL else signal.Signals(ballot)
-            self._reason = SIGNAL_NAMES[self._signal] if self._signal else "another rank"
-
-    def request(self, reason: str) -> None:
-        """Request a stop. The first reason stays."""
-        if self._reason is None:
-            self._reason = reason
-            text = f"{reason}: finishing {self.last_step()}, then saving; Ctrl-C again stops at once"
+    def request(self, number: signal.Signals) -> None:
+        """Request a stop, as a signal does. The first one stays."""
+        if self.number is None:
+            self.number = number
+            text = f"{self.reason}: finishing {self.last_step()}, then saving; Ctrl-C again stops at once"
             if self._announce and not self.show(text):
                 _say(f"mlm: {text}")
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
             self._restore.enter_context(handling(SIGNAL_NAMES, self._handle))
-            for number in take_noted():
-                self._handle(number, None)
+            if noted := take_noted():
+                self._handle(noted, None)
             # Launched ranks start with these blocked, so a request made meanwhile arrives now.
             mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNAL_NAMES)
             self._restore.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
@@ -259,8 +253,7 @@ class StopRequest:
             if self._interrupts > 1:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 raise KeyboardInterrupt
-        self._signal = self._signal or signal.Signals(number)
-        self.request(SIGNAL_NAMES[self._signal])
+        self.request(signal.Signals(number))
 
 
 class Relay:
@@ -271,9 +264,10 @@ class Relay:
 
     def __init__(self, *, saves: bool = False) -> None:
         self.killed: signal.Signals | None = None
-        self._saves = saves
-        self._received = take_noted()
-        self._handled = 0
+        """The signal for which ranks were killed."""
+        self._saves, self._is_passed = saves, False
+        noted = take_noted()
+        self._received = [] if noted is None else [noted]
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
@@ -286,18 +280,16 @@ class Relay:
 
     def act(self, pids: Mapping[int, int]) -> None:
         """Obey the signals noted since the last call; `pids` are of children that are not collected yet."""
-        fresh = self._received[self._handled :]
-        if not fresh or self.killed:
+        received = self._received
+        is_urgent = signal.SIGQUIT in received or received.count(signal.SIGINT) > 1
+        if self.killed or not received or (self._is_passed and not is_urgent):
             return
-        is_first = self._handled == 0
-        self._handled += len(fresh)
-        is_urgent = signal.SIGQUIT in fresh or self._received.count(signal.SIGINT) > 1
         if is_urgent or not self._saves:
-            self.killed = fresh[-1]
-            for pid in pids.values():
-                with suppress(ProcessLookupError):
+            self.killed = received[-1]
+        self._is_passed = True
+        for pid in pids.values():
+            with suppress(ProcessLookupError):
+                if self.killed:
                     os.killpg(pid, signal.SIGKILL)  # each rank leads its own session
-        elif is_first:
-            for pid in pids.values():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, fresh[0])
+                else:
+                    os.kill(pid, received[0])

@@ -4,6 +4,7 @@ What pretraining and finetuning do differently is in their subclasses of `Loop`.
 """
 
 import math
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -55,7 +56,6 @@ class Loop(ABC):
     incidents: Incidents = field(init=False)
     experts: ExpertWatch | None = field(default=None, init=False)
     """The observer of the loads of experts, where they are balanced."""
-    is_validating: bool = field(default=False, init=False)
     stops_after: int = field(default=1, init=False)
     """Step after which a stop requested now takes effect, unless its vote has begun."""
 
@@ -132,12 +132,12 @@ class Loop(ABC):
     @cached_property
     def vote(self) -> StopVote:
         """The ranks' vote on stopping."""
-        return StopVote(self.trainer, lambda: self.stop.ballot)
+        return StopVote(self.trainer, lambda: int(self.stop.number or 0))
 
     def poll(self) -> None:
         """Read the newest vote: the run stops if any rank was asked to."""
-        if ballot := self.vote.result():
-            self.stop.agree(ballot)
+        if number := self.vote.result():
+            self.stop.number = self.stop.number or signal.Signals(number)
             self.is_stopping = True
 
     def further_observers(self) -> list[Observer]:
@@ -163,10 +163,11 @@ class Loop(ABC):
 
     def last_step(self) -> str:
         """Words for the step after which a stop requested now takes effect."""
-        if self.is_validating:
+        if VALIDATION_DUE in self.trainer.extra_state:
             return f"the batch of validation after step {self.trainer.step}"
         after_vote = 0 if self.vote.is_open else self.vote.step + 1
-        return f"step {max(self.stops_after, after_vote)}"
+        end = self.trainer.step if self.is_done() else self.trainer.config.train.steps
+        return f"step {min(end, max(self.stops_after, after_vote))}"
 
     def parts(self, means: Sequence[float], rates: Rates) -> Parts:
         """Numbers to report of a step in addition to its loss."""
@@ -199,7 +200,7 @@ class Loop(ABC):
     def validate(self) -> None:
         """Validate with the clock stopped. A stop requested meanwhile leaves it to the start that follows."""
         self.throughput.pause()
-        trainer, model, self.is_validating = self.trainer, self.trainer.model, True
+        trainer, model = self.trainer, self.trainer.model
         trainer.extra_state[VALIDATION_DUE], model.polled = True, self.vote.polled
         try:
             with trainer.observers.phase("validation"):
@@ -209,7 +210,7 @@ class Loop(ABC):
         except StopAgreed:
             self.poll()
         finally:
-            model.polled, self.is_validating = iter, False
+            model.polled = iter
         self.throughput.start()
 
     def save(self, *, awaited: bool) -> None:
@@ -281,7 +282,7 @@ class Session(NamedTuple):
 
     def note_stopped(self, how_to_resume: str) -> int:
         """Report that a run was stopped and saved; return the exit code of its command."""
-        reason, step = self.stop.reason or "another rank", self.trainer.step
+        reason, step = self.stop.reason, self.trainer.step
         self.reporter.note(f"stopped by {reason} after step {step}, saved.{how_to_resume}")
         return self.stop.exit_code
 

@@ -93,7 +93,7 @@ class TestSeeds:
         def count(self: training.FinetuneLoop) -> None:
             whole(self)
             if self.trainer.step == 3:  # of 3
-                self.stop.request("Ctrl-C")
+                self.stop.request(signal.SIGINT)
 
         monkeypatch.setattr(training.FinetuneLoop, "count", count)
         run.run(self.config(folder, tmp_path), ParallelContext())

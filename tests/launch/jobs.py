@@ -102,7 +102,7 @@ def save_on_request(config: GenerateConfig, ctx: ParallelContext) -> int:
     """A loop that leaves when asked, with the exit code of its command."""
     with StopRequest(announce=ctx.is_main) as stop:
         tell(config, ctx, isatty=sys.stdout.isatty())
-        while not stop.requested:
+        while stop.number is None:
             time.sleep(0.02)
         dist.barrier()  # nobody was ended meanwhile
         tell(config, ctx, isatty=sys.stdout.isatty(), reason=stop.reason)
@@ -113,7 +113,7 @@ def never_save(config: GenerateConfig, ctx: ParallelContext) -> None:
     """A loop that hears the request and continues."""
     with StopRequest() as stop:
         tell(config, ctx, requested=False)
-        while not stop.requested:
+        while stop.number is None:
             time.sleep(0.02)
         tell(config, ctx, requested=True)
         time.sleep(600)
