@@ -71,13 +71,14 @@ def mirroring(config: PretrainConfig, ctx: ParallelContext) -> Iterator[Callable
         lambda: Uploads(config) if ranks.is_main else None,
         lambda error: UserError(f"out={config.out}: {error}"),
     )
+    failure = None
     try:
         yield uploads.add if uploads else lambda path: None
-    except IncidentError:
-        if uploads:
-            uploads.note_failed_run()
-        raise
+    except IncidentError as error:  # of all ranks; the newest good checkpoint may be on its way
+        failure = error
     problem = ranks.broadcast(uploads.finish() if uploads else None)
+    if failure:
+        raise failure
     if problem:
         raise SaveFailedError(str(problem))
 
@@ -136,11 +137,6 @@ class Uploads:
             return f"{self._failure}; {later}"
         log.warning("%s; %s", self._failure, later)
         return None
-
-    def note_failed_run(self) -> None:
-        """Say what the mirror of a run that fails holds; an upload under way is left out."""
-        url, steps = self.mirror.url, sorted(int(name.split("-")[1]) for name in self.mirror.stored)
-        log.warning("%s: holds steps %s; resume=%s@STEP continues from one", url, steps, url)
 
     def _work(self) -> None:
         while True:
