@@ -227,14 +227,15 @@ class Memory:
     def judge_loss(self, loss: float, step: int, *, is_repeated: bool = False) -> None:
         """Compare the loss of a step with the run's best, before it is added to `recent`.
 
-        One that is repeated is of the samples of the last step: it does not rise as that of others may.
+        One that is repeated is of the samples of the last step, which its update has fitted: a rise that is
+        usual of others is none of theirs, and a low one ends no doubt.
         """
         ceiling = self.ceiling if step <= self.expires else min(self.recent.losses.ceilings, default=math.inf)
         if is_repeated and self.recent.pairs:
             before = self.recent.pairs[-1][0]
             ceiling = min(ceiling, before + max(LEAST_UPDATE_RISE, abs(before) / 4))
         if loss <= ceiling:
-            self.high = 0
+            self.high = self.high if is_repeated else 0
             return
         if step > self.expires:
             self.ceiling, self.expires = ceiling, step + self.recent.losses.size
