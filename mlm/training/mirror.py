@@ -311,7 +311,7 @@ class Mirror:
             folders.discard(staging)
 
     def _load(self) -> None:
-        """Fill `root` by mirror.json, or from all whole folders where that lists none, is damaged or missing.
+        """Fill `root` by mirror.json, or from all whole folders where that names none, is damaged or missing.
 
         An upload that was cut off before it was listed counts, if it continues the newest checkpoint.
         """
@@ -338,7 +338,7 @@ class Mirror:
             if name in unlisted:
                 is_next = self.newest in {name_of(save) for save in Lineage.of(manifest.state).ancestors}
                 is_whole = stored == {n: entry.bytes for n, entry in manifest.files.items()}
-                if not is_whole or not (is_next or not checkpoints):
+                if not is_whole or not (is_next or self.newest is None or not checkpoints):
                     continue
             self._place(manifest, encoded, stored)
             if name in aside:
@@ -346,8 +346,8 @@ class Mirror:
                 place.rename(folders.free_name(self.root, manifest.step))
         if damage and not self.checkpoints:
             raise CorruptFileError(f"{url}: {damage}; restore it, or name another prefix")
-        if not checkpoints and self.checkpoints:
-            why = damage or "missing, or lists none"
+        if self.checkpoints and not set(checkpoints).intersection(self.checkpoints):
+            why = damage or "missing, or names none"
             log.warning("%s: %s; rebuilt from whole folders, the newest is %s", url, why, self.newest)
 
     def _sizes(self, below: str = "") -> dict[str, int]:

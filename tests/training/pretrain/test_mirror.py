@@ -388,7 +388,11 @@ def test_a_folder_that_is_ahead_of_its_mirror_stays_there(
 
 
 @pytest.mark.parametrize(
-    "content", [None, b"", b'{"writer": "a", "checkpo', b"[" * 100_000, b" " * (1 << 23)]
+    "content",
+    [
+        *(None, b"", b'{"writer": "a", "checkpo', b"[" * 100_000, b" " * (1 << 23)),
+        b'{"writer": "a", "checkpoints": ["step-00000004-none"], "aside": []}',
+    ],
 )
 def test_a_list_that_is_damaged_is_rebuilt_from_whole_folders(
     store: Store, mirrored: tuple[str, Path], content: bytes | None, caplog: pytest.LogCaptureFixture
