@@ -26,7 +26,7 @@ from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.pipelined import PipelinedModel
-from mlm.util.errors import UserError, writing_to
+from mlm.util.errors import CheckFailedError, writing_to
 from mlm.util.files import write_atomic
 from mlm.util.ownership import claim_folder
 from mlm.util.terminal import progress_bar
@@ -141,14 +141,17 @@ def evaluate(
 
     Conversations have no predictions.
 
-    Collective over all ranks. `shown` draws a bar. Raises UserError if the model's outputs are not finite.
+    Collective over all ranks. `shown` draws a bar. Raises CheckFailedError if the model's outputs are not
+    finite.
     """
     split, examples = tokenized.split, tokenized.examples
     if isinstance(objective, AnswerLoss):
         assert isinstance(batcher, Packer)
         values = answer_scores(model, objective, examples, batcher)
         if not math.isfinite(values["loss"]):
-            raise UserError(f"{split.source}: the loss of split {split.name} is not finite{NOT_FINITE}")
+            raise CheckFailedError(
+                f"the loss of split {split.name}, {split.source}, is not finite{NOT_FINITE}"
+            )
         return {name: values[name] for name in task.metrics}, []
     with progress_bar(f"scoring {split.name}", len(examples), shown=shown) as advance:
         predictions = compute_predictions(model, objective, task, tokenized, batcher, advance)
@@ -178,16 +181,16 @@ def compute_predictions(
 ) -> list[Prediction]:
     """Return a prediction per row of a split, the same on every rank. Collective over all ranks.
 
-    Raises UserError if the model's outputs are not finite.
+    Raises CheckFailedError if the model's outputs are not finite.
     """
     split, examples = tokenized.split, tokenized.examples
     outputs = compute_outputs(model, objective, examples, batcher, advance)
     for example, output in zip(examples, outputs, strict=True):
         if not np.isfinite(output).all():
             precision = str(model.dtype).removeprefix("torch.")
-            raise UserError(
-                f"{split.places[example.row]}: the model's outputs are not finite in "
-                f"precision={precision}{NOT_FINITE}"
+            place = split.places[example.row]  # the first; rows are not to blame
+            raise CheckFailedError(
+                f"the model's outputs of {place} are not finite in precision={precision}{NOT_FINITE}"
             )
     return predict(task, split, examples, outputs)
 

@@ -107,8 +107,9 @@ class IncidentConfig:
     """Steps in which a clean run reaches a loss or gradient norm once, by the tail of recent steps: such a
     number is an incident. 0 looks for numbers that are not finite only; between 0 and 1 each high number is
     one, for trials."""
-    window: Annotated[int, POSITIVE, OnlyIf("threshold")] = 512
-    """Recent steps from which that tail is estimated; the first 32 are not judged."""
+    window: Annotated[int, POSITIVE] = 512
+    """Recent steps from which that tail is estimated, in which the first 32 are not judged; and those with
+    whose best losses the weights of each checkpoint are judged."""
     patience: Annotated[int, NOT_NEGATIVE] = 8
     """Steps in a row without finite gradients after which the run has diverged and ends; 0 never ends it."""
     keep: Annotated[int, NOT_NEGATIVE] = 16

@@ -71,13 +71,14 @@ def mirroring(config: PretrainConfig, ctx: ParallelContext) -> Iterator[Callable
         lambda: Uploads(config) if ranks.is_main else None,
         lambda error: UserError(f"out={config.out}: {error}"),
     )
+    failure = None
     try:
         yield uploads.add if uploads else lambda path: None
-    except IncidentError:
-        if uploads:
-            uploads.note_failed_run()
-        raise
+    except IncidentError as error:  # of all ranks; the newest good checkpoint may be on its way
+        failure = error
     problem = ranks.broadcast(uploads.finish() if uploads else None)
+    if failure:
+        raise failure
     if problem:
         raise SaveFailedError(str(problem))
 
@@ -136,11 +137,6 @@ class Uploads:
             return f"{self._failure}; {later}"
         log.warning("%s; %s", self._failure, later)
         return None
-
-    def note_failed_run(self) -> None:
-        """Say what the mirror of a run that fails holds; an upload under way is left out."""
-        url, steps = self.mirror.url, sorted(int(name.split("-")[1]) for name in self.mirror.stored)
-        log.warning("%s: holds steps %s; resume=%s@STEP continues from one", url, steps, url)
 
     def _work(self) -> None:
         while True:
@@ -315,7 +311,7 @@ class Mirror:
             folders.discard(staging)
 
     def _load(self) -> None:
-        """Fill `root` by mirror.json, or from all whole folders where that lists none, is damaged or missing.
+        """Fill `root` by mirror.json, or from all whole folders where that names none, is damaged or missing.
 
         An upload that was cut off before it was listed counts, if it continues the newest checkpoint.
         """
@@ -342,7 +338,7 @@ class Mirror:
             if name in unlisted:
                 is_next = self.newest in {name_of(save) for save in Lineage.of(manifest.state).ancestors}
                 is_whole = stored == {n: entry.bytes for n, entry in manifest.files.items()}
-                if not is_whole or not (is_next or not checkpoints):
+                if not is_whole or not (is_next or self.newest is None or not checkpoints):
                     continue
             self._place(manifest, encoded, stored)
             if name in aside:
@@ -350,8 +346,8 @@ class Mirror:
                 place.rename(folders.free_name(self.root, manifest.step))
         if damage and not self.checkpoints:
             raise CorruptFileError(f"{url}: {damage}; restore it, or name another prefix")
-        if not checkpoints and self.checkpoints:
-            why = damage or "missing, or lists none"
+        if self.checkpoints and not set(checkpoints).intersection(self.checkpoints):
+            why = damage or "missing, or names none"
             log.warning("%s: %s; rebuilt from whole folders, the newest is %s", url, why, self.newest)
 
     def _sizes(self, below: str = "") -> dict[str, int]:

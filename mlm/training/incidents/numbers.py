@@ -43,6 +43,8 @@ CEILING = math.log(1000)
 RARE, LEAST_RISE = 1e6, 0.25
 """Weights are doubtful from a loss that is above the best level by what clean steps reach once in RARE, and
 by LEAST_RISE nats: of a model that knows its data by heart, losses rise a hundredfold by chance."""
+LEAST_UPDATE_RISE = 1.0
+"""Rise of the loss on the samples of an update, if a quarter too, from which the last update is doubtful."""
 RAMP = 8
 """Steps in which losses that grow do not make the next one usual."""
 TINY = 1e-30
@@ -222,11 +224,18 @@ class Memory:
         """First of the newest steps that have gone wrong; 0 if the newest is sound."""
         return min(filter(None, (self.since, self.high, self.differ)), default=0)
 
-    def judge_loss(self, loss: float, step: int) -> None:
-        """Compare the loss of a step with the run's best, before it is added to `recent`."""
+    def judge_loss(self, loss: float, step: int, *, is_repeated: bool = False) -> None:
+        """Compare the loss of a step with the run's best, before it is added to `recent`.
+
+        One that is repeated is of the samples of the last step, which its update has fitted: a rise that is
+        usual of others is none of theirs, and a low one ends no doubt.
+        """
         ceiling = self.ceiling if step <= self.expires else min(self.recent.losses.ceilings, default=math.inf)
+        if is_repeated and self.recent.pairs:
+            before = self.recent.pairs[-1][0]
+            ceiling = min(ceiling, before + max(LEAST_UPDATE_RISE, abs(before) / 4))
         if loss <= ceiling:
-            self.high = 0
+            self.high = self.high if is_repeated else 0
             return
         if step > self.expires:
             self.ceiling, self.expires = ceiling, step + self.recent.losses.size

@@ -174,7 +174,7 @@ class Incidents(Observer):
     def note_finite(self, loss: float) -> None:
         """Note that the numbers of the next step are finite, and its loss."""
         self.memory.since = self.memory.streak = 0
-        self.memory.judge_loss(loss, self.trainer.step + 1)
+        self.memory.judge_loss(loss, self.trainer.step + 1, is_repeated=self.end is not None)
         self.note_doubt()
 
     def note_doubt(self) -> None:

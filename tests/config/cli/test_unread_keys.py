@@ -119,7 +119,6 @@ FACTORS = {
         "zero=2": {"train.sample_tokens", "checkpoint.from_mirror", "incident.rewinds", "lora.alpha"},
         "train.validate_every=0": {"train.validate_batches", "train.sample_prompts", "zero_reduce"},
         "check.ranks_every=0": {"check.slow_factor", "model.num_labels"},
-        "incident.threshold=0": {"incident.window"},
     },
 }
 """What one choice of `mlm pretrain` leaves unread, by the key that decides."""

@@ -67,6 +67,29 @@ def test_doubt_lasts_until_the_loss_is_usual_again_or_for_a_window() -> None:
     assert doubts([*young, *[9.0] * 600])[-1] == 0
 
 
+@pytest.mark.parametrize(("last", "limit"), [(0.5, 1.5), (4.0, 5.0), (8.0, 10.0)])
+def test_samples_of_the_last_step_are_in_doubt_a_nat_and_a_quarter_above_their_loss(
+    last: float, limit: float
+) -> None:
+    """As after an update of lr=1: 6.54 where the loss of the same samples was 4.30."""
+    memory = Memory(Recent(512))
+    for step in range(40):
+        memory.recent.add(last + 2 * (step % 2), 1.0)  # others are 2 above by chance
+    memory.recent.add(last, 1.0)
+    memory.judge_loss(limit - 0.01, 42, is_repeated=True)
+    assert memory.high == 0
+    memory.judge_loss(limit + 0.01, 42, is_repeated=True)
+    assert memory.high == 42
+
+
+def test_a_doubt_of_the_last_step_is_not_ended_by_the_samples_that_it_has_fitted() -> None:
+    memory = Memory(Recent(512))
+    memory.recent.add(1.0, 1.0)
+    memory.judge_loss(4.0, 2)
+    memory.judge_loss(1.0, 3, is_repeated=True)
+    assert memory.high == 2
+
+
 def test_losses_of_zero_are_usual_and_a_tenth_above_them_too() -> None:
     assert doubts([*[0.0] * 40, 0.1])[-1] == 0
 

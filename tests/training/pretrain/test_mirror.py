@@ -325,7 +325,7 @@ def test_the_newest_good_checkpoint_is_downloaded_and_what_is_passed_over_is_sai
     url = copied(ruined, "good")
     Mirror(url).download(tmp_path, None)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "step-00000004"]
-    assert re.search(r"step-00000005 is passed over: the norm of \S+ is \S+e\+\d+ times", caplog.text)
+    assert "step-00000005 is passed over: the run has gone wrong since step 6" in caplog.text
 
 
 def test_keep_last_never_deletes_the_only_good_checkpoint_of_a_mirror(
@@ -342,7 +342,7 @@ def test_keep_last_never_deletes_the_only_good_checkpoint_of_a_mirror(
 
 def test_a_step_of_a_mirror_is_taken_good_or_not(store: Store, ruined: str, tmp_path: Path) -> None:
     url, out = copied(ruined, "chosen"), tmp_path / "out"
-    assert pretrain(f"resume={url}@2", f"out={out}", "train.steps=3") == 0
+    assert pretrain(f"resume={url}@2", f"out={out}", "train.steps=3", "optimizer.lr=1e-2") == 0
     assert listed(url) == [2, 3]
     assert "from_step: null" in (out / "config.yaml").read_text()
 
@@ -388,7 +388,11 @@ def test_a_folder_that_is_ahead_of_its_mirror_stays_there(
 
 
 @pytest.mark.parametrize(
-    "content", [None, b"", b'{"writer": "a", "checkpo', b"[" * 100_000, b" " * (1 << 23)]
+    "content",
+    [
+        *(None, b"", b'{"writer": "a", "checkpo', b"[" * 100_000, b" " * (1 << 23)),
+        b'{"writer": "a", "checkpoints": ["step-00000004-none"], "aside": []}',
+    ],
 )
 def test_a_list_that_is_damaged_is_rebuilt_from_whole_folders(
     store: Store, mirrored: tuple[str, Path], content: bytes | None, caplog: pytest.LogCaptureFixture
