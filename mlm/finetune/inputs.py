@@ -155,8 +155,9 @@ FREE = (
     "train.micro_batch_size",
     *("task.hub", "task.hub_config", "task.tests", "task.submission", "task.submit_names", "task.id"),
     *("task.lr", "task.weight_decay", "task.epochs", "task.batch_size", "task.warmup"),  # defaults of others
+    *("data.columns", "data.bad_rows"),  # rows count by content
 )
-"""Keys of those sections that may change in a run directory."""
+"""Keys that may change in a run directory."""
 WEIGHTS, VOCABULARY, ROWS, TEMPLATE = "ckpt", "data.tokenizer", "data.path", "data.chat_template"
 
 Settings = dict[str, Any]

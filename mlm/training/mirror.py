@@ -227,7 +227,7 @@ class Mirror:
         kept = folders.saves_in(directory.parent)
         for path in outdated(self.root, keep_last=settings.keep_last, keep_every=settings.keep_every):
             if read_manifest_head(path).save not in kept:
-                shutil.rmtree(path)
+                folders.discard(path)
         self.write()
 
     def _put(self, name: str, files: dict[str, int]) -> None:
@@ -247,7 +247,7 @@ class Mirror:
     def _place(self, manifest: Manifest, encoded: bytes, sizes: Mapping[str, int]) -> None:
         """Make a checkpoint the newest one in `root`; what is not of its past is set aside."""
         if (before := folders.saves_in(self.root).get(manifest.save)) is not None:
-            shutil.rmtree(before)
+            folders.discard(before)
         staging = folders.open_staging(self.root, manifest.step, manifest.save_id)
         (staging / MANIFEST).write_bytes(encoded)
         for file in manifest.files.keys() & sizes.keys():

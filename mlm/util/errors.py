@@ -1,5 +1,6 @@
 """Errors of a user's as values: each problem with its keys, its fix and the one line that is printed."""
 
+import errno
 import json
 import re
 import unicodedata
@@ -206,8 +207,9 @@ def writing_to(out: str) -> Iterator[None]:
     except OSError as error:
         # A write that the disk rejects names no file.
         place = "" if error.filename is None else f" ({error.filename})"
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise UserError(
             f"out={out}: {write_reason(error)}{place}",
             keys=("out",),
-            fix="choose a folder that can be written to",
+            fix="free space, or choose another disk" if is_full else "choose a folder that can be written to",
         ) from error

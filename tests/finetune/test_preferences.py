@@ -303,7 +303,7 @@ def test_answers_of_a_pair_are_those_of_trl(folder: Path, tmp_path: Path, form: 
         assert int(np.sum(np.array(label) >= 0)) == len(their[f"{name}_ids"])
 
 
-@pytest.mark.parametrize("name", ["system", "tools", "question"])
+@pytest.mark.parametrize("name", ["system", "tools"])
 def test_column_beside_texts_that_is_not_read_is_named(folder: Path, tmp_path: Path, name: str) -> None:
     write_rows(tmp_path / "train.jsonl", [{"chosen": "a b", "rejected": "a c", name: "x"}])
     with pytest.raises(ConfigError, match=f"'{name}' is not read beside answers that are texts"):

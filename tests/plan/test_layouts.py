@@ -264,7 +264,7 @@ def test_each_number_of_a_preset_names_its_source() -> None:
             ([*LAYOUTS, "gpus=509"], "use gpus=512"),
             (["plan", "layouts", "model=gpt2_355m", "gpus=9999"], " = 9999); use fewer"),
             ([*LAYOUTS, "train.micro_batch_size=999"], "leave train.micro_batch_size=999 or cp=1"),
-            ([*LAYOUTS, "failures.restart_s=9"], "add failures.mtbf_hours="),
+            ([*LAYOUTS, "failures.restart_s=9"], "has no effect with failures.mtbf_hours=null"),
             ([*LAYOUTS, "failures.mtbf_hours=1e-5"], "gpus=8 fail every 0.0045 s and make no progress"),
             ([*LAYOUTS, "model=gpt2_8b", "gpus=1"], "no layout fits into 79.1 GiB per GPU"),
             ([*LAYOUTS, "tp=3"], "gpus=8: no layout is valid (tp=3 does not divide model.num_heads=16)"),

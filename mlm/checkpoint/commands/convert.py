@@ -72,6 +72,12 @@ def preflight(config: AnyConversion) -> list[str]:
         is_ours = source.format == "native"
         what = "a checkpoint of mlm already" if is_ours else f"of the format {source.format}"
         problems.append(f"source={given.source}: is {what}, not Megatron-LM's; convert it by mlm convert")
+        return problems
+    without_model = ("torchtitan", "torch_dist", "megatron_dcp")
+    for key, formats in (("config", without_model), ("vocab_size", MEGATRON), ("num_heads", MEGATRON)):
+        if getattr(config, key) is not None and source.format not in formats:
+            why = f"has no effect with source={config.source}, of the format {source.format}"
+            problems.append(str(Problem.at(key, getattr(config, key), why, "remove it")))
     attempt(problems, lambda: check_target(config, source))
     return problems
 
@@ -85,11 +91,6 @@ def open_(config: ConvertConfig, tokenizer: Tokenizer | None = None) -> Source:
     """Open the source. Raises UserError."""
     settings = SourceSettings(config.config, config.vocab_size, config.num_heads, tokenizer)
     source = open_source(config.source, settings)
-    without_model = ("torchtitan", "torch_dist", "megatron_dcp")
-    for key, formats in (("config", without_model), ("vocab_size", MEGATRON), ("num_heads", MEGATRON)):
-        if getattr(config, key) is not None and source.format not in formats:
-            why = f"has no effect with source={config.source}, of the format {source.format}"
-            raise UserError(Problem.at(key, getattr(config, key), why, "remove it"))
     if source.base is not None:
         raise UserError(
             f"source={config.source}: holds adapters alone; convert what mlm export hf merge=true writes"

@@ -57,8 +57,8 @@ OWN_CONFIG = "write your settings to DIR/experiment/NAME.yaml and type --config-
         ),
         (
             f"{SOUND} checkpoint.from_step=4",
-            "mlm pretrain: checkpoint.from_step=4: is a step of a mirror, which this run does not begin "
-            "from; add checkpoint.from_mirror=true",
+            "mlm pretrain: checkpoint.from_step=4: has no effect with checkpoint.mirror=null; remove it, or "
+            "set checkpoint.mirror",
         ),
         ("eval loss model=gpt2_8b ckpt=.", "mlm eval loss: unknown key 'model'; --help lists the keys"),
         (

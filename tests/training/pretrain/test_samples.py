@@ -156,7 +156,7 @@ def test_shapes_of_micro_batches_draw_the_same(alone: list[list[int]]) -> None:
         (["train.sample_prompts=['a\x07']"], "prompt 1 (a\\x07)"),
         (['train.sample_prompts=["' + "to be " * 40 + '"]'], "more than data.seq_length=32"),
         ([f"train.sample_prompts=[{','.join('a' * 65)}]"], "65 prompts; 64 is the limit"),
-        (["train.sample_prompts=[a]", "train.validate_every=0"], "train.validate_every=0 validates never"),
+        (["train.sample_prompts=[a]", "train.validate_every=0"], "has no effect with train.validate_every=0"),
         (["train.sample_prompts=[a]", "model=bert_tiny"], "model.kind=bert does not read from left to right"),
         (["train.sample_prompts=[a]", "model.vocab_size=300"], "model.vocab_size=300"),
     ],
