@@ -93,7 +93,7 @@ def test_full_disk_is_a_users_mistake(source: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("mlm.data.indexed.IndexedWriter.add_document", fail)
-    with pytest.raises(UserError, match=r"out=.*No space left on device: free space"):
+    with pytest.raises(UserError, match=r"out=.*No space left on device; free space"):
         build(source)
 
 

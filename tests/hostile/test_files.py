@@ -142,7 +142,7 @@ COMMANDS = {
     "training on tokens": ("corpus/train.bin", RESUME, 1),
     "training on an index": ("corpus/train.idx", RESUME, 1),
     "training by a receipt": ("corpus/corpus.json", RESUME, 2),
-    "training with a tokenizer": ("corpus/tokenizer.json", RESUME, 1),
+    "training with a tokenizer": ("corpus/tokenizer.json", RESUME, 2),
     "generating with a tokenizer": ("run/tokenizer.json", GENERATE, 1),
     "inspecting a manifest": (f"{STEP}/manifest.json", f"ckpt inspect @/{STEP}", 1),
     "verifying a shard": (f"{STEP}/{SHARD}", f"ckpt verify @/{STEP}", 1),
