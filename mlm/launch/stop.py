@@ -53,7 +53,7 @@ class _Received:
     noted: signal.Signals | None = None
     """Request that nothing has obeyed yet."""
     interrupted_at: float = -ECHO_S
-    """Monotonic time of the newest Ctrl-C."""
+    """Monotonic time of the newest Ctrl-C that counts."""
 
 
 def signal_exit_code(number: int) -> int:
@@ -79,9 +79,10 @@ def handling(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
-            before, _received.interrupted_at = _received.interrupted_at, time.monotonic()
-            if _received.interrupted_at - before < ECHO_S:
+            now = time.monotonic()
+            if now - _received.interrupted_at < ECHO_S:
                 return
+            _received.interrupted_at = now
         handler(number, frame)
 
     before = dict[signal.Signals, Any]()
