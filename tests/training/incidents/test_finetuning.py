@@ -125,7 +125,7 @@ def flipping(ctx: ParallelContext) -> Iterator[None]:
 
 
 def flipped(ctx: ParallelContext, config: FinetuneConfig) -> None:
-    with flipping(ctx):
+    with flipping(ctx), pytest.raises(IncidentError, match="replicas differ since step"):
         run.run(config, ctx)
 
 
