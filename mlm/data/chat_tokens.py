@@ -140,7 +140,7 @@ def encode_prompt(conversation: Conversation, tokenizer: Tokenizer, template: Ch
 
 
 class AnswerFinder:
-    """Where the answers of a rendered conversation are.
+    """Finds the tokens of the answers in a rendered conversation.
 
     They are the {% generation %} blocks of a template that has them. Otherwise an answer is what its message
     adds to the text rendered up to it; where a template renders earlier messages otherwise once others

@@ -1,4 +1,4 @@
-"""What the files beside a tokenizer say of its special tokens."""
+"""Special tokens as the files beside a tokenizer declare them."""
 
 import os
 from pathlib import Path

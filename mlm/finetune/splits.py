@@ -93,9 +93,7 @@ def read_split(
             earlier[name] += 1
             record, change = standard_form(record, task.columns) if kind.is_chat else (record, "")
             row = kind.parse(task, record, kind.row_id(task, name, earlier[name] - 1))
-            if columns or change:
-                row = replace(row, changes=(*row.changes, *filter(None, (renamed, change))))
-            rows.append(row)
+            rows.append(replace(row, changes=(*row.changes, *filter(None, (renamed, change)))))
             places.append(place)
             if rows[-1].label is None:
                 problems.append((place, unlabelled))

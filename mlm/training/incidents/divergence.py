@@ -60,7 +60,7 @@ class DivergenceStop(Observer):
         raise IncidentError(text)
 
     def diagnosis(self, good: Path | None) -> str:
-        """What went wrong since when and the way back, in a line. Collective."""
+        """Return a line on the cause, the step it began at and the way back. Collective."""
         trainer, config, memory = self.trainer, self.trainer.config, self.incidents.memory
         advice = f"a lower optimizer.lr, a higher {self.warmup_key}"
         where = f"the run ends with {self.incidents.end}"
