@@ -1,5 +1,6 @@
 """Problems as values: one line, its parts, and the errors that carry them."""
 
+import errno
 import pickle
 from collections.abc import Sequence
 
@@ -60,9 +61,14 @@ def test_problems_that_are_all_damage_have_its_exit_code(problems: Sequence[Prob
 
 
 @pytest.mark.parametrize(
-    ("error", "place"), [(OSError(28, "No space left"), ""), (OSError(28, "No space left", "a/b"), " (a/b)")]
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left"), "No space left; free space, or choose another disk"),
+        (OSError(errno.EDQUOT, "Quota", "a/b"), "Quota (a/b); free space, or choose another disk"),
+        (OSError(errno.EROFS, "Read-only", "a/b"), "Read-only (a/b); choose a folder that can be written to"),
+    ],
 )
-def test_an_error_of_the_disk_names_the_file_if_it_has_one(error: OSError, place: str) -> None:
+def test_an_error_of_the_disk_names_the_file_if_it_has_one(error: OSError, message: str) -> None:
     with pytest.raises(UserError) as caught, writing_to("a"):
         raise error
-    assert str(caught.value) == f"out=a: No space left{place}; choose a folder that can be written to"
+    assert str(caught.value) == f"out=a: {message}"
