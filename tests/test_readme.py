@@ -47,7 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mlm.export_hf(folder / "runs/shakespeare", folder / "exported", verify=False)
     tokenizer = train_wordpiece(lambda: [TEXT] * 5, 200)
     (folder / "corpus").mkdir()
-    tokenizer.save(folder / "corpus/tokenizer.json")
+    tokenizer.save(folder / "corpus")
     ids = tokenizer.encode(TEXT)
     with IndexedWriter(folder / "corpus/train", token_dtype(1000)) as writer:
         for _ in range(50):

@@ -91,18 +91,21 @@ class OnlyIf:
     """Condition without which nothing reads a field, so that typing it is an error.
 
     `key` is of the same section, or in full with its dot. It must be read itself, and have one of `values`
-    (patterns of fnmatch); without any, a value other than null, 0, false and empty.
+    (patterns of fnmatch); without any, a value other than null, 0, false and empty. With `or_null`, null
+    stands for such a value.
     """
 
-    def __init__(self, key: str, *values: object) -> None:
-        self.key, self.values = key, values
+    def __init__(self, key: str, *values: object, or_null: bool = False) -> None:
+        self.key, self.values, self.or_null = key, values, or_null
 
     def within(self, prefix: str) -> "OnlyIf":
         """The condition with its key in full, of a field in the section that `prefix` begins keys of."""
-        return self if "." in self.key else OnlyIf(prefix + self.key, *self.values)
+        return self if "." in self.key else OnlyIf(prefix + self.key, *self.values, or_null=self.or_null)
 
     def holds(self, value: Any) -> bool:
         """True for a value of the key with which the field is read."""
+        if value is None and self.or_null:
+            return True
         return any(fnmatchcase(str(value), str(each)) for each in self.values) if self.values else bool(value)
 
 

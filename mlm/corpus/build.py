@@ -51,8 +51,15 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
     parse_split(config.split)
     tokenizer = Tokenizer.load(config.tokenizer, eod=config.eod)
     if config.prepend_bos and tokenizer.bos_id is None:
-        raise UserError(
-            f"prepend_bos=true: tokenizer={config.tokenizer} has no beginning-of-sequence token; set false"
+        begin = tokenizer.name_of(tokenizer.eod_id)
+        console.print(
+            f"documents begin with {begin}: the tokenizer declares no beginning of a sequence", markup=False
+        )
+    if tokenizer.opening and not config.prepend_bos:
+        begin = tokenizer.decode(tokenizer.opening)
+        console.print(
+            f"the tokenizer puts {begin} before a text, these documents begin without: prepend_bos=true",
+            markup=False,
         )
     listing, out, work = find_inputs(config), Path(config.out), work_folder(config)
     if (warning := listing.warning()) is not None:
@@ -72,7 +79,7 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
             console.print(f"{out} is up to date", soft_wrap=True)
         else:
             claim_folder(work, **claim_of_work)
-            tokenizer.save(work / TOKENIZER)
+            write_atomic(work / TOKENIZER, tokenizer.content)
             write_atomic(work / EVALUATION, evaluation)
             size = shard_bytes(sum(item.bytes for item in inputs))
             shards = parts or split_inputs(inputs, size)
@@ -172,6 +179,7 @@ def ingredients(
         "tokenizer": tokenizer.digest,
         "vocab_size": tokenizer.vocab_size,
         "eod_id": tokenizer.eod_id,
+        "bos_id": tokenizer.bos_id,
         **{key: values[key] for key in settings},
         "recipe": {key: values[key] for key in ("normalise", "filter", "dedup", "decontaminate")},
         "evaluation_texts": evaluation,
@@ -188,6 +196,8 @@ def reusable(out: Path, made_of: Receipt) -> Receipt | None:
         return None
     remedy = "set another out=, or delete the folder"
     made_then = json.loads(json.dumps(made_of))  # tuples are lists there
+    if "bos_id" not in receipt and not made_of["prepend_bos"]:  # of an older version
+        del made_then["bos_id"]
     differing = [key for key, value in made_then.items() if receipt.get(key) != value]
     if differing:
         raise UserError(f"out={out} holds a corpus made with other {', '.join(differing)}: {remedy}")

@@ -12,8 +12,9 @@ from mlm.corpus.read.finding import kind_of, search
 from mlm.corpus.read.read import read_shard
 from mlm.corpus.read.records import BadRecordError
 from mlm.corpus.read.shards import split_inputs
-from mlm.data.tokenizer import BERT_SPECIAL, CONTINUES, FILES, UNK, Tokenizer, byte_level, word_piece
+from mlm.data.tokenizer import FILES, Tokenizer
 from mlm.data.tokenizer_settings import EOD
+from mlm.data.vocabulary_files import BERT_SPECIAL, CONTINUES, UNK, byte_level, word_piece
 from mlm.util.errors import Problem, UserError
 from mlm.util.results import is_stream, result_problems, write_result
 from mlm.util.terminal import Screen, progress_bar

@@ -24,6 +24,8 @@ FILE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 FOR_TOOLS, FOLDER = "tool_use", "additional_chat_templates"
 """Name of a second template for conversations with tools, and the folder of its file."""
 DEFAULT = "default"
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""Names of templates, which become those of files."""
 MAX_BYTES = 1 << 20
 """Largest template: 1 MiB."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -54,6 +56,7 @@ class ChatTemplate:
         digest: of the template, these names, and `tool_use`.
         tool_use: the tokenizer's other template, for conversations with tools, or None.
         keeps_turns: True if each answer is trained as it is rendered when nothing follows it.
+        others: sources of templates of other names, which are kept for an export.
         note: a line on what ends a turn of a built-in template; empty where that is its own token.
 
     Raises UserError if it is no Jinja.
@@ -67,9 +70,10 @@ class ChatTemplate:
         note: str = "",
         tool_use: "ChatTemplate | None" = None,
         keeps_turns: bool = False,
+        others: Mapping[str, str] | None = None,
     ) -> None:
         self.source, self.tokens, self.place, self.note = source, dict(tokens), place, note
-        self.tool_use, self.keeps_turns = tool_use, keeps_turns
+        self.tool_use, self.keeps_turns, self.others = tool_use, keeps_turns, dict(others or {})
         if (half := lone_surrogate(source)) is not None:
             raise UserError(f"{place}: holds {half}: correct the template")
         self.marks_answers = GENERATION.search(source) is not None
@@ -104,17 +108,10 @@ class ChatTemplate:
         )
         if DEFAULT not in found:
             return None
-        made: ChatTemplate | None = None
-        for name in (FOR_TOOLS, DEFAULT):
-            if name in found:
-                source, place = found[name]
-                made = cls(source, tokens, place, tool_use=made, keeps_turns=file == TURNS)
-        return made
-
-    def save(self, folder: Path) -> None:
-        """Write the templates and the names of their tokens beside a tokenizer.json. Raises OSError."""
-        self.save_sources(folder)
-        write_atomic(folder / SETTINGS, (json.dumps(self.settings, indent=2) + "\n").encode())
+        others = {name: source for name, (source, _) in found.items() if name not in (DEFAULT, FOR_TOOLS)}
+        for_tools = cls(found[FOR_TOOLS][0], tokens, found[FOR_TOOLS][1]) if FOR_TOOLS in found else None
+        source, place = found[DEFAULT]
+        return cls(source, tokens, place, tool_use=for_tools, keeps_turns=file == TURNS, others=others)
 
     @property
     def settings(self) -> dict[str, str | None]:
@@ -122,11 +119,12 @@ class ChatTemplate:
         return {name: token or None for name, token in self.tokens.items()}
 
     def save_sources(self, folder: Path) -> None:
-        """Write the templates alone. Raises OSError."""
+        """Write the templates. Raises OSError."""
         write_atomic(folder / FILE, self.source.encode())
-        if self.tool_use is not None:
+        named = self.others | ({} if self.tool_use is None else {FOR_TOOLS: self.tool_use.source})
+        for name, source in named.items():
             (folder / FOLDER).mkdir(exist_ok=True)
-            write_atomic(folder / FOLDER / f"{FOR_TOOLS}.jinja", self.tool_use.source.encode())
+            write_atomic(folder / FOLDER / f"{name}.jinja", source.encode())
 
     def for_tools(self, tools: Any) -> "ChatTemplate":
         """Return the template of a conversation with these tools, None without any."""
@@ -229,8 +227,14 @@ def find_templates(folder: Path) -> dict[str, tuple[str, str]]:
 
     Files come before those of tokenizer_config.json, as in `transformers`.
     """
-    files = {DEFAULT: folder / FILE, FOR_TOOLS: folder / FOLDER / f"{FOR_TOOLS}.jinja"}
-    found = {name: (read_template(path), str(path)) for name, path in files.items() if path.is_file()}
+    files = {DEFAULT: folder / FILE}
+    if (folder / FOLDER).is_dir():
+        files |= {path.stem: path for path in sorted((folder / FOLDER).glob("*.jinja"))}
+    found = {
+        name: (read_template(path), str(path))
+        for name, path in files.items()
+        if path.is_file() and NAME.fullmatch(name)
+    }
     if found:
         return found
     value = read_config(folder / SETTINGS).get("chat_template")
@@ -238,11 +242,10 @@ def find_templates(folder: Path) -> dict[str, tuple[str, str]]:
     if isinstance(value, list):
         value = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
     named = value if isinstance(value, dict) else {DEFAULT: value}
-    sources = ((name, named.get(name)) for name in (DEFAULT, FOR_TOOLS))
     return {
         name: (source, place if name == DEFAULT else f"{place} {name}")
-        for name, source in sources
-        if isinstance(source, str)
+        for name, source in named.items()
+        if isinstance(source, str) and isinstance(name, str) and NAME.fullmatch(name)
     }
 
 

@@ -85,8 +85,9 @@ def tokenizer_beside(folder: Path) -> Tokenizer | None:
     path = folder / TOKENIZER
     if not os.path.lexists(path):
         return None
-    eod = (read_receipt(folder) or {}).get("eod")
-    return Tokenizer.load(path, eod=eod if isinstance(eod, str) else None)
+    receipt = read_receipt(folder) or {}
+    eod, bos = receipt.get("eod_id"), receipt.get("bos_id")
+    return Tokenizer.load(path, eod=eod if type(eod) is int else None, bos=bos if type(bos) is int else None)
 
 
 def eod_of(receipt: Receipt | None, tokenizer: Tokenizer | None) -> int | None:

@@ -15,19 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
+from tokenizers import models, processors
 
-from mlm.data.tokenizer_settings import (
-    ADDED,
-    CONFIG,
-    EOD,
-    GENERATION_CONFIG,
-    SETTINGS,
-    check_size,
-    named_tokens,
-    read_config,
-)
+from mlm.data.tokenizer_settings import EOD, Declared, check_size, ids_of
+from mlm.data.vocabulary_files import BOS, CLS, CONTINUES, MASK, PAD, SEP, UNK, damaged, read_bert, read_gpt2
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import digest_bytes, read_input_text, write_atomic
 from mlm.util.ownership import file_type_name
@@ -35,19 +27,11 @@ from mlm.util.ownership import file_type_name
 if TYPE_CHECKING:
     from mlm.data.chat_template import ChatTemplate
 
-UNK, CLS, SEP, PAD, MASK = "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"
-BERT_SPECIAL = (PAD, UNK, CLS, SEP, MASK)
 EOD_NAMES = (EOD, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", SEP)
-"""The first that exists counts. BERT's vocabulary has only [SEP]; Megatron-LM adds an [EOS]."""
-BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", EOD)
-"""GPT-2's beginning of a sequence is its end of a document, as in transformers."""
-CONTINUES = "##"
-"""Prefix of a WordPiece token inside a word."""
-LONGEST_WORD = 100
-"""Letters; BERT has no token for a longer word (its max_input_chars_per_word)."""
+"""Of special tokens, where nothing declares one, the first that exists counts; of all tokens, where none is
+marked as special. BERT's vocabulary has only [SEP]; Megatron-LM adds an [EOS]."""
 FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 """A folder with a tokenizer has one of these."""
-ADDED_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 BYTE_LEVEL_SPACES = "ĠĊĉčċČ"
 """Byte-level BPE's letters for space, \\n, \\t, \\r, \\v and \\f."""
 PRIVATE = 0x100000
@@ -67,38 +51,93 @@ class Tokenizer:
         eod_id                            end of document
         bos_id                            beginning of a sequence, or None
         cls_id, sep_id, mask_id, pad_id   BERT's special tokens, None where the vocabulary has none
+        end_ids                           tokens that end what a model generates, `eod_id` among them
         digest                            of tokenizer.json
+        declared                          what the files beside it say
         chat_template                     of a model for conversations, where a command has read it
 
-    Raises UserError if no end-of-document token is known.
+    `eod` and `bos` are what a receipt or a checkpoint records, and count before what is declared. Raises
+    UserError if no end-of-document token is known.
     """
 
-    def __init__(self, content: str, source: str = "tokenizer", eod: str | int | None = None) -> None:
-        self._content = content
+    def __init__(
+        self,
+        content: str,
+        source: str = "tokenizer",
+        eod: str | int | None = None,
+        bos: int | None = None,
+        declared: Declared | None = None,
+    ) -> None:
+        self._content, self.declared = content, declared or Declared()
         self._backend = parse(content, source)
         self._vocabulary = vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > MAX_TOKENS:
             raise CorruptFileError(f"{source}: token id {self.vocab_size - 1}; {MAX_TOKENS - 1} is the limit")
-        eod_id = first_of((eod,) if isinstance(eod, str) else EOD_NAMES, vocabulary)
-        if isinstance(eod, int) and self._backend.id_to_token(eod) is not None:
-            eod_id = eod
-        if eod_id is None and isinstance(eod, str):
-            raise UserError(f"eod={eod} is not a token of {source}; name one of its vocabulary")
-        if eod_id is None:
-            marks = "|".join(("end", "eos", "eot", "/s", "sep"))
-            near = [name for name in self.special_names if re.search(marks, name, re.IGNORECASE)]
-            fix = " or ".join(f"eod={name}" for name in (near or self.special_names)[:3])
-            raise UserError(
-                f"{source} has no end-of-document token: set {fix or 'eod=NAME of one of its tokens'}, "
-                f"or add one of {', '.join(EOD_NAMES)} to its vocabulary"
-            )
-        self.eod_id = eod_id
-        self.bos_id = first_of(BOS_NAMES, vocabulary)
-        self.cls_id, self.sep_id = vocabulary.get(CLS), vocabulary.get(SEP)
-        self.mask_id, self.pad_id = vocabulary.get(MASK), vocabulary.get(PAD)
+        self.eod_id = self._find_eod(eod, source)
+        self.cls_id, self.sep_id = self._named("cls_token", CLS), self._named("sep_token", SEP)
+        self.mask_id, self.pad_id = self._named("mask_token", MASK), self._named("pad_token", PAD)
+        self.bos_id = bos if bos is not None and bos < self.vocab_size else self._find_bos()
+        ends = ids_of(self.declared.generation.get("eos_token_id"))
+        self.end_ids = frozenset({self.eod_id, *(id for id in ends if id < self.vocab_size)})
         self.digest = digest_bytes(content.encode())
         self.chat_template: ChatTemplate | None = None
+
+    def _find_eod(self, eod: str | int | None, source: str) -> int:
+        """Return `eod`, else what the model ends a text with, else the first special token of EOD_NAMES."""
+        if isinstance(eod, str):
+            if eod not in self._vocabulary:
+                raise UserError(f"eod={eod} is not a token of {source}; name one of its vocabulary")
+            return self._vocabulary[eod]
+        if eod is not None and self._backend.id_to_token(eod) is not None:
+            return eod
+        special, ends = self.special_names, self.declared.model_ends
+        found = [self.name_of(id) for id in ends if id in self.special_ids]
+        named = [self.declared.names.get("eos_token", "")] if self.declared.is_model else []
+        for name in (*found, *named, *EOD_NAMES):
+            if name in (special or self._vocabulary):
+                return self._vocabulary[name]
+        marks = "|".join(("end", "eos", "eot", "/s", "sep"))
+        near = [name for name in special if re.search(marks, name, re.IGNORECASE)]
+        fix = " or ".join(f"eod={name}" for name in (near or special)[:3])
+        raise UserError(
+            f"{source} has no end-of-document token: set {fix or 'eod=NAME of one of its tokens'}, "
+            f"or add one of {', '.join(EOD_NAMES)} to its special tokens"
+        )
+
+    def _find_bos(self) -> int | None:
+        """Return the declared beginning of a sequence, else what the tokenizer itself puts before a text."""
+        if (named := self._named("bos_token", BOS)) is not None:
+            return named
+        declared = ids_of(self.declared.generation.get("bos_token_id"))
+        usable = self.special_ids - {self.cls_id}
+        return next((id for id in (*declared, *self.opening) if id in usable), None)
+
+    def _named(self, role: str, default: str) -> int | None:
+        """Return the token that is declared to have a role, else BERT's name for it if it is special.
+
+        Where no token is marked as special, its name is enough.
+        """
+        if name := self.declared.names.get(role):
+            return self._vocabulary.get(name)
+        return self._vocabulary.get(default) if default in (self.special_names or self._vocabulary) else None
+
+    @cached_property
+    def opening(self) -> list[int]:
+        """Tokens that the tokenizer itself puts before a text, as `transformers` does by default."""
+        alone, whole = (self._backend.encode("a", add_special_tokens=add).ids for add in (False, True))
+        starts = (n for n in range(len(whole)) if whole[n : n + len(alone)] == alone)
+        return list(whole[: next(starts, 0)])
+
+    def encode_prompt(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        """Encode a text to continue, after `opening`; without either after an end of document.
+
+        `special_tokens`: names of special tokens in it are these tokens; one that begins with the opening has
+        no second one.
+        """
+        ids = self.encode_special(text) if special_tokens else self.encode(text)
+        opening = [] if ids[: len(self.opening)] == self.opening else self.opening
+        return [*opening, *ids] or [self.eod_id]
 
     @cached_property
     def _encoder(self) -> Backend:
@@ -145,16 +184,21 @@ class Tokenizer:
         """Return the name of a token."""
         return str(self._backend.id_to_token(id))
 
+    def id_of(self, name: str) -> int:
+        """Return the id of a token by its name. Raises KeyError."""
+        return self._vocabulary[name]
+
     def _reserved(self, content: dict[str, Any]) -> set[str]:
         """Return the names of special tokens but the unknown token."""
         marked = {token["content"] for token in content.get("added_tokens") or () if token["special"]}
-        named = {*EOD_NAMES, *BOS_NAMES, *BERT_SPECIAL} & self._vocabulary.keys()
+        roles = (self.eod_id, self.bos_id, self.cls_id, self.sep_id, self.mask_id, self.pad_id)
+        named = {self.name_of(id) for id in roles if id is not None}
         return (marked | named) - {UNK, content["model"].get("unk_token")}
 
     @cached_property
     def adds_bos(self) -> bool:
         """True if the tokenizer itself puts `bos_id` before a text, as `transformers` does then."""
-        return self._backend.encode("a", add_special_tokens=True).ids[:1] == [self.bos_id]
+        return self.opening[:1] == [self.bos_id]
 
     def __contains__(self, name: str) -> bool:
         return name in self._vocabulary
@@ -200,36 +244,39 @@ class Tokenizer:
         return starts
 
     @classmethod
-    def load(cls, path: str | Path, *, eod: str | int | None = None) -> "Tokenizer":
+    def load(cls, path: str | Path, *, eod: str | int | None = None, bos: int | None = None) -> "Tokenizer":
         """Read a tokenizer.json, GPT-2's vocab.json and merges.txt or BERT's vocab.txt, or a folder of them.
 
-        `eod` names its end-of-document token, or is the id that a receipt or checkpoint records; None, or an
-        id that it lacks, means that of the model folder that it is in (`eod_of_model`), else the first it has
-        of EOD_NAMES. Raises UserError if there is none, CorruptFileError if it cannot be read.
+        `eod` names its end-of-document token, or is the id that a receipt or checkpoint records, as `bos` is;
+        None, or an id that it lacks, means that of the model folder that it is in, else the first special
+        token of EOD_NAMES. Raises UserError if there is none, CorruptFileError if it cannot be read.
         """
         file = Path(path)
         if file.is_dir():
             file = next((file / name for name in FILES if (file / name).is_file()), file / "tokenizer.json")
-        if file.name in ("vocab.json", "merges.txt"):
-            made = read_gpt2(file.parent)
-            return cls(made, str(file.parent), eod_of_model(file.parent, made) if eod is None else eod)
-        if file.suffix == ".txt" and file.is_file():
-            return cls(read_bert(file), str(file), eod)
         if not file.is_file() and os.path.lexists(file):
             raise UserError(
                 f"{file}: is {file_type_name(file)}, no regular file; put a tokenizer.json in its place"
             )
-        if not file.is_file():
+        if file.name in ("vocab.json", "merges.txt"):
+            content, source = read_gpt2(file.parent), str(file.parent)
+        elif not file.is_file():
             raise UserError(
                 f"no tokenizer at {file}: set tokenizer to a tokenizer.json; `mlm data tokenizer` trains one"
             )
-        check_size(file)
-        content = read_input_text(file)
-        return cls(content, str(file), eod_of_model(file.parent, content) if eod is None else eod)
+        elif file.suffix == ".txt":
+            content, source = read_bert(file), str(file)
+        else:
+            check_size(file)
+            content, source = read_input_text(file), str(file)
+        return cls(content, source, eod, bos, Declared.read(file.parent))
 
-    def save(self, path: str | Path) -> None:
-        """Write tokenizer.json, byte for byte what was loaded or trained. Raises OSError."""
-        write_atomic(Path(path), self.content)
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json byte for byte, what is declared, and its chat template. Raises OSError."""
+        write_atomic(folder / "tokenizer.json", self.content)
+        self.declared.save(folder, {} if self.chat_template is None else self.chat_template.settings)
+        if self.chat_template is not None:
+            self.chat_template.save_sources(folder)
 
     @property
     def content(self) -> bytes:
@@ -278,153 +325,6 @@ class Tokenizer:
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
 
-def byte_level(model: models.Model, *, prefix_space: bool = False) -> Backend:
-    """Wrap a BPE model in GPT-2's pipeline: no normaliser, byte-level splitting.
-
-    `prefix_space`: a space is added before a text, as `add_prefix_space` of transformers does.
-    """
-    backend = Backend(model)
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
-    backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.ByteLevel(trim_offsets=False)
-    return backend
-
-
-def read_gpt2(folder: Path) -> str:
-    """Make a tokenizer.json from GPT-2's vocab.json and merges.txt."""
-    vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
-    if not (vocabulary.is_file() and merges.is_file()):
-        raise UserError(
-            f"no tokenizer in {folder}: set tokenizer to a folder with tokenizer.json, with vocab.json and "
-            f"merges.txt, or with vocab.txt"
-        )
-    for file in (vocabulary, merges):
-        check_size(file)
-    try:
-        model = models.BPE.from_file(str(vocabulary), str(merges))
-    except BaseException as error:
-        raise damaged(f"{vocabulary} or {merges.name}", error) from error
-    config = read_config(folder / "tokenizer_config.json")
-    backend = byte_level(model, prefix_space=config.get("add_prefix_space") is True)
-    named = named_tokens(folder) or {}
-    ids = backend.get_vocab()
-    special = sorted({EOD, *named.values()} & ids.keys(), key=lambda name: ids[name])
-    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
-    add_tokens(backend, folder)
-    return backend.to_str()
-
-
-def add_tokens(backend: Backend, folder: Path) -> None:
-    """Add the tokens of added_tokens.json, {name: id}, and of added_tokens_decoder of tokenizer_config.json.
-
-    Each is special and normalized as the latter says. Without it, those that a file or the class of the
-    tokenizer names are special, as in `transformers`: the others are found in texts. Raises CorruptFileError
-    where ids do not follow those of the vocabulary.
-    """
-    path, named = folder / ADDED, set((named_tokens(folder) or {}).values())
-    decoder = read_config(folder / SETTINGS).get("added_tokens_decoder")
-    entries = decoder.items() if isinstance(decoder, dict) else ()
-    known = {str(each["content"]): (id, each) for id, each in entries if isinstance(each, dict)}
-    ids = {name: int(id) if id.isdigit() else id for name, (id, _) in known.items()} | read_config(path)
-    for name, id in sorted(ids.items(), key=lambda item: str(item[1]).zfill(12)):
-        flags = {"special": name in named, "normalized": name not in named}
-        said = known[name][1] if name in known else {}
-        flags |= {flag: said[flag] for flag in ADDED_FLAGS if isinstance(said.get(flag), bool)}
-        token = AddedToken(name, **flags)
-        (backend.add_special_tokens if flags["special"] else backend.add_tokens)([token])
-        if backend.token_to_id(name) != id:
-            raise CorruptFileError(
-                f"{path}: {name[:40]!r} has id {str(id)[:20]}, {backend.token_to_id(name)} comes next in the "
-                "vocabulary; save the tokenizer as tokenizer.json"
-            )
-
-
-def word_piece(
-    model: models.WordPiece,
-    *,
-    lowercase: bool,
-    strip_accents: bool | None = None,
-    chinese_chars: bool = True,
-) -> Backend:
-    """Wrap a WordPiece model in BERT's pipeline, with the special tokens that the vocabulary has.
-
-    `strip_accents` None means as `lowercase`; `chinese_chars`: each of them is a word.
-    """
-    backend = Backend(model)
-    backend.normalizer = normalizers.BertNormalizer(
-        lowercase=lowercase, strip_accents=strip_accents, handle_chinese_chars=chinese_chars
-    )
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece(prefix=CONTINUES)
-    present = [name for name in BERT_SPECIAL if backend.token_to_id(name) is not None]
-    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in present])
-    sep_id, cls_id = backend.token_to_id(SEP), backend.token_to_id(CLS)
-    if sep_id is not None and cls_id is not None:
-        backend.post_processor = processors.BertProcessing((SEP, sep_id), (CLS, cls_id))
-    return backend
-
-
-def read_bert(file: Path) -> str:
-    """Make a tokenizer.json from BERT's vocab.txt: one token a line, its id the line's number.
-
-    A tokenizer_config.json beside it decides if case is lowered and if Chinese characters are words; without
-    one, case is lowered if the vocabulary has no upper-case letters. Raises UserError and
-    CorruptFileError.
-    """
-    check_size(file)
-    try:
-        names = file.read_text(encoding="utf-8").split("\n")
-        model = models.WordPiece.from_file(str(file), unk_token=UNK, max_input_chars_per_word=LONGEST_WORD)
-    except BaseException as error:
-        raise damaged(str(file), error) from error
-    if model.token_to_id(UNK) is None or model.token_to_id(SEP) is None:
-        raise UserError(f"{file} is not a vocabulary of BERT: it has no lines {UNK} and {SEP}; name another")
-    config = read_config(file.with_name("tokenizer_config.json"))
-    cased = any(name != name.lower() for name in names if not name.startswith("["))
-    lowercase, strip = config.get("do_lower_case"), config.get("strip_accents")
-    backend = word_piece(
-        model,
-        lowercase=lowercase if isinstance(lowercase, bool) else not cased,
-        strip_accents=strip if isinstance(strip, bool) else None,
-        chinese_chars=config.get("tokenize_chinese_chars") is not False,
-    )
-    add_tokens(backend, file.parent)
-    return backend.to_str()
-
-
-def eod_of_model(folder: Path, content: str) -> int | None:
-    """Return the end-of-document token of a model folder; None if it names none of the special tokens.
-
-    It is the first eos_token_id of config.json, else of generation_config.json, else eos_token of
-    tokenizer_config.json; none in a folder without config.json, which is no model's.
-    """
-    if not (folder / CONFIG).is_file():
-        return None
-    special = special_tokens(content)
-    for name in (CONFIG, GENERATION_CONFIG):
-        found = [
-            id for id in ids_of(read_config(folder / name).get("eos_token_id")) if id in special.values()
-        ]
-        if found:
-            return found[0]
-    return special.get((named_tokens(folder) or {}).get("eos_token", ""))
-
-
-def special_tokens(content: str) -> dict[str, int]:
-    """Return the ids of the special tokens of a tokenizer.json by name; {} if it is none."""
-    try:
-        added = json.loads(content)["added_tokens"]
-        return {each["content"]: each["id"] for each in added if each["special"] is True}
-    except (ValueError, RecursionError, KeyError, TypeError):  # reported where it is read
-        return {}
-
-
-def ids_of(value: Any) -> list[int]:
-    """Return the token ids of a model's setting: one, a list, or none."""
-    items = value if isinstance(value, list) else [value]
-    return [id for id in items if type(id) is int and id >= 0]
-
-
 def can_spell(content: dict[str, Any], name: str) -> bool:
     """True if a text that contains the name of a special token could become that token."""
     model, added = content["model"], content.get("added_tokens") or ()
@@ -471,11 +371,6 @@ def merges_of(model: dict[str, Any]) -> list[list[str]]:
     return [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or ()]
 
 
-def first_of(names: Sequence[str], vocabulary: dict[str, int]) -> int | None:
-    """Return the id of the first of these tokens that exists."""
-    return next((vocabulary[name] for name in names if name in vocabulary), None)
-
-
 def parse(content: str, source: str) -> Backend:
     """Load the library's tokenizer without truncation, padding or special tokens. Raises CorruptFileError."""
     try:
@@ -488,15 +383,3 @@ def parse(content: str, source: str) -> Backend:
     if getattr(backend.model, "dropout", None):
         backend.model.dropout = None  # a text has the same tokens each time
     return backend
-
-
-def damaged(source: str, error: BaseException) -> CorruptFileError:
-    """Describe a tokenizer file that the library rejects.
-
-    It raises bare Exception, and PanicException, which is not one, when its Rust code panics. Interrupts pass
-    through.
-    """
-    if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
-        raise error
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return CorruptFileError(f"{source} is not a tokenizer ({reason}): replace it, or train one")

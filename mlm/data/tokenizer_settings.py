@@ -1,11 +1,14 @@
-"""Special tokens as the files beside a tokenizer declare them."""
+"""What the files beside a tokenizer declare: its special tokens, and settings of reading and generating."""
 
+import json
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mlm.util.errors import CorruptFileError, reading_from
-from mlm.util.files import READABLE, open_input, parse_json
+from mlm.util.files import READABLE, open_input, parse_json, write_atomic
 
 EOD = "<|endoftext|>"
 """End of document, GPT-2's only special token."""
@@ -25,6 +28,52 @@ CLASS_TOKENS: dict[str, dict[str, str]] = {
     "cohere": {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "pad_token": "<PAD>"},
 }
 """Special tokens of classes of tokenizers in `transformers`, where no file names others."""
+NOT_CARRIED = (
+    *("tokenizer_class", "chat_template", "name_or_path", "tokenizer_file", "special_tokens_map_file"),
+    *("auto_map", "processor_class", "backend", "is_local", "init_inputs", "add_bos_token", "add_eos_token"),
+)
+"""Keys of tokenizer_config.json that describe its folder or a class, code of its own, or what tokenizer.json
+says; a chat template has its own file."""
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What the files beside a tokenizer say."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Special tokens by role (bos_token, …), "" for one that there is not; see `named_tokens`."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """tokenizer_config.json but NOT_CARRIED, with `names`."""
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    """generation_config.json; what it lacks of token ids is that of config.json."""
+    model_ends: tuple[int, ...] = ()
+    """The eos_token_id of config.json, then those of generation_config.json."""
+    is_model: bool = False
+    """True if there is a config.json."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "Declared":
+        """Read them in a folder, which may have none of them. Raises UserError, CorruptFileError."""
+        config, generation = read_config(folder / CONFIG), read_config(folder / GENERATION_CONFIG)
+        names, settings = named_tokens(folder) or {}, read_config(folder / SETTINGS)
+        kept = {key: value for key, value in settings.items() if key not in NOT_CARRIED}
+        keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+        ids = {key: config[key] for key in keys if config.get(key) is not None}
+        ends = (*ids_of(config.get("eos_token_id")), *ids_of(generation.get("eos_token_id")))
+        declared = {name: token or None for name, token in names.items()}
+        return cls(names, kept | declared, ids | generation, ends, (folder / CONFIG).is_file())
+
+    def save(self, folder: Path, names: Mapping[str, str | None]) -> None:
+        """Write them into a folder, with these special tokens. Raises OSError."""
+        for file, value in ((SETTINGS, {**self.settings, **names}), (GENERATION_CONFIG, self.generation)):
+            if value:
+                write_atomic(folder / file, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def ids_of(value: Any) -> list[int]:
+    """Return the token ids of a model's setting: one, a list, or none."""
+    items = value if isinstance(value, list) else [value]
+    return [id for id in items if type(id) is int and id >= 0]
 
 
 def named_tokens(folder: Path) -> dict[str, str] | None:

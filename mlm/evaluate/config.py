@@ -134,6 +134,9 @@ class LmEvalConfig:
     """Context length in tokens; null means the model's max_positions."""
     max_gen_toks: Annotated[int, POSITIVE] = 256
     """Most tokens to generate, for tasks that do not specify it."""
+    add_bos_token: bool | None = None
+    """True puts the tokenizer's beginning of a sequence before each text, false nothing; null what the
+    tokenizer itself puts there."""
     seed: Annotated[int, SEED] = 1234
     """Seed of the sampling, for tasks that sample."""
     socket: str = ""

@@ -257,9 +257,7 @@ def prepare_directory(config: FinetuneConfig, start: Start) -> None:
     with writing_to(config.out):
         for folder in (out, best_folder(out)):
             folder.mkdir(parents=True, exist_ok=True)
-            start.tokenizer.save(folder / "tokenizer.json")
-            if start.tokenizer.chat_template is not None:
-                start.tokenizer.chat_template.save(folder)
+            start.tokenizer.save(folder)
         write_atomic(out / CONFIG, composed_yaml(config, "finetune").encode())
 
 

@@ -22,6 +22,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.predict import predict
 from mlm.inference.chat import end_of_turn_tokens, load_chat_template
 from mlm.inference.generation import Sampling, before_stop, ends_at, generate
+from mlm.inference.sampling import as_declared
 from mlm.inference.scoring import rolling_windows, score
 from mlm.inference.trained import (
     NoTokenizerError,
@@ -187,10 +188,10 @@ class Model:
         *,
         max_new_tokens: int = USUAL.max_new_tokens,
         min_new_tokens: int = USUAL.min_new_tokens,
-        temperature: float = USUAL.temperature,
-        top_k: int = USUAL.top_k,
-        top_p: float = USUAL.top_p,
-        repetition_penalty: float = USUAL.repetition_penalty,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        repetition_penalty: float | None = None,
         stop: str | Sequence[str] = (),
         special_tokens: bool = False,
         seed: int = USUAL.seed,
@@ -199,7 +200,9 @@ class Model:
         """Return the continuation of a prompt, or of each of several, without the prompt.
 
         Of a list, prompt i draws what line i of a file draws in `mlm generate`: repeat a prompt to get
-        several samples.
+        several samples. The text comes after what the tokenizer itself puts before one, as in `transformers`,
+        and ends at any end that the model declares. A None of the four of sampling is what the model's
+        generation_config.json declares, else temperature 0.8 without limits or penalty.
 
         Args:
             prompt: Text, or texts; an empty one begins a document.
@@ -218,21 +221,21 @@ class Model:
         if not isinstance(special_tokens, bool):
             raise TypeError(f"special_tokens: {type_of(special_tokens)}; pass True or False")
         self._check_predicts_tokens(causal=True)
-        options = Sampling(
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            batch_size=batch_size,
-        )
-        stops = _stops(options, stop)
+        typed = {
+            "max_new_tokens": max_new_tokens,
+            "min_new_tokens": min_new_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "repetition_penalty": repetition_penalty,
+            "seed": seed,
+            "batch_size": batch_size,
+        }
         tokenizer = self.tokenizer
-        encode = tokenizer.encode_special if special_tokens else tokenizer.encode
-        ids = [encode(text) or [tokenizer.eod_id] for text in prompts]
-        texts = self._continue(ids, options, stops, frozenset({tokenizer.eod_id}))
+        options = as_declared(tokenizer.declared.generation, typed)
+        stops = _stops(options, stop)
+        ids = [tokenizer.encode_prompt(text, special_tokens=special_tokens) for text in prompts]
+        texts = self._continue(ids, options, stops, tokenizer.end_ids)
         return texts[0] if isinstance(prompt, str) else texts
 
     def chat(
@@ -256,7 +259,8 @@ class Model:
             UserError: There is no template, or it cannot render the messages.
         """
         self._check_predicts_tokens(causal=True)
-        sampling, tokenizer = Sampling(**options), self.tokenizer
+        tokenizer = self.tokenizer
+        sampling = as_declared(tokenizer.declared.generation, options)
         stops = _stops(sampling, stop)
         file = None if chat_template is None else path_argument("chat_template", chat_template)
         template = load_chat_template(file, self._named_tokenizer, self.path, tokenizer, key="chat_template")
@@ -268,7 +272,7 @@ class Model:
             ids = [encode_prompt(each, tokenizer, template) for each in talks]
         except ChatError as error:
             raise UserError(f"messages: {error}") from error
-        answers = self._continue(ids, sampling, stops, end_of_turn_tokens(template, tokenizer, self.path))
+        answers = self._continue(ids, sampling, stops, end_of_turn_tokens(template, tokenizer))
         return answers if several else answers[0]
 
     def _continue(

@@ -7,8 +7,7 @@ from mlm.checkpoint.native.save_load import resolve
 from mlm.data.chat_builtin import BUILT_IN, TURNS
 from mlm.data.chat_template import ChatError, ChatTemplate, find_template
 from mlm.data.conversation import ASSISTANT
-from mlm.data.tokenizer import Tokenizer, ids_of
-from mlm.data.tokenizer_settings import GENERATION_CONFIG, read_config
+from mlm.data.tokenizer import Tokenizer
 from mlm.inference.trained import is_model_folder, run_directory
 from mlm.util.errors import Absent, ConfigError, Problem
 
@@ -47,21 +46,12 @@ def template_problem(tokenizer_path: str | None, path: Path, *, key: str) -> Pro
     return Absent.at(key, None, why, f"set {key}={' or '.join(BUILT_IN)}, or to a FILE.jinja")
 
 
-def end_of_turn_tokens(template: ChatTemplate, tokenizer: Tokenizer, path: Path) -> frozenset[int]:
-    """Return the tokens that end an answer.
-
-    These are the end of a document, the special token that the template writes after an answer, and those
-    that a model folder's generation_config.json names.
-    """
-    ends = {tokenizer.eod_id}
+def end_of_turn_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that end an answer: `end_ids`, and what the template writes after an answer."""
     question: list[dict[str, Any]] = [{"role": "user", "content": "question"}]
     try:
         text = template.render([*question, {"role": ASSISTANT, "content": PROBE}]).text
     except ChatError:
         text = ""  # reported where a conversation is rendered
     after = tokenizer.encode_special(text.rpartition(PROBE)[2]) if PROBE in text else []
-    ends |= set([id for id in after if id in tokenizer.special_ids][:1])
-    if is_model_folder(path):
-        settings = read_config(path / GENERATION_CONFIG)
-        ends |= {id for id in ids_of(settings.get("eos_token_id")) if id < tokenizer.vocab_size}
-    return frozenset(ends)
+    return tokenizer.end_ids | set([id for id in after if id in tokenizer.special_ids][:1])

@@ -13,6 +13,7 @@ import torch
 
 from mlm.checkpoint.huggingface.folder import (
     CONFIG,
+    EXPORTED_AGAIN,
     SAVE_AGAIN,
     SMALL_FILES,
     HFModel,
@@ -60,7 +61,7 @@ def fetch(repository: str, revision: str | None, setting: str) -> Path:
     read_settings(
         download(repository, revision, SMALL_FILES, setting)
     )  # before gigabytes that are not supported
-    return download(repository, revision, (*SMALL_FILES, *TENSOR_FILES), setting)
+    return download(repository, revision, (*SMALL_FILES, *TENSOR_FILES, *EXPORTED_AGAIN), setting)
 
 
 def download(repository: str, revision: str | None, patterns: tuple[str, ...], setting: str) -> Path:

@@ -7,9 +7,10 @@ Shapes: B texts, V vocabulary.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,6 +58,28 @@ class Sampling:
             ("seed", 0 <= self.seed < 1 << 63, "must be 0 to 2^63 - 1"),
         )
         return [Problem.at(key, getattr(self, key), problem) for key, holds, problem in rules if not holds]
+
+
+def declared_sampling(generation: Mapping[str, Any]) -> dict[str, int | float]:
+    """Return the sampling settings of a generation_config.json as `transformers` reads it.
+
+    One that says nothing of `do_sample` declares no temperature; sampling without a top_k takes 50.
+    """
+    usual = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
+    draws, kinds = generation.get("do_sample"), {"top_k": Integral}
+    said: dict[str, Any] = {"temperature": 0.0} if draws is False else usual if draws is True else {}
+    names = (*(usual if draws is True else ()), "repetition_penalty")
+    found = {
+        name: generation[name] for name in names if isinstance(generation.get(name), kinds.get(name, Real))
+    }
+    return said | found
+
+
+def as_declared(generation: Mapping[str, Any], typed: Mapping[str, Any]) -> Sampling:
+    """Return sampling settings: those that are typed and not None, else declared, else the usual ones."""
+    return Sampling(
+        **declared_sampling(generation) | {key: value for key, value in typed.items() if value is not None}
+    )
 
 
 def uniforms(seed: int, numbers: Sequence[int], places: Sequence[int]) -> NDArray[np.float64]:

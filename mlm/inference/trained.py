@@ -316,15 +316,17 @@ def _saved_tokenizer(path: Path, key: str) -> Tokenizer:
     state = read_manifest(path).state
     check_run_tokenizer(path, state)
     known = TokenizerDigest.of(state)
-    return Tokenizer.load(saved, eod=None if known is None else known.eod_id)
+    return (
+        Tokenizer.load(saved) if known is None else Tokenizer.load(saved, eod=known.eod_id, bos=known.bos_id)
+    )
 
 
 def _named_tokenizer(named: str, path: Path) -> Tokenizer:
-    """A tokenizer.json, with the end-of-document token of the checkpoint if it is of its vocabulary."""
+    """A tokenizer.json, with the special tokens of the checkpoint if it is of its vocabulary."""
     known = None if is_model_folder(path) else TokenizerDigest.of(read_manifest(path).state)
     if known is None or known.eod_id is None:
         return Tokenizer.load(named)
-    tokenizer = Tokenizer.load(named, eod=known.eod_id)
+    tokenizer = Tokenizer.load(named, eod=known.eod_id, bos=known.bos_id)
     return tokenizer if known.is_same(digests_of_tokenizer(tokenizer)) else Tokenizer.load(named)
 
 

@@ -332,12 +332,14 @@ def find_eod(data: DataConfig, switch: str) -> int:
     )
 
 
-def recorded_eod(data: DataConfig) -> int | None:
-    """Id of the end-of-document token by data.eod_id, else by the first receipt that records it."""
-    if data.eod_id is not None:
-        return data.eod_id
-    recorded = ((read_receipt(folder) or {}).get("eod_id") for folder in corpus_folders(data))
-    return next((eod_id for eod_id in recorded if type(eod_id) is int), None)
+def recorded_special(data: DataConfig) -> tuple[int | None, int | None]:
+    """Ids of the end of a document, by data.eod_id if given, and of the beginning, by the first receipt."""
+    receipts = [read_receipt(folder) or {} for folder in corpus_folders(data)]
+    eod, bos = (
+        next((id for receipt in receipts if type(id := receipt.get(key)) is int), None)
+        for key in ("eod_id", "bos_id")
+    )
+    return (eod if data.eod_id is None else data.eod_id), bos
 
 
 def corpus_folders(data: DataConfig) -> list[Path]:

@@ -78,9 +78,7 @@ def write_run(
         **({} if tokenizer is None else {TOKENIZER: digests_of_tokenizer(tokenizer).encode()}),
     }
     if tokenizer is not None:
-        tokenizer.save(run / "tokenizer.json")
-        if tokenizer.chat_template is not None:
-            tokenizer.chat_template.save(run)
+        tokenizer.save(run)
     return write_streamed(
         run / CHECKPOINTS,
         0,

@@ -10,7 +10,7 @@ from mlm.data.corpus_files import tokenizer_beside
 from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
-from mlm.training.corpora import corpora, recorded_eod, source_facts, tokenizer_path
+from mlm.training.corpora import corpora, recorded_special, source_facts, tokenizer_path
 from mlm.util.errors import UserError
 
 if TYPE_CHECKING:  # which needs torch
@@ -19,16 +19,16 @@ if TYPE_CHECKING:  # which needs torch
 
 def digests_of_tokenizer(tokenizer: Tokenizer) -> TokenizerDigest:
     """Return a tokenizer's digests, as checkpoints save them."""
-    return TokenizerDigest(tokenizer.digest, tokenizer.vocabulary_digest, tokenizer.eod_id)
+    return TokenizerDigest(tokenizer.digest, tokenizer.vocabulary_digest, tokenizer.eod_id, tokenizer.bos_id)
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer | None:
     """Return the tokenizer of a run spec or beside its corpora; None without one.
 
-    It has the end-of-document token that the corpora were built with. Raises UserError, CorruptFileError.
+    It has the special tokens that the corpora were built with. Raises UserError, CorruptFileError.
     """
-    path = tokenizer_path(data)
-    return None if path is None else Tokenizer.load(path, eod=recorded_eod(data))
+    path, (eod, bos) = tokenizer_path(data), recorded_special(data)
+    return None if path is None else Tokenizer.load(path, eod=eod, bos=bos)
 
 
 def tokenizer_now(data: DataConfig) -> TokenizerDigest | None:

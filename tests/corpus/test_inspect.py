@@ -53,7 +53,7 @@ def test_samples_are_text_and_cannot_steer_a_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = train_bpe(["a b c"], 260)
-    tokenizer.save(tmp_path / "tokenizer.json")
+    tokenizer.save(tmp_path)
     write_corpus(tmp_path / "c", [tokenizer.encode("red \x1b[31m [bold] text")])
     (sample,) = inspected(tmp_path / "c")["samples"]
     shown = capsys.readouterr().out

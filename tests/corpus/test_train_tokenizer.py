@@ -13,7 +13,8 @@ from rich.console import Console
 
 from mlm.corpus.config import DataTokenizerConfig
 from mlm.corpus.train_tokenizer import run_tokenizer
-from mlm.data.tokenizer import BERT_SPECIAL, Tokenizer
+from mlm.data.tokenizer import Tokenizer
+from mlm.data.vocabulary_files import BERT_SPECIAL
 from mlm.util.errors import UserError
 
 LEARN = """

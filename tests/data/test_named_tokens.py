@@ -121,7 +121,9 @@ def write_words(folder: Path, *special: str) -> Path:
 
 
 def test_gemma_ends_documents_with_its_eos(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(write_words(tmp_path, "<bos>", "<eos>", "<end_of_turn>"))
+    folder = write_words(tmp_path, "<bos>", "<eos>", "<end_of_turn>")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GemmaTokenizer"}')
+    tokenizer = Tokenizer.load(folder)
     assert tokenizer.bos_id is not None
     assert [tokenizer.name_of(id) for id in (tokenizer.eod_id, tokenizer.bos_id)] == ["<eos>", "<bos>"]
 

@@ -7,8 +7,9 @@ import pytest
 from transformers import BertTokenizerFast, GPT2TokenizerFast
 
 from mlm.corpus.train_tokenizer import train_bpe, train_wordpiece
-from mlm.data.tokenizer import BERT_SPECIAL, Tokenizer
+from mlm.data.tokenizer import Tokenizer
 from mlm.data.tokenizer_settings import EOD
+from mlm.data.vocabulary_files import BERT_SPECIAL
 from mlm.util.errors import CorruptFileError, UserError
 
 TEXTS = ["the cat sat on the mat, the cat sat", "a cat and a hat on a mat"] * 4
@@ -31,7 +32,7 @@ def test_training_learns_merges_up_to_the_vocabulary(tokenizer: Tokenizer) -> No
 
 @pytest.mark.parametrize("name", ["tokenizer.json", ""])
 def test_saved_tokenizer_loads_by_file_and_by_folder(tokenizer: Tokenizer, tmp_path: Path, name: str) -> None:
-    tokenizer.save(tmp_path / "tokenizer.json")
+    tokenizer.save(tmp_path)
     loaded = Tokenizer.load(tmp_path / name)
     assert loaded.digest == tokenizer.digest
     assert loaded.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
@@ -40,7 +41,7 @@ def test_saved_tokenizer_loads_by_file_and_by_folder(tokenizer: Tokenizer, tmp_p
 def test_gpt2_files_are_saved_with_their_special_token(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, EOD: 1}))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
-    Tokenizer.load(tmp_path).save(tmp_path / "tokenizer.json")
+    Tokenizer.load(tmp_path).save(tmp_path)
     (added,) = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
     assert (added["id"], added["content"], added["special"]) == (1, EOD, True)
 
@@ -156,7 +157,7 @@ def test_special_tokens_of_bert_are_known(tmp_path: Path) -> None:
 
 
 def test_special_tokens_of_gpt2_are_one(tokenizer: Tokenizer) -> None:
-    assert tokenizer.bos_id == tokenizer.eod_id
+    assert (tokenizer.bos_id, tokenizer.prefix_id) == (None, tokenizer.eod_id)
     assert (tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id, tokenizer.pad_id) == (None,) * 4
 
 
@@ -212,7 +213,7 @@ def test_dropout_set_in_a_file_is_not_applied(tokenizer: Tokenizer, tmp_path: Pa
 
 def test_saved_wordpiece_gives_the_same_ids(tmp_path: Path) -> None:
     loaded = Tokenizer.load(write_vocabulary(tmp_path, PIECES))
-    loaded.save(tmp_path / "tokenizer.json")
+    loaded.save(tmp_path)
     again = Tokenizer.load(tmp_path)
     assert [again.encode(text) for text in VARIED] == [loaded.encode(text) for text in VARIED]
 

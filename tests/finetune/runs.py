@@ -85,7 +85,7 @@ def write_model(folder: Path, model: ModelConfig = BERT, seed: int = 0, *, recor
     if records:
         state[TOKENIZER] = digests_of_tokenizer(tokenizer).encode()
     save(claim_folder(folder, "run") / "checkpoints", 1, tensors, state=state)
-    tokenizer.save(folder / "tokenizer.json")
+    tokenizer.save(folder)
     return folder
 
 

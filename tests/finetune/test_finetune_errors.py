@@ -160,7 +160,7 @@ class TestRefused:
 
     def test_a_tokenizer_without_the_special_tokens_of_bert(self, folder: Path, tmp_path: Path) -> None:
         write_model(tmp_path / "bert", replace(BERT, vocab_size=384))
-        gpt2().save(tmp_path / "bert/tokenizer.json")
+        gpt2().save(tmp_path / "bert")
         (problem,) = run.preflight(finetuning(folder, ckpt=str(tmp_path / "bert")))
         assert problem.startswith("the tokenizer has no [CLS] and [SEP]")
 

@@ -157,7 +157,7 @@ def test_a_model_folder_is_finetuned_without_notes_on_heads_that_are_not_built(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_bert(tmp_path / "hf", "bert", "ForMaskedLM", vocab_size=128, id2label={0: "a", 1: "b"})
-    bert().save(tmp_path / "hf/tokenizer.json")
+    bert().save(tmp_path / "hf")
     notes = [str(note) for note in resolve_checkpoint(str(tmp_path / "hf")).notes]
     assert [note for note in notes if "sop_head" in note or "id2label" in note][1:]
     train = {"epochs": 1}

@@ -112,7 +112,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "corpus").mkdir()
     write_corpus(root / "corpus" / "train", [list(range(60))] * 5)
     tokenizer = train_bpe(["one two three"] * 9, 300)
-    tokenizer.save(root / "corpus" / "tokenizer.json")
+    tokenizer.save(root / "corpus")
     receipt = {"vocab_size": 300, "files": {"train.bin": {"bytes": 600}}, "splits": {}}
     (root / "corpus" / "corpus.json").write_text(json.dumps(receipt))
     assert main(["pretrain", *TINY, f"data.path={root / 'corpus'}", f"out={root / 'run'}"]) == 0

@@ -50,7 +50,7 @@ def test_a_prefix_and_a_blend_have_receipts_beside_them(tmp_path: Path) -> None:
 def test_without_a_receipt_the_tokenizer_says_it(tmp_path: Path) -> None:
     corpus(tmp_path, eod_id=None)
     tokenizer = train_bpe(["a b c"], 258)
-    tokenizer.save(tmp_path / "tokenizer.json")
+    tokenizer.save(tmp_path)
     assert fill_eod_id(DataConfig(path=str(tmp_path), reset_positions=True)).eod_id == tokenizer.eod_id
     named = DataConfig(kind="synthetic", tokenizer=str(tmp_path / "tokenizer.json"), reset_positions=True)
     assert fill_eod_id(named).eod_id == tokenizer.eod_id

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from mlm.checkpoint.commands.model_card import card_facts
 from mlm.checkpoint.dcp.metadata import COPY_AGAIN, MAX_METADATA_BYTES, METADATA, MOMENTS
 from mlm.checkpoint.dcp.storage import DCPReader
 from mlm.checkpoint.dcp.torchtitan import TOKEN_TABLE, TorchtitanReader
@@ -177,7 +178,7 @@ def native_source(path: str, tokenizer: Tokenizer | None = None) -> Source:
         digests,
         tokenizer=tokenizer,
         moments={name: partial(read, f"optimizer.{name}") for name in MOMENTS} if has_moments else {},
-        origin={key: kept[key] for key in ("pad_token_id", "labels") if key in kept}
+        origin={key: kept[key] for key in ("pad_token_id", "labels", "card") if key in kept}
         | ({"iteration": steps} if has_moments else {}),
         checkpoint=manifest,
         base=base,
@@ -239,7 +240,7 @@ def huggingface_source(model: HFModel, tokenizer: Tokenizer | None = None) -> So
         digests,
         tensors.filled,
         own,
-        origin=ids_as_json(ids),
+        origin=ids_as_json(ids) | ({"card": card} if (card := card_facts(model.folder)) else {}),
         notes=(*map(str, model.notes), *notes, *padding),
     )
 

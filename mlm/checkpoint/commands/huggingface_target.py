@@ -20,6 +20,7 @@ from mlm.checkpoint.native.run_state import FINETUNING, as_strings, label_names
 from mlm.checkpoint.native.shard_file import Form, write_stream
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import group_by_size
+from mlm.data.tokenizer_settings import ids_of
 from mlm.inference.chat import end_of_turn_tokens
 from mlm.models.family import family_of
 from mlm.models.huggingface import HuggingFaceMapping, Location, TokenIds
@@ -96,8 +97,13 @@ def write_hf(
         size = sum(tensor.form.num_bytes for tensors in files.values() for tensor in tensors)
         listed = {tensor.theirs: name for name, tensors in files.items() for tensor in tensors}
         write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": listed})
-    own: dict[str, JSON] = {} if dtype == torch.float32 else {"dtype": str(dtype).removeprefix("torch.")}
-    write_json(folder / CONFIG, mapping.write(source.model, token_ids(source)) | own)
+    config = mapping.write(source.model, token_ids(source))
+    if dtype != torch.float32:
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    if source.tokenizer is not None and "eos_token_id" in config:
+        eod = source.tokenizer.eod_id
+        config["eos_token_id"] = one_or_all([eod, *sorted(source.tokenizer.end_ids - {eod})])
+    write_json(folder / CONFIG, config)
     write_settings(source, mapping, folder)
     return len(files), shift is not None
 
@@ -162,20 +168,32 @@ def write_settings(source: Source, mapping: HuggingFaceMapping, folder: Path) ->
     template = tokenizer.chat_template
     if template is not None:
         template.save_sources(folder)
+    declared = tokenizer.declared
+    # GPT-2's classifiers pad with the end of a document where nothing declares a padding
+    kept = {key: value for key, value in declared.settings.items() if (key, value) != ("pad_token", None)}
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.max_positions,
         "clean_up_tokenization_spaces": False,
         **mapping.special_tokens(tokenizer, model, ids),
+        **kept,
         **({} if template is None else template.settings),
+        "tokenizer_class": "PreTrainedTokenizerFast",
     }
     write_json(folder / "tokenizer_config.json", settings)
     if family_of(model.kind).causal and model.head == "language_model":
-        config = mapping.write(model, ids)
-        named = {name: config.get(name) for name in ("bos_token_id", "eos_token_id")}
-        if template is not None:
-            named["eos_token_id"] = sorted(end_of_turn_tokens(template, tokenizer, source.path))
-        write_json(folder / "generation_config.json", {"_from_model_config": True, **named})
+        listed = ids_of(declared.generation.get("eos_token_id"))
+        ends = tokenizer.end_ids if template is None else end_of_turn_tokens(template, tokenizer)
+        made = {
+            "bos_token_id": mapping.write(model, ids).get("bos_token_id"),
+            **(declared.generation or {"_from_model_config": True}),
+            "eos_token_id": one_or_all([*(id for id in listed if id in ends), *sorted(ends - {*listed})]),
+        }
+        write_json(folder / "generation_config.json", made)
+
+
+def one_or_all(ids: list[int]) -> int | list[int]:
+    """Return token ids as settings of `transformers` hold them."""
+    return ids[0] if len(ids) == 1 else ids
 
 
 def token_ids(source: Source) -> TokenIds:

@@ -3,13 +3,18 @@
 What is not recorded is left out: a license, intended uses and limits are for the owner to write.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
+from mlm.checkpoint.huggingface.folder import SAVE_AGAIN, find_file
 from mlm.checkpoint.native.format import JSON, Manifest
 from mlm.checkpoint.native.run_state import FINETUNING
+from mlm.config.plain_yaml import parse
 from mlm.config.tree import flatten
 from mlm.models.config import ModelConfig
-from mlm.util.errors import escape_controls
+from mlm.util.errors import UserError, escape_controls
+from mlm.util.files import read_bounded
 
 CARD = "README.md"
 LONGEST = 200  # characters of a recorded value
@@ -23,6 +28,20 @@ TRAINING = {
     "precision": "precision.dtype",
 }
 """Rows on training, by their key in the saved settings."""
+FACTS = (
+    *(
+        "license",
+        "license_name",
+        "license_link",
+        "language",
+        "datasets",
+        "base_model",
+        "pipeline_tag",
+        "tags",
+    ),
+)
+"""Metadata of an imported model's card that an export writes again."""
+MAX_FACTS = 100  # values of one
 SCORES = f"{FINETUNING}.progress.scores."
 
 
@@ -44,13 +63,37 @@ def model_card(manifest: Manifest, model: ModelConfig, architecture: str) -> str
             if key.startswith(SCORES) and isinstance(value, float)
         },
     }
+    origin = manifest.state.get("source")
+    card = origin.get("card") if isinstance(origin, dict) else None
+    kind = model.kind.partition(":")[0]
+    metadata = {"library_name": "transformers", "tags": [kind], **(card if isinstance(card, dict) else {})}
     parts = [
-        f"---\nlibrary_name: transformers\ntags:\n- {model.kind.partition(':')[0]}\n---",
+        "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in metadata.items()), "---"]),
         f"# {_text(facts.get('config.name')) or architecture}",
         f"{architecture} with {model.num_parameters():,} parameters, exported by mlm.",
         "\n".join(["| | |", "| --- | --- |", *_lines(rows)]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def card_facts(folder: Path) -> dict[str, JSON]:
+    """Return the FACTS of a model folder's card; {} without one, or where its metadata is no plain YAML."""
+    path = find_file(folder, CARD)
+    if path is None:
+        return {}
+    try:
+        text = read_bounded(path, 1 << 20, SAVE_AGAIN).decode(errors="replace")
+        begin, metadata, *_ = text.split("---\n", 2)
+        said = {} if begin else parse(metadata, path)
+    except (UserError, OSError, ValueError):
+        return {}
+    return {key: said[key] for key in FACTS if _is_fact(said.get(key))}
+
+
+def _is_fact(value: JSON) -> bool:
+    """Return True for a short text, or a list of some."""
+    texts = value if isinstance(value, list) else [value]
+    return len(texts) <= MAX_FACTS and all(isinstance(text, str) and len(text) <= LONGEST for text in texts)
 
 
 def _lines(rows: dict[str, Any]) -> list[str]:

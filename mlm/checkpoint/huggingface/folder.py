@@ -31,6 +31,8 @@ SMALL_FILES = (
     *("chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
 )
 """All files that are read in addition to the tensors."""
+EXPORTED_AGAIN = ("README.md", "additional_chat_templates/*.jinja")
+"""Files that decide nothing, and which an export has again."""
 ADAPTER = "adapter_config.json"
 
 MAX_BYTES = {CONFIG: 1 << 20, ADAPTER: 1 << 20, INDEX: 1 << 26} | dict.fromkeys(TOKENIZER, 1 << 28)

@@ -130,6 +130,8 @@ class TokenizerDigest:
     """Digest of its tokens, ids and merges: the same for another file that spells the same vocabulary."""
     eod_id: int | None = None
     """The token that ends a document in what was trained on, which the file does not tell."""
+    bos_id: int | None = None
+    """The token that begins a sequence; None if there is none, or it is not recorded."""
 
     def is_same(self, other: "TokenizerDigest") -> bool:
         """True if both turn text into the same tokens, as far as the digests tell."""
@@ -145,13 +147,14 @@ class TokenizerDigest:
     def of(cls, state: Mapping[str, Any]) -> "TokenizerDigest | None":
         """Entry of a checkpoint's state; None for one without a tokenizer."""
         entry = state.get(TOKENIZER)
-        digest, vocabulary, eod_id = (
-            entry.get(key) if isinstance(entry, dict) else None for key in ("digest", "vocabulary", "eod_id")
+        digest, vocabulary, *ids = (
+            entry.get(key) if isinstance(entry, dict) else None
+            for key in ("digest", "vocabulary", "eod_id", "bos_id")
         )
         if not (isinstance(digest, str) and DIGEST.fullmatch(digest)):
             return None
         known = isinstance(vocabulary, str) and DIGEST.fullmatch(vocabulary)
-        return cls(digest, vocabulary if known else None, eod_id if type(eod_id) is int else None)
+        return cls(digest, vocabulary if known else None, *(id if type(id) is int else None for id in ids))
 
 
 def tokenizer_path(directory: Path) -> Path:

@@ -73,6 +73,8 @@ class BuildPlan:
     work: Path
     tokenizer: str
     """Digest of tokenizer.json."""
+    special: tuple[int, int | None]
+    """Tokens that end a document and begin a sequence."""
     evaluation: str | None
     """Digest of the evaluation texts to keep out, None where there are none."""
     parts: tuple[str, ...]
@@ -94,7 +96,7 @@ class BuildPlan:
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer, kept between the tasks of a process."""
-        return _load_tokenizer(self.work / TOKENIZER, self.tokenizer, self.config.eod)
+        return _load_tokenizer(self.work / TOKENIZER, self.tokenizer, *self.special)
 
 
 def make_plan(
@@ -125,6 +127,7 @@ def make_plan(
         config,
         work,
         tokenizer=made_of["tokenizer"],
+        special=(made_of["eod_id"], made_of["bos_id"]),
         evaluation=made_of["evaluation_texts"],
         parts=parts,
         is_divided=made_of["split"] is not None,
@@ -134,8 +137,8 @@ def make_plan(
 
 
 @lru_cache(maxsize=1)
-def _load_tokenizer(path: Path, _digest: str, eod: str | None) -> Tokenizer:
-    return Tokenizer.load(path, eod=eod)
+def _load_tokenizer(path: Path, _digest: str, eod: int, bos: int | None) -> Tokenizer:
+    return Tokenizer.load(path, eod=eod, bos=bos)
 
 
 def shard_bytes(total: int) -> int:

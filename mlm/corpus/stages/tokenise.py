@@ -109,7 +109,7 @@ def write(
     config, tokenizer = plan.config, plan.load_tokenizer()
     least = config.filter.least_tokens or 1
     dtype = token_dtype(tokenizer.vocab_size)
-    bos = [tokenizer.bos_id] if config.prepend_bos and tokenizer.bos_id is not None else []
+    bos = [tokenizer.prefix_id] if config.prepend_bos else []
     eod = [tokenizer.eod_id] if config.append_eod else []
     first, last = np.array(bos, dtype), np.array(eod, dtype)
     # of each piece the texts of its sequences, of each sequence its segments

@@ -7,7 +7,8 @@ model `mlm` registered: lm-eval (0.4) finds models of other packages only when t
 imported. In Python, import this module before `lm_eval.simple_evaluate(model="mlm", model_args=…)`.
 
 model_args are the fields of `LmEvalConfig`, with `precision=bf16` for precision.dtype and `device=cpu` for
-dist.device. Texts that spell out an end-of-document token are read as the characters they are.
+dist.device. Texts that spell out an end-of-document token are read as the characters they are. A text comes
+after what the tokenizer itself puts before one, as in lm-eval's `hf`, unless `add_bos_token` says otherwise.
 """
 
 import logging
@@ -28,6 +29,7 @@ from mlm.evaluate.command import check_lm_eval
 from mlm.evaluate.config import LmEvalConfig
 from mlm.evaluate.lm_eval.ranks import LocalModel, Model, RemoteModel
 from mlm.inference.generation import Sampling
+from mlm.inference.sampling import declared_sampling
 from mlm.inference.scoring import Request, Score, rolling_windows
 from mlm.inference.trained import (
     check_source,
@@ -83,22 +85,38 @@ class MlmLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-document token."""
-        return self.tokenizer.eod_id
+        """The end of a text as the tokenizer declares it, else the end of a document."""
+        return self._declared("eos_token", self.tokenizer.eod_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context, the same as in `mlm eval`."""
-        return self.tokenizer.prefix_id
+        """The token before a text without context: the declared beginning, else that of `mlm eval`.
+
+        Of a tokenizer that declares that there is none it is the end.
+        """
+        is_none = self.tokenizer.declared.names.get("bos_token") == ""
+        return self._declared("bos_token", self.eot_token_id if is_none else self.tokenizer.prefix_id)
+
+    def _declared(self, role: str, default: int) -> int:
+        """Return the token that the tokenizer's files declare to have a role."""
+        name = self.tokenizer.declared.names.get(role)
+        return self.tokenizer.id_of(name) if name and name in self.tokenizer else default
 
     @property
     def tokenizer_name(self) -> str:
         """Under which lm-eval caches tokenised requests."""
-        return self.tokenizer.digest
+        return f"{self.tokenizer.digest}{self.settings.add_bos_token}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Tokens:
-        """Token ids; nothing is added."""
-        return self.tokenizer.encode(string)
+        """Token ids, after what the tokenizer itself puts before a text; see `add_bos_token`."""
+        begin, said = self.tokenizer.opening, self.settings.add_bos_token
+        if add_special_tokens is None:
+            if said is not None:
+                has_bos = said and self.prefix_token_id == self.tokenizer.bos_id
+                begin = [self.prefix_token_id] if has_bos else []
+            if string.startswith(self.tokenizer.name_of(self.prefix_token_id)):
+                begin = []
+        return [*(begin if add_special_tokens is not False else ()), *self.tokenizer.encode(string)]
 
     def get_model_info(self) -> dict[str, Any]:
         """For lm-eval's results."""
@@ -178,7 +196,8 @@ class MlmLM(TemplateLM):
             raise UserError(
                 f"max_gen_toks={most}: use 1 to {self.max_length - 1}, below what the model reads"
             )
-        penalty = said.pop("repetition_penalty", 1.0)
+        declared = declared_sampling(self.tokenizer.declared.generation)
+        penalty = said.pop("repetition_penalty", declared.get("repetition_penalty", 1.0))
         if not penalty > 0:
             raise UserError(f"repetition_penalty={penalty} must be greater than 0; 1 leaves it out")
         temperature, draws = said.pop("temperature", 1.0), said.pop("do_sample")

@@ -61,7 +61,7 @@ class LocalModel:
         self, prompts: Sequence[Sequence[int]], options: Sampling, stops: Sequence[str], advance: Advance
     ) -> list[list[int]]:
         """New tokens of each prompt, up to one of the texts `stops` or the end of the document."""
-        ends, until = self.tokenizer.eod_id, ends_at(self.tokenizer, stops)
+        ends, until = self.tokenizer.end_ids, ends_at(self.tokenizer, stops)
         return generate(
             self.trained, prompts, options, ctx=self.ctx, eod_id=ends, until=until, advance=advance
         )

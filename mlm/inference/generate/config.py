@@ -52,15 +52,17 @@ class GenerateConfig:
     stop: tuple[str, ...] = ()
     """Strings that end a continuation, which is truncated before the first of them: stop=["\\n\\n",ROMEO].
     \\n is a line break and \\t a tab, as shells pass neither easily."""
-    temperature: Annotated[float, NOT_NEGATIVE] = 0.8
-    """Divides the logits; 0 takes the most probable token."""
-    top_k: Annotated[int, NOT_NEGATIVE, OnlyIf("temperature")] = 0
-    """Sample among this many most probable tokens; 0 means all."""
-    top_p: Annotated[float, PROBABILITY, OnlyIf("temperature")] = 1.0
-    """Sample among the fewest most probable tokens whose probabilities reach this sum."""
-    repetition_penalty: Annotated[float, POSITIVE] = 1.0
+    temperature: Annotated[float | None, NOT_NEGATIVE] = None
+    """Divides the logits; 0 takes the most probable token. Of this and the next three, null takes what the
+    model's generation_config.json declares, else 0.8."""
+    top_k: Annotated[int | None, NOT_NEGATIVE, OnlyIf("temperature", or_null=True)] = None
+    """Sample among this many most probable tokens; 0 means all; null as declared, else 0."""
+    top_p: Annotated[float | None, PROBABILITY, OnlyIf("temperature", or_null=True)] = None
+    """Sample among the fewest most probable tokens whose probabilities reach this sum; null as declared, else
+    1."""
+    repetition_penalty: Annotated[float | None, POSITIVE] = None
     """Divides the logits of tokens that the text holds already, and multiplies those below 0
-    (arXiv:1909.05858, section 4.1); 1 changes none."""
+    (arXiv:1909.05858, section 4.1); 1 changes none; null as declared, else 1."""
     chat: bool = False
     """Answer messages: prompt is the user's, or a line of prompts is {"messages": [{"role", "content"}, …]}.
     The tokenizer's chat template makes text of them; the token after an answer ends it."""
@@ -70,7 +72,7 @@ class GenerateConfig:
     """With chat=true and a prompt: message of the system before it; null sends none."""
     special_tokens: bool = False
     """Read names of special tokens in a prompt, such as <|endoftext|>, as those tokens, not as letters."""
-    seed: Annotated[int, SEED, OnlyIf("temperature")] = 1234
+    seed: Annotated[int, SEED, OnlyIf("temperature", or_null=True)] = 1234
     """Seed of the sampling."""
     tokenizer: InputPath | None = None
     """tokenizer.json; null takes the one saved with the run."""

@@ -32,9 +32,17 @@ class Prompt:
     """Its location in messages: prompt, or FILE:LINE."""
     text: str
     ids: tuple[int, ...] = ()
-    """Its tokens; of an empty text the end-of-document token, after which a document begins."""
+    """Its tokens, after those that the tokenizer itself puts before a text; of an empty text without them the
+    end-of-document token, after which a document begins."""
+    begin: int = 0
+    """First token of `ids` that is of the text."""
     is_message: bool = False
     """True if it is answered, not continued: the answer alone is printed."""
+
+    @property
+    def shown(self) -> tuple[int, ...]:
+        """The tokens that are printed before the continuation."""
+        return self.ids[self.begin :] if self.text and not self.is_message else ()
 
 
 def read_prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
@@ -90,8 +98,8 @@ def _prompt(config: GenerateConfig, tokenizer: Tokenizer, place: str, record: di
     if (half := lone_surrogate(json.dumps([text, messages], ensure_ascii=False))) is not None:
         raise UserError(f"{place}: holds {half}, no UTF-8: correct it")
     if not config.chat:
-        encode = tokenizer.encode_special if config.special_tokens else tokenizer.encode
-        return Prompt(place, text, tuple(encode(text) or [tokenizer.eod_id]))
+        ids = tokenizer.encode_prompt(text, special_tokens=config.special_tokens)
+        return Prompt(place, text, tuple(ids), len(tokenizer.opening))
     if messages is None:
         system = [] if config.system is None else [{"role": "system", "content": config.system}]
         messages = [*system, {"role": "user", "content": text}]

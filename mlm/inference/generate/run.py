@@ -17,6 +17,7 @@ from mlm.inference.chat import end_of_turn_tokens, load_chat_template
 from mlm.inference.generate.config import STDIN, GenerateConfig
 from mlm.inference.generate.prompts import Prompt, read_prompts, share_prompts
 from mlm.inference.generation import Sampling, before_stop, continuations, ends_at
+from mlm.inference.sampling import as_declared, declared_sampling
 from mlm.inference.trained import (
     check_source,
     load_tokenizer,
@@ -59,13 +60,18 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
     numbers = [n + (s << SAMPLE_BITS) for n in range(len(prompts)) for s in range(config.num_samples)]
     if ctx.is_main:
         warn_of_long(prompts, trained.config.model.max_positions)
+        if declared := declared_line(tokenizer, config):
+            print(declared, file=sys.stderr)
     started = time.perf_counter()
     tokens = continuations(
         trained,
         [prompt.ids for prompt, _ in texts],
-        Sampling(**{each.name: getattr(config, each.name) for each in fields(Sampling)}),
+        as_declared(
+            tokenizer.declared.generation,
+            {each.name: getattr(config, each.name) for each in fields(Sampling)},
+        ),
         ctx=ctx,
-        eod_id=ends_of(tokenizer, trained.path),
+        eod_id=ends_of(tokenizer),
         numbers=numbers,
         until=ends_at(tokenizer, config.stops),
         should_stop=is_output_closed if config.out is None else lambda: False,
@@ -101,10 +107,17 @@ def tokenizer_of(config: GenerateConfig, path: Path, model: ModelConfig) -> Toke
     return tokenizer
 
 
-def ends_of(tokenizer: Tokenizer, path: Path) -> Collection[int]:
+def declared_line(tokenizer: Tokenizer, config: GenerateConfig) -> str:
+    """Return the sampling settings that the model declares and the user leaves open, in a line."""
+    found = declared_sampling(tokenizer.declared.generation)
+    said = ", ".join(f"{key}={value}" for key, value in found.items() if getattr(config, key) is None)
+    return f"as generation_config.json declares: {said}" if said else ""
+
+
+def ends_of(tokenizer: Tokenizer) -> Collection[int]:
     """Return the tokens that end a text: of a document, or of an answer."""
     template = tokenizer.chat_template
-    return (tokenizer.eod_id,) if template is None else end_of_turn_tokens(template, tokenizer, path)
+    return tokenizer.end_ids if template is None else end_of_turn_tokens(template, tokenizer)
 
 
 def warn_of_long(prompts: Iterable[Prompt], max_positions: int) -> None:
@@ -157,7 +170,7 @@ def begin_text(
     if len(texts) > 1:
         print(f"{chr(10) * (number > 0)}--- {one_line(prompt.place)}, sample {sample + 1}")
     # of an empty prompt the token before it is no part of the text
-    stream = TextStream(tokenizer, prompt.ids if prompt.text and not prompt.is_message else (), stops)
+    stream = TextStream(tokenizer, prompt.shown, stops)
     stream.print([])
     return stream
 

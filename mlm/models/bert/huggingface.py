@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mlm.data.tokenizer import UNK, Tokenizer
+from mlm.data.tokenizer import Tokenizer
+from mlm.data.vocabulary_files import UNK
 from mlm.models import huggingface as hf
 from mlm.models.backbone import Transformer
 from mlm.models.bert.model import BERT

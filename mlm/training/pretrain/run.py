@@ -206,7 +206,7 @@ def prepare_directory(config: PretrainConfig, out: Path) -> None:
         write_atomic(out / CONFIG, composed_yaml(saved, "pretrain").encode())
         tokenizer = tokenizer_of(config.data)
         if tokenizer is not None:
-            tokenizer.save(out / "tokenizer.json")
+            tokenizer.save(out)
 
 
 def data_line(trainer: Trainer, samples: Dataset) -> str:

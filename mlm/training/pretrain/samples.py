@@ -57,7 +57,7 @@ class PromptSampler(Observer):
                 keys=(PROMPTS,),
             )
         self.texts = config.train.sample_prompts
-        self.prompts = [tokenizer.encode(text) for text in self.texts]
+        self.prompts = [tokenizer.encode_prompt(text) for text in self.texts]
         self.options = Sampling(
             max_new_tokens=config.train.sample_tokens,
             temperature=config.train.sample_temperature,

@@ -8,7 +8,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from mlm.corpus.train_tokenizer import train_wordpiece
-from mlm.data.tokenizer import BERT_SPECIAL
+from mlm.data.vocabulary_files import BERT_SPECIAL
 from mlm.models.config import ModelConfig
 
 SHAPE: dict[str, Any] = {
@@ -61,7 +61,7 @@ def make_bert(folder: Path, family: str, name: str, **settings: Any) -> PreTrain
 def add_word_pieces(folder: Path) -> None:
     """Put a WordPiece tokenizer.json of ours into a folder."""
     texts = ["The quick brown fox jumps over the lazy dog, again and again."] * 5
-    train_wordpiece(lambda: texts, 300).save(folder / "tokenizer.json")
+    train_wordpiece(lambda: texts, 300).save(folder)
 
 
 def add_vocabulary(folder: Path) -> None:

@@ -61,7 +61,7 @@ def make_model(
 
 def add_tokenizer(folder: Path) -> None:
     """Put a tokenizer.json of ours into a folder."""
-    train_bpe([TEXT] * 5, 300).save(folder / "tokenizer.json")
+    train_bpe([TEXT] * 5, 300).save(folder)
 
 
 def edit_config(folder: Path, **settings: Any) -> None:

@@ -22,7 +22,7 @@ def test_template_survives_import_and_export(tmp_path: Path) -> None:
     assert rendered[0]["input_ids"] == rendered[1]["input_ids"]
     assert rendered[0]["assistant_masks"] == rendered[1]["assistant_masks"]
     ends = json.loads((tmp_path / "exported" / "generation_config.json").read_text())["eos_token_id"]
-    assert ends == [theirs(source).convert_tokens_to_ids("<|im_end|>")]
+    assert ends == theirs(source).convert_tokens_to_ids("<|im_end|>")
 
 
 def test_template_that_cannot_be_read_is_left_out_of_an_import(

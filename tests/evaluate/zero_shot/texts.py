@@ -61,7 +61,7 @@ def write_lambada(folder: Path, texts: tuple[str, ...] = PASSAGES, name: str = "
 def write_model(folder: Path, **settings: Any) -> Any:
     """A model folder of `transformers` with the tokenizer in it; the model, float64."""
     model = make_model(folder, **settings)
-    tokenizer().save(folder / "tokenizer.json")
+    tokenizer().save(folder)
     return model.double()
 
 

@@ -174,7 +174,7 @@ def test_turn_ends_with_the_template_s_token_and_the_document_s(tmp_path: Path, 
     template = ChatTemplate.find(tmp_path, tokenizer)
     assert template is not None
     closing = {"llama3": "<|eot_id|>", "qwen2": "<|im_end|>"}.get(style, "</s>")
-    names = {tokenizer.name_of(id) for id in end_of_turn_tokens(template, tokenizer, tmp_path)}
+    names = {tokenizer.name_of(id) for id in end_of_turn_tokens(template, tokenizer)}
     assert names == {closing, tokenizer.name_of(tokenizer.eod_id)}
 
 
