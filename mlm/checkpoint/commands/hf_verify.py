@@ -155,6 +155,7 @@ def _load(model: HFModel) -> Any:
                 use_safetensors=True,
                 local_files_only=True,
                 attn_implementation="eager",
+                key_mapping=dict(model.renamings),
                 **labels,
             )
             .eval()

@@ -42,14 +42,16 @@ def run(config: ImportHFConfig) -> None:
     with reading_from(folder / peft.WEIGHTS, SAVE_AGAIN):
         stored = read_safetensors_header(folder / peft.WEIGHTS, SAVE_AGAIN)[1]
     model = base.config.model
-    lora = peft.read_config(settings, list(stored), model, str(folder / peft.CONFIG))
+    content = peft.read_folder(settings, list(stored), model, str(folder / peft.CONFIG))
+    lora = content.lora
 
     def read(name: str) -> Tensor:
-        shape = stored[name].shape
+        layout = stored[content.names[name]]
+        shape = layout.shape
         whole, target = Region((0,) * len(shape), shape), torch.empty(shape)
         with reading_from(folder / peft.WEIGHTS, SAVE_AGAIN), open(folder / peft.WEIGHTS, "rb") as f:
-            copy_region(f, stored[name], whole, whole, target)
-        return target
+            copy_region(f, layout, whole, whole, target)
+        return content.to_common_rank(name, target)
 
     below = open_source(str(base.path), SourceSettings())
     tensors = {
@@ -76,4 +78,6 @@ def run(config: ImportHFConfig) -> None:
         )
     where = Path(config.out) / CHECKPOINTS / path.name
     columns: dict[str, object] = {"rank#": lora.rank, "tensors#": len(tensors)}
-    show_table(f"import hf · {config.source}", columns, [], f"adapters of {ckpt}", f"written to {where}")
+    show_table(
+        f"import hf · {config.source}", columns, content.notes, f"adapters of {ckpt}", f"written to {where}"
+    )

@@ -8,7 +8,7 @@ blobs/…).
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,10 @@ MAX_BYTES = {CONFIG: 1 << 20, ADAPTER: 1 << 20, INDEX: 1 << 26} | dict.fromkeys(
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\.safetensors")  # no separator, not hidden
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 SAVE_AGAIN = "Download or save it again"
+WRAPPERS = ("module.", "_orig_mod.")
+"""Prefixes that DistributedDataParallel and torch.compile add to all names."""
+LANGUAGE_MODELS = {"model.language_model.": "model.", "language_model.": ""}
+"""Prefix of the language model in a multi-modal model -> prefix of the same tensors without the others."""
 
 
 def find_file(folder: Path, name: str) -> Path | None:
@@ -99,6 +103,8 @@ class HFModel:
     """Safetensors file -> path of its bytes."""
     stored: Mapping[str, tuple[str, Stored]]
     """Plain name of each tensor -> its file and layout."""
+    renamings: Mapping[str, str]
+    """Removal of wrappers from its names, as by `unwrap_names`."""
     notes: tuple[Note, ...]
     """Remarks for the user, one line each."""
     kept: TokenIds
@@ -161,7 +167,7 @@ def read_model(folder: Path) -> HFModel:
     """
     mapping, raw, config, notes = read_settings(folder)
     files = weight_files(folder)
-    stored = _headers(folder, mapping, files)
+    stored, renamings, wrappers = _headers(folder, mapping, files)
     for copy, name in mapping.copies(config).items():
         if is_tied(raw) and name not in stored and copy in stored:  # some writers keep the other of two equal
             stored[name] = stored.pop(copy)
@@ -174,23 +180,56 @@ def read_model(folder: Path) -> HFModel:
             f"tie_word_embeddings=true in {CONFIG} if the token table is its output layer"
         )
     kept, lost = token_ids_to_keep(raw, content.config)
-    return HFModel(folder, mapping, raw, content, files, stored, (*notes, *content.notes, *lost), kept)
+    notes = (*notes, *wrappers, *content.notes, *lost)
+    return HFModel(folder, mapping, raw, content, files, stored, renamings, notes, kept)
 
 
 def _headers(
     folder: Path, mapping: HuggingFaceMapping, files: Mapping[str, Path]
-) -> dict[str, tuple[str, Stored]]:
-    """Return file and layout of every tensor, under its plain name."""
-    out: dict[str, tuple[str, Stored]] = {}
+) -> tuple[dict[str, tuple[str, Stored]], dict[str, str], list[Note]]:
+    """Return file and layout of every tensor under its plain name; renamings and notes of `unwrap_names`."""
+    out, headers = dict[str, tuple[str, Stored]](), dict[str, dict[str, Stored]]()
     for file, path in files.items():
         with reading_from(folder / file, SAVE_AGAIN):
-            header = read_safetensors_header(path, SAVE_AGAIN)[1]
+            headers[file] = read_safetensors_header(path, SAVE_AGAIN)[1]
+    unwrapped, renamings, notes = unwrap_names(name for header in headers.values() for name in header)
+    for file, header in headers.items():
         for theirs, layout in header.items():
-            name = mapping.plain(theirs)
+            if theirs not in unwrapped:
+                continue
+            name = mapping.plain(unwrapped[theirs])
             if name in out:
                 raise CorruptFileError(f"{folder}: {name} is in {out[name][0]} and in {file}. {SAVE_AGAIN}")
             out[name] = file, layout
-    return out
+    return out, renamings, notes
+
+
+def unwrap_names(
+    names: Iterable[str], wrappers: tuple[str, ...] = WRAPPERS
+) -> tuple[dict[str, str], dict[str, str], list[Note]]:
+    """Return a language model's names without wrappers by stored name, renamings, and notes.
+
+    Renamings are patterns and replacements, applied in order: `key_mapping` of `transformers`. Names beside
+    the language model are left out.
+    """
+    stored, prefix, notes = list(names), "", list[Note]()
+    while more := next((w for w in wrappers if stored and all(n.startswith(prefix + w) for n in stored)), ""):
+        prefix += more
+    outer = next((o for o in LANGUAGE_MODELS if any(n.startswith(prefix + o) for n in stored)), "")
+    kept = [name for name in stored if name.startswith((prefix + outer, f"{prefix}lm_head."))]
+    renamings = {f"^{re.escape(prefix)}": "", f"^{re.escape(outer)}": LANGUAGE_MODELS.get(outer, "")}
+    renamings.pop("^", None)
+    if removed := "".join(re.findall("|".join(map(re.escape, WRAPPERS)), prefix)) + outer:
+        notes.append(Note(f"names begin with {removed}: read without"))
+    if any("._orig_mod." in name.removeprefix(prefix) for name in kept):  # modules compiled one by one
+        renamings[r"\._orig_mod\."] = "."
+        notes.append(Note("names hold _orig_mod.: read without"))
+    if beside := sorted(set(stored) - set(kept)):
+        notes.append(Note(f"left out beside the language model: {beside[0]} and {len(beside) - 1} more"))
+    unwrapped = {name: name for name in kept}
+    for pattern, replacement in renamings.items():
+        unwrapped = {name: re.sub(pattern, replacement, plain) for name, plain in unwrapped.items()}
+    return unwrapped, renamings, notes
 
 
 def weight_files(folder: Path) -> dict[str, Path]:

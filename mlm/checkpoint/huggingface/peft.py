@@ -3,29 +3,30 @@
 Names and keys: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from mlm.checkpoint.huggingface.folder import SAVE_AGAIN, WRAPPERS, unwrap_names
 from mlm.checkpoint.native.format import JSON
 from mlm.models.config import LoraConfig, ModelConfig
-from mlm.models.huggingface import Location, show
+from mlm.models.huggingface import Location, Note, show
 from mlm.models.lora import adapter_shards, layer_locations
 from mlm.parallel.low_rank import AdaptedRows, ExpertAdapter, LowRankAdapter
-from mlm.util.errors import UserError
+from mlm.util.errors import CorruptFileError, UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 MOST_ALPHA = 1e9
+MERGE = "merge it (merge_and_unload of peft), save the model, and import that"
 PLAIN: Mapping[str, tuple[JSON, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "rank_pattern": ({},),
-    "alpha_pattern": ({},),
     "modules_to_save": (None, []),
-    "layers_to_transform": (None,),
     "target_parameters": (None, []),
     "trainable_token_indices": (None,),
     "lora_bias": (False,),
@@ -141,39 +142,98 @@ def short_names(model: ModelConfig, adapted: list[str]) -> list[str]:
     return sorted(short if named == set(adapted) else adapted)
 
 
-def read_config(config: Mapping[str, JSON], names: list[str], model: ModelConfig, path: str) -> LoraConfig:
-    """Return our settings for an adapter_config.json and the names of the tensors beside it.
+@dataclass(frozen=True)
+class PeftFolder:
+    """Settings and names of tensors in a folder of `peft`."""
 
-    Raises UserError for what our adapters do not compute.
+    lora: LoraConfig
+    """Of all adapters: the largest rank of a module, with its alpha."""
+    names: Mapping[str, str]
+    """Name without wrappers -> name in the file."""
+    modules: Mapping[str, LoraConfig]
+    """Module -> settings with the rank and alpha of its own adapter."""
+    notes: tuple[Note, ...]
+
+    def to_common_rank(self, name: str, value: Tensor) -> Tensor:
+        """Return a tensor as `lora` has it: ranks padded with zeros, which get no gradient, and scales in B.
+
+        Raises CorruptFileError for another rank than the settings give.
+        """
+        module, _, part = name.removeprefix(PREFIX).rpartition(".lora_")
+        if part not in ("A.weight", "B.weight"):
+            return value
+        own, dim = self.modules[module], "AB".index(part[0])
+        if value.ndim != 2 or value.shape[dim] != own.rank:
+            problem = f"{name} is {list(value.shape)}, r or rank_pattern gives it rank {own.rank}"
+            raise CorruptFileError(f"{CONFIG}: {problem}. {SAVE_AGAIN}")
+        missing = self.lora.rank - own.rank
+        if dim == 0:
+            return pad(value, (0, 0, 0, missing))
+        return pad(value, (0, missing)) * (own.scale / self.lora.scale)
+
+
+def read_folder(config: Mapping[str, JSON], stored: list[str], model: ModelConfig, path: str) -> PeftFolder:
+    """Return what an adapter_config.json and the names of the tensors beside it describe.
+
+    The names alone tell which modules have adapters. Raises UserError for what ours do not compute.
     """
     for key, allowed in PLAIN.items():
         if (value := config.get(key, allowed[0])) not in allowed:
-            raise UserError(f"{path}: {key}={show(value)} is not supported; supported: {show(allowed[0])}")
-    rank, alpha, dropout = config.get("r"), config.get("lora_alpha"), config.get("lora_dropout", 0.0)
-    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not 0 < alpha < MOST_ALPHA:
-        raise UserError(f"{path}: r={show(rank)}, lora_alpha={show(alpha)} must be numbers above 0")
-    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise UserError(f"{path}: lora_dropout={show(dropout)} must be a number from 0 to 1")
-    suffix = ".lora_A.weight"
-    modules = [name.removeprefix(PREFIX).removesuffix(suffix) for name in names if name.endswith(suffix)]
-    mapping = model.family.huggingface
+            problem = f"{key}={show(value)} is not supported; supported: {show(allowed[0])}"
+            raise UserError(f"{path}: {problem}. Or {MERGE}")
+    unwrapped, _, notes = unwrap_names(stored, (*WRAPPERS, PREFIX))
+    mapping, suffix = model.family.huggingface, ".lora_A.weight"
     assert mapping is not None
-    targets = [mapping.plain(name) for name in short_names(model, modules)]
-    lora = LoraConfig(
-        rank=rank,
-        alpha=float(alpha),
-        targets=tuple(targets),
-        dropout=float(dropout),
-        rslora=config.get("use_rslora", False) is True,
-        dora=config.get("use_dora", False) is True,
-    )
+    outer = [n for ours, at in mapping.locations(model) if not ours.startswith("layers.") for n in at.names]
+    outside = tuple(weight.rpartition(".")[0] + "." for weight in (*outer, *mapping.tied))
+    if tables := [theirs for theirs, n in unwrapped.items() if mapping.plain(n).startswith(outside)]:
+        raise UserError(
+            f"{path}: {tables[0]}: adapters and copies of this module are not supported, only adapters of "
+            f"transformer layers; train without it in target_modules, or {MERGE}"
+        )
+    modules = {  # as they are named here, and in rank_pattern
+        name.removesuffix(suffix): theirs.rpartition(PREFIX)[2].removesuffix(suffix)
+        for theirs, name in unwrapped.items()
+        if name.endswith(suffix)
+    }
+    if not modules:
+        raise UserError(f"{path}: no tensor beside it ends with {suffix}. Save it by save_pretrained of peft")
+    settings = dict(zip(modules, _read_settings(config, modules.values(), path), strict=True))
+    common = max(settings.values(), key=lambda own: (own.rank, own.alpha))
+    lora = replace(common, targets=tuple(map(mapping.plain, short_names(model, list(modules)))))
+    if any(own != common for own in settings.values()):
+        change = f"ranks are padded with zeros to {lora.rank}, and scales other than {lora.scale:g} are in B"
+        notes.append(Note(f"rank_pattern, alpha_pattern: {change}"))
+    names = {f"{PREFIX}{name}": theirs for theirs, name in unwrapped.items()}
     known = {
         f"{PREFIX}{module}{end}"
         for each in stored_adapters(model, lora)
         for module in each.modules
         for end, _ in each.forms.values()
     }
-    if other := sorted(known ^ set(names)):
+    if other := sorted(known ^ names.keys()):
         where = "is not there" if other[0] in known else "is the adapter of no layer of this base"
         raise UserError(f"{path}: {other[0]} {where}; name the base that peft trained it on")
-    return lora
+    return PeftFolder(lora, names, settings, tuple(notes))
+
+
+def _read_settings(config: Mapping[str, JSON], modules: Iterable[str], path: str) -> list[LoraConfig]:
+    """Return settings of each module's adapter; of patterns the first counts that matches a name's end."""
+    columns, dropout = [], config.get("lora_dropout", 0.0)
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise UserError(f"{path}: lora_dropout={show(dropout)} must be a number from 0 to 1")
+    for key, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+        listed, usual = config.get(key) or {}, config.get(default)
+        try:
+            patterns = [(re.compile(rf"(.*\.)?({pattern})$"), value) for pattern, value in listed.items()]
+        except (AttributeError, re.error) as error:
+            raise UserError(f"{path}: {key}={show(listed)} names no modules: {error}. Fix it") from error
+        columns.append([next((own for p, own in patterns if p.match(name)), usual) for name in modules])
+    rslora, dora = (config.get(key, False) is True for key in ("use_rslora", "use_dora"))
+    common, settings = LoraConfig(dropout=float(dropout), rslora=rslora, dora=dora), []
+    for rank, alpha in zip(*columns, strict=True):
+        is_number = type(rank) is int and isinstance(alpha, int | float)
+        if not is_number or rank < 1 or not 0 < alpha < MOST_ALPHA:
+            raise UserError(f"{path}: r={show(rank)}, lora_alpha={show(alpha)} must be numbers above 0")
+        settings.append(replace(common, rank=rank, alpha=float(alpha)))
+    return settings

@@ -159,10 +159,16 @@ class HFTensors:
                 )
 
     def _check_copy(self, copy: str, name: str) -> None:
-        (_, mine), (_, other) = self.model.stored[name], self.model.stored[copy]
+        model = self.model
+        (_, mine), (_, other) = model.stored[name], model.stored[copy]
         is_alike = mine.shape == other.shape and other.dtype in FLOATS
-        if not (is_alike and are_equal(partial(self._load, name), partial(self._load, copy), mine.shape)):
-            raise UserError(
-                f"{self.model.folder}: {copy} differs from {name}: an untied output layer is not "
-                f"supported, ours is the token table"
+        if is_alike and are_equal(partial(self._load, name), partial(self._load, copy), mine.shape):
+            return
+        untied, _ = model.mapping.read({**model.raw, "tie_word_embeddings": False}, CONFIG)
+        fix = f"an untied output layer of {untied.kind} is not supported. Remove {copy} if {name} is meant"
+        if not model.mapping.copies(untied):
+            fix = (
+                f"tie_word_embeddings=true in {CONFIG}: transformers 5 computes with the former, 4 with the "
+                f"latter. Set tie_word_embeddings=false to keep {copy}, or remove that tensor"
             )
+        raise UserError(f"{model.folder}: {copy} differs from {name}, and {fix}")

@@ -1,7 +1,10 @@
 """Llama, Mistral and Qwen folders of `transformers`, both ways; what ours does not compute is rejected."""
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from tests.checkpoint.commands.hf_models import (
     edit_tensors,
     export_model,
     import_model,
+    make_model,
 )
 from tests.models.llama.on_ranks import greedy
 from tests.models.llama.references import YARN, our_config, their_model
@@ -142,6 +146,80 @@ def test_a_tied_output_layer_that_is_stored_is_compared_and_read_once(tmp_path: 
     tensors = HFTensors(read_model(tmp_path))
     tensors.check()
     assert not tensors.holds("output.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("qwen2", "Set tie_word_embeddings=false to keep lm_head.weight, or remove that tensor"),
+        ("gpt2", "an untied output layer of gpt2 is not supported. Remove lm_head.weight if wte.weight is"),
+    ],
+)
+def test_another_output_layer_than_a_tied_one_is_rejected_with_the_ways_out(
+    tmp_path: Path, name: str, said: str
+) -> None:
+    """transformers 5 computes with what is stored, which our GPT-2 lacks; with either fix it is imported."""
+    source = tmp_path / "model"
+    model = make_model(source) if name == "gpt2" else their_model(name)
+    state = {**model.state_dict(), "lm_head.weight": 2 * model.get_input_embeddings().weight}
+    model.save_pretrained(source, state_dict=state)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(source)
+    assert torch.equal(theirs.lm_head.weight, 2 * theirs.get_input_embeddings().weight)
+    with pytest.raises(UserError, match=re.escape(said)):
+        mlm.load(source, device="cpu")
+    if name == "qwen2":
+        edit_config(source, tie_word_embeddings=False)
+        import_model(source, tmp_path / "untied")
+        edit_config(source, tie_word_embeddings=True)
+    edit_tensors(source, lambda tensors: tensors.pop("lm_head.weight"))
+    import_model(source, tmp_path / "tied")
+
+
+WRAPPED: dict[str, tuple[str, Callable[[str], str], str]] = {
+    "compiled": ("llama3", "_orig_mod.{}".format, "begin with _orig_mod."),
+    "data-parallel": ("mixtral", "module.{}".format, "begin with module."),
+    "both": ("gpt2", "module._orig_mod.{}".format, "begin with module._orig_mod."),
+    "layers compiled": ("llama3", partial(re.sub, r"(layers\.\d+)", r"\1._orig_mod"), "hold _orig_mod."),
+    "the language model of two": ("qwen2", "language_model.{}".format, "begin with language_model."),
+    "the same, compiled": (
+        "llama3",
+        lambda name: f"_orig_mod.{re.sub('^model', 'model.language_model', name)}",
+        "begin with _orig_mod.model.language_model.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRAPPED)
+def test_names_in_wrappers_are_read_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    """With the logits of the model that was never wrapped; transformers compares them too."""
+    name, wrap, said = WRAPPED[case]
+    model = make_model(tmp_path / "model") if name == "gpt2" else their_model(name)
+    model.save_pretrained(tmp_path / "model")
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        renamed = {wrap(theirs): tensors.pop(theirs) for theirs in list(tensors)}
+        beside = {"model.vision_tower.patches.weight": torch.ones(2)} if "language" in said else {}
+        compiled = "_orig_mod." if said.startswith("begin with _orig_mod.") else ""
+        tensors.update(renamed, **{compiled + theirs: value for theirs, value in beside.items()})
+
+    edit_tensors(tmp_path / "model", rename)
+    run = import_model(tmp_path / "model", tmp_path / "run")
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"note: names {said}: read without" in out
+    assert ("left out beside the language model: " in out) is ("language" in said)
+    tokens = torch.arange(30)[None]
+    assert (mlm.load(run, device="cpu").logits(tokens) - model(tokens).logits).abs().max() <= 1e-5
+
+
+def test_names_of_which_some_are_wrapped_are_not_read(tmp_path: Path) -> None:
+    folder_of("llama3", tmp_path / "model").save_pretrained(tmp_path / "model")
+    wrapped = "module.model.norm.weight"
+    edit_tensors(tmp_path / "model", lambda found: found.update({wrapped: found.pop("model.norm.weight")}))
+    (tmp_path / "model" / "model.safetensors.index.json").unlink(missing_ok=True)
+    with pytest.raises(UserError, match=r"holds no tensor norm\.weight"):
+        mlm.load(tmp_path / "model", device="cpu")
 
 
 WINDOWS = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
