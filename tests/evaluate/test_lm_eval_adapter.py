@@ -16,6 +16,7 @@ from mlm.evaluate.lm_eval import ranks as lm_eval_ranks
 from mlm.evaluate.zero_shot.sources import EvalTexts
 from mlm.evaluate.zero_shot.wikitext103 import per_article
 from mlm.util.errors import CheckFailedError, UserError
+from tests.checkpoint.commands.declared import write_declared
 from tests.checkpoint.commands.hf_models import TEXT, add_tokenizer, export_model, import_model, make_model
 from tests.finetune.chats import write_llama
 
@@ -286,6 +287,7 @@ def test_a_text_without_context_is_scored_after_the_token_that_mlm_eval_takes(tm
     content = json.loads(train_bpe([TEXT] * 5, 300).content)
     content["added_tokens"].append({**content["added_tokens"][0], "id": 300, "content": "<s>"})
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
     model = MlmLM(ckpt=str(tmp_path), device="cpu")
     text = EvalTexts(name="x", form="a form", texts=("To be",), places=("x:1",), digest="xxh3:0")
     article = per_article(text, model.tokenizer, seq_length=9, limit=None)
@@ -321,3 +323,28 @@ def test_a_mistake_ends_the_command_with_2_and_a_line(
     assert lm_eval_command.main() == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("mlm-lm-eval: tp=3 does not divide")
+
+
+@pytest.mark.parametrize("add_bos_token", [None, True, False])
+@pytest.mark.parametrize("style", ["qwen", "llama3", "deepseek"])
+def test_a_text_begins_as_in_the_hf_model(tmp_path: Path, style: str, add_bos_token: bool | None) -> None:
+    """With the tokenizer's own first token or without, by lm-eval's own model on the same folder."""
+    pytest.importorskip("accelerate", reason="lm-eval's own hf model needs it: pip install 'lm-eval[hf]'")
+    from lm_eval.models.huggingface import HFLM
+
+    source = write_declared(tmp_path / "source", style)
+    ours = MlmLM(ckpt=str(source), device="cpu", add_bos_token=add_bos_token)
+    theirs = HFLM(pretrained=str(source), device="cpu", batch_size=1, add_bos_token=add_bos_token)
+    texts = ["To be, or not", "question", "whether 'tis nobler"]
+    assert [ours.tok_encode(text) for text in texts] == [theirs.tok_encode(text) for text in texts]
+    assert (ours.prefix_token_id, ours.eot_token_id) == (theirs.prefix_token_id, theirs.eot_token_id)
+    pairs = instances(*((text, " end") for text in texts), ("", " end"))
+    found, want = (each.loglikelihood(pairs, disable_tqdm=True) for each in (ours, theirs))
+    assert [score for score, _ in found] == pytest.approx([score for score, _ in want], rel=1e-5)
+    rolling = instances(*((text,) for text in texts))
+    found, want = (each.loglikelihood_rolling(rolling, disable_tqdm=True) for each in (ours, theirs))
+    assert found == pytest.approx(want, rel=1e-5)
+    asked = instances(
+        *((text, {"until": ["\n\n\n"], "max_gen_toks": 16, "do_sample": False}) for text in texts)
+    )
+    assert ours.generate_until(asked, disable_tqdm=True) == theirs.generate_until(asked, disable_tqdm=True)

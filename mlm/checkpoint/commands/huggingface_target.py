@@ -201,11 +201,12 @@ def token_ids(source: Source) -> TokenIds:
     tokenizer, origin = source.tokenizer, source.manifest.state.get("source")
     imported = origin if isinstance(origin, dict) else {}
     eod, bos, pad = (getattr(tokenizer, f"{name}_id", None) for name in ("eod", "bos", "pad"))
-    kept = imported.get("pad_token_id")
+    kept, is_causal = imported.get("pad_token_id"), family_of(source.model.kind).causal
     names = label_names(source.manifest.state) or as_strings(imported.get("labels"))
     on_texts = FINETUNING in source.manifest.state and source.model.head != "language_model"
-    ends = on_texts and family_of(source.model.kind).causal
-    return TokenIds(eod, bos, kept if isinstance(kept, int) else pad, names, ends_texts=ends)
+    if isinstance(kept, int) or (imported and is_causal):  # which says so itself, or has none
+        pad = kept
+    return TokenIds(eod, bos, pad, names, ends_texts=on_texts and is_causal)
 
 
 def write_json(path: Path, value: JSON) -> None:

@@ -86,18 +86,21 @@ class MlmLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The end of a text as the tokenizer declares it, else the end of a document."""
-        return self._declared("eos_token", self.tokenizer.eod_id)
+        found = self._declared("eos_token", None)
+        return self.tokenizer.eod_id if found is None else found
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context: the declared beginning, else that of `mlm eval`.
+        """The token before a text without context: the beginning that files declare, else the end, as `hf`."""
+        return self.eot_token_id if self._bos is None else self._bos
 
-        Of a tokenizer that declares that there is none it is the end.
-        """
+    @property
+    def _bos(self) -> int | None:
+        """The beginning as the tokenizer's files declare it, None for a null; of others its own."""
         is_none = self.tokenizer.declared.names.get("bos_token") == ""
-        return self._declared("bos_token", self.eot_token_id if is_none else self.tokenizer.prefix_id)
+        return None if is_none else self._declared("bos_token", self.tokenizer.bos_id)
 
-    def _declared(self, role: str, default: int) -> int:
+    def _declared(self, role: str, default: int | None) -> int | None:
         """Return the token that the tokenizer's files declare to have a role."""
         name = self.tokenizer.declared.names.get(role)
         return self.tokenizer.id_of(name) if name and name in self.tokenizer else default
@@ -110,12 +113,10 @@ class MlmLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Tokens:
         """Token ids, after what the tokenizer itself puts before a text; see `add_bos_token`."""
         begin, said = self.tokenizer.opening, self.settings.add_bos_token
-        if add_special_tokens is None:
-            if said is not None:
-                has_bos = said and self.prefix_token_id == self.tokenizer.bos_id
-                begin = [self.prefix_token_id] if has_bos else []
-            if string.startswith(self.tokenizer.name_of(self.prefix_token_id)):
-                begin = []
+        if add_special_tokens is None and said is not None:
+            begin = [self._bos] if said and self._bos is not None else []
+        if add_special_tokens is None and string.startswith(self.tokenizer.name_of(self.prefix_token_id)):
+            begin = []
         return [*(begin if add_special_tokens is not False else ()), *self.tokenizer.encode(string)]
 
     def get_model_info(self) -> dict[str, Any]:

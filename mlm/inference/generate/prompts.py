@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def share_prompts(config: GenerateConfig, tokenizer: Tokenizer, ctx: ParallelCon
         return CheckpointError(f"prompts could not be read ({type(error).__name__}: {error}): give others")
 
     mine = ranks.together(lambda: read_prompts(config, tokenizer) if ranks.is_main else [], explain)
-    sent = ranks.broadcast([[p.place, p.text, p.ids, p.is_message] for p in mine])
+    sent = ranks.broadcast([astuple(prompt) for prompt in mine])
     return [Prompt(*fields) for fields in sent]
 
 
