@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from mlm.parallel.mesh import ParallelContext, build_mesh
 
-TIMEOUT_S = 100.0
+TIMEOUT_S = 200.0
 RENEWED = 10
 """Calls after which new ranks are forked, as for each test file."""
 SHARED = ("mlm", "torch", "transformers")
