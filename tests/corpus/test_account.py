@@ -122,7 +122,7 @@ def test_one_text_file_builds(tmp_path: Path, name: str, between: str) -> None:
 
 def test_end_of_document_token_can_be_named(tmp_path: Path) -> None:
     path = tmp_path / "named.json"
-    train_bpe([" ".join(words(random.Random(0), 500))], 300).save(path)
+    path.write_bytes(train_bpe([" ".join(words(random.Random(0), 500))], 300).content)
     path.write_text(path.read_text().replace(END, "<stop>"))
     source = write_jsonl(tmp_path / "t.jsonl", ["one", "two"])
     with pytest.raises(UserError, match="no end-of-document token"):

@@ -58,7 +58,7 @@ def small_tokenizer(folder: Path) -> Path:
     """tokenizer.json that knows all bytes."""
     path = folder / "tokenizer.json"
     if not path.exists():
-        train_bpe([" ".join(words(random.Random(0), 2000))], 400).save(path)
+        path.write_bytes(train_bpe([" ".join(words(random.Random(0), 2000))], 400).content)
     return path
 
 

@@ -218,7 +218,7 @@ def test_a_limit_scores_the_first_passages_and_says_so(
 
 def test_another_tokenizer_is_rejected_unless_forced(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
-    train_bpe(["quite another text, of other words"] * 9, 280).save(other)
+    other.write_bytes(train_bpe(["quite another text, of other words"] * 9, 280).content)
     (problem,) = evaluate.preflight(cloze(folder, tokenizer=str(other)))
     assert "has another vocabulary" in problem
     assert evaluate.preflight(cloze(folder, tokenizer=str(other), force=True)) == []
@@ -228,7 +228,7 @@ def test_another_tokenizer_is_rejected_unless_forced(folder: Path, tmp_path: Pat
 def test_a_tokenizer_larger_than_the_model_is_rejected(folder: Path, tmp_path: Path, force: bool) -> None:
     large = tmp_path / "large.json"
     words = [f"w{n:03}" for n in range(300)]
-    train_bpe([" ".join(words)] * 9, 400).save(large)
+    large.write_bytes(train_bpe([" ".join(words)] * 9, 400).content)
     (problem,) = evaluate.preflight(cloze(folder, tokenizer=str(large), force=force))
     assert "model.vocab_size=331" in problem
 
