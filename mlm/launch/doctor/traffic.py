@@ -122,16 +122,12 @@ def check_traffic(ctx: ParallelContext, control: Control, timeout_s: float) -> l
     try:
         mine: dict[str, Any] = work.result(timeout_s)
     except WaitTimeoutError:
-        mine = {"stuck": _where(ctx)}
+        waits = [f"{wait.op} over {wait.axis}" for wait in ctx.watch.waits.values()]
+        mine = {"stuck": waits[-1] if waits else "a communication of the device"}
     except RuntimeError as error:  # a lost peer
         mine = {"stuck": str(error).splitlines()[0]}
     pool.shutdown(wait=False)
     return control.all_gather("communication", mine)
-
-
-def _where(ctx: ParallelContext) -> str:
-    waits = list(ctx.watch.waits.values())
-    return f"{waits[-1].op} over {waits[-1].axis}" if waits else "a communication of the device"
 
 
 def judge(each: Sequence[dict[str, Any]]) -> list[list[Finding]]:
