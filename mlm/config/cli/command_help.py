@@ -25,7 +25,8 @@ def command_help(command: Command, config_dir: str | None = None, topics: Sequen
     known = composed_leaves(command)
     frequent = [known[key] for key in command.keys or known]
     resume = [("resume=RUN", "continue a run with its own settings; what is typed wins over them")]
-    more = "" if len(frequent) == len(known) else f" (more: mlm {command.name} --help {_a_section(command)})"
+    section = next((leaf.section for leaf in known.values() if leaf.section), "SECTION")
+    more = "" if len(frequent) == len(known) else f" (more: mlm {command.name} --help {section})"
     blocks = [f"Usage: mlm {command.usage} [key=value …]", wrap(command.about)]
     if tasks:
         blocks.append(tasks_block(config_dir))
@@ -74,10 +75,6 @@ def composed_leaves(command: Command) -> dict[str, Leaf]:
     """The command's keys with the defaults of its YAML."""
     values = flatten(compose_values(command.config, resolve=False))
     return {key: replace(leaf, default=values[key]) for key, leaf in leaves(command.spec).items()}
-
-
-def _a_section(command: Command) -> str:
-    return next((leaf.section for leaf in leaves(command.spec).values() if leaf.section), "SECTION")
 
 
 def _row(leaf: Leaf) -> tuple[str, str]:

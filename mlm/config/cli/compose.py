@@ -81,19 +81,15 @@ def compose(
         choices: list[Any] = ["_self_", *({group: None} for group in chosen_groups(config))]
         ConfigStore.instance().store(name=name, node={"defaults": choices})
     words = _hydra_words(config, overrides, config_dir)
-    with _initialized():
+    # ${either:a,b}: b where a is null
+    OmegaConf.register_new_resolver("either", lambda a, b: b if a is None else a, replace=True)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3"):
         typed = hydra_compose(name, words, return_hydra_config=True)
     above = OmegaConf.masked_copy(typed, [str(key) for key in typed if key != "hydra"])
     tree = OmegaConf.merge(*lowest, above)
     assert isinstance(tree, DictConfig)
     return Composition(typed, tree)
-
-
-def _initialized() -> initialize_config_dir:
-    # ${either:a,b}: b where a is null
-    OmegaConf.register_new_resolver("either", lambda a, b: b if a is None else a, replace=True)
-    GlobalHydra.instance().clear()
-    return initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3")
 
 
 def _hydra_words(config: str, overrides: Sequence[str], config_dir: str | None) -> list[str]:

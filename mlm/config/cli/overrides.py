@@ -96,7 +96,10 @@ def prepare(
     command: Command, typed: Sequence[str], *, config_dir: str | None = None, multirun: bool = False
 ) -> Overrides:
     """Sort overrides into composable ones and problems."""
-    overrides = Overrides(_own_choices(command, typed))
+    # choices of the command itself where an experiment would choose for it, unless typed
+    keys = {text.partition("=")[0].lstrip("+") for text in typed}
+    choices = command.own_choices if "experiment" in keys else ()
+    overrides = Overrides([choice for choice in choices if choice.partition("=")[0] not in keys])
     options = command_groups(command, config_dir)
     for text in _with_files(command, typed, overrides):
         key, equals, value = text.partition("=")
@@ -113,13 +116,6 @@ def prepare(
         else:
             overrides.reject(problem, _intended_keys(command, text, options))
     return overrides
-
-
-def _own_choices(command: Command, typed: Sequence[str]) -> list[str]:
-    """Choices of the command itself where an experiment would choose for it, unless typed."""
-    keys = {text.partition("=")[0].lstrip("+") for text in typed}
-    choices = command.own_choices if "experiment" in keys else ()
-    return [choice for choice in choices if choice.partition("=")[0] not in keys]
 
 
 def _import_path_of_run(command: Command, text: str) -> str | None:
@@ -306,7 +302,10 @@ def _keys_of_file(command: Command, group: str, path: Path) -> list[str] | Probl
         return Problem((group,), f"{group}={error}")  # which begins with the path
     known = {key: leaf for key, leaf in leaves(command.spec).items() if key.startswith(f"{group}.")}
     for key, value in flat.items():
-        if why := problem_of(value) or _unprintable(value):
+        why = problem_of(value)
+        if why is None and isinstance(value, str) and not value.isprintable():
+            why = f"{escape_controls(value)[:60]} holds characters that cannot be seen; write it without"
+        if why:
             return Problem((group,), f"{typed}: {key.removeprefix(f'{group}.')}: {why}")
     missing = [key for key, leaf in known.items() if leaf.default == MISSING_VALUE and flat.get(key) is None]
     if wrong := missing or [key for key in flat if key not in known]:
@@ -315,13 +314,3 @@ def _keys_of_file(command: Command, group: str, path: Path) -> list[str] | Probl
         has, fix = ("lacks", "add") if missing else ("has unknown keys:", "remove")
         return Problem((group,), f"{typed}: {has} {short}", f"{fix} them, as in {example}")
     return [f"{key}={quote(v) if isinstance(v, str) else show(v)}" for key, v in flat.items()]
-
-
-def _unprintable(value: Any) -> str | None:
-    """The reason why a text cannot stand on a page: marks that turn or hide what follows."""
-    is_plain = not isinstance(value, str) or value.isprintable()
-    return (
-        None
-        if is_plain
-        else f"{escape_controls(value)[:60]} holds characters that cannot be seen; write it without"
-    )
