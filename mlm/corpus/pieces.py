@@ -66,18 +66,13 @@ def split_position(tokenizer: Tokenizer, text: str) -> int:
     for pattern in (BETWEEN_WORDS, BETWEEN_CLASSES):
         ends = [begin + match.start() for match in pattern.finditer(text[begin:PIECE])][AROUND:]
         tried = ends[:: -max(1, len(ends) // TRIED)][:TRIED]
-        for position in tried:
-            if splits_tokens(tokenizer, text, position):
+        for position in tried:  # the tokens around it are those of its two sides
+            left, right = text[position - AROUND : position], text[position : position + AROUND]
+            both, *sides = tokenizer.encode_batch([left + right, left, right])
+            if both == sides[0] + sides[1]:
                 return position
         first = tried[0] if tried and first == PIECE else first
     return first
-
-
-def splits_tokens(tokenizer: Tokenizer, text: str, position: int) -> bool:
-    """True if the tokens around a position are those of its two sides."""
-    left, right = text[position - AROUND : position], text[position : position + AROUND]
-    both, *sides = tokenizer.encode_batch([left + right, left, right])
-    return both == sides[0] + sides[1]
 
 
 PARAGRAPH_END = re.compile(r"\n\s*\n")

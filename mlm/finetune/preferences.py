@@ -127,7 +127,12 @@ def _tokens_of_pairs(
     """
     for number, pair in enumerate(pairs):
         if isinstance(pair[0], str):
-            yield _tokens_of_texts(pair, tokenizer, frame)
+            # prompt and answer are one text with its end
+            prompt, *whole = encode_texts([pair[0], pair[0] + pair[1], pair[0] + pair[2]], tokenizer)
+            begin = min(common_start(prompt, each) for each in whole)
+            ended = [np.concatenate([each, frame.end]) for each in whole]
+            first, second = (Tokens(ids, np.arange(len(ids)) >= max(begin, 1)) for ids in ended)
+            yield first, second
             continue
         if tokenizer.chat_template is None:
             problem = "holds messages, and the model has no chat template: set data.chat_template=…"
@@ -144,15 +149,6 @@ def _tokens_of_pairs(
             for each in (chosen, rejected)
         )
         yield first, second
-
-
-def _tokens_of_texts(pair: Sequence[str], tokenizer: Tokenizer, frame: Frame) -> tuple[Tokens, Tokens]:
-    """Return prompt and answer as one text with its end, the answer from where it differs from the prompt."""
-    prompt, *whole = encode_texts([pair[0], pair[0] + pair[1], pair[0] + pair[2]], tokenizer)
-    common = min(common_start(prompt, each) for each in whole)
-    ids = [np.concatenate([each, frame.end]) for each in whole]
-    chosen, rejected = (Tokens(each, np.arange(len(each)) >= max(common, 1)) for each in ids)
-    return chosen, rejected
 
 
 PREFERENCES = Preferences()

@@ -67,14 +67,6 @@ def model_folder(config: PretrainConfig) -> Path | None:
     return None
 
 
-def model_folder_errors(config: PretrainConfig, source: Path) -> list[str]:
-    """Return the settings in which the run's model differs from that of a model folder. Raises UserError."""
-    model = read_model(source)
-    HFTensors(model).check()
-    saved = to_dict(run_config(config.name, model.config))
-    return function_errors(dense_config(config, saved) or config, saved, str(source))
-
-
 def _with_ancestors(best: Path) -> list[Path]:
     branch = list(candidates(best.parent))
     return branch[branch.index(best) :] if best in branch else [best]
@@ -89,10 +81,13 @@ def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str
     if config.lora.rank and config.ckpt is not None and source is None:
         base = resolve(config.ckpt)
         problems += function_errors(config, dict(read_manifest(base).state.get("config", {})), str(base))
-    if not checkpoints and problems:
+    if not checkpoints and (problems or source is None):
         return problems
-    if not checkpoints:
-        return [] if source is None else model_folder_errors(config, source)
+    if not checkpoints and source is not None:
+        model = read_model(source)
+        HFTensors(model).check()
+        saved = to_dict(run_config(config.name, model.config))
+        return function_errors(dense_config(config, saved) or config, saved, str(source))
     start, manifest = checkpoints[0], read_manifest(checkpoints[0])
     if compares:
         attempt(problems, lambda: check_identity(config, start, manifest))

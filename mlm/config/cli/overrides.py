@@ -100,11 +100,12 @@ def prepare(
     keys = {text.partition("=")[0].lstrip("+") for text in typed}
     choices = command.own_choices if "experiment" in keys else ()
     overrides = Overrides([choice for choice in choices if choice.partition("=")[0] not in keys])
-    options = command_groups(command, config_dir)
+    options, known = command_groups(command, config_dir), leaves(command.spec)
     for text in _with_files(command, typed, overrides):
-        key, equals, value = text.partition("=")
-        text = f"{key.lstrip('+')}{equals}{value}"  # what is added is our business: + and ++ mean nothing
-        if path := _import_path_of_run(command, text):
+        text = text.lstrip("+")  # what is added is our business: + and ++ mean nothing
+        key, _, value = text.partition("=")
+        of_run = key in IMPORT_KEYS and key not in known and any(name in known for name in RUN_KEYS)
+        if of_run and is_path(path := value.strip("'\"")):  # of a command that has no such key
             overrides.import_paths.append(path)
             continue
         problem = _spelling(command, text, options)
@@ -116,14 +117,6 @@ def prepare(
         else:
             overrides.reject(problem, _intended_keys(command, text, options))
     return overrides
-
-
-def _import_path_of_run(command: Command, text: str) -> str | None:
-    """The import path of `data.kind=my_module:build`, for a command that reads runs and has no such key."""
-    key, _, value = text.partition("=")
-    known, path = leaves(command.spec), value.strip("'\"")
-    of_run = key in IMPORT_KEYS and key not in known and any(name in known for name in RUN_KEYS)
-    return path if of_run and is_path(path) else None
 
 
 def _spelling(command: Command, text: str, options: dict[str, list[str]]) -> Problem | None:

@@ -34,13 +34,6 @@ REMEDY = (
 )
 
 
-def axes_to_check(ctx: ParallelContext) -> list[tuple[Axis, torch.device]]:
-    """Return the axes of several ranks, each with the device whose memory it communicates."""
-    used = (ctx.tp, ctx.cp, ctx.dp, ctx.pp, ctx.experts.ep, ctx.experts.replicas)
-    axes = [*((axis, ctx.device) for axis in used), (ctx.world, CPU)]
-    return [(axis, device) for axis, device in axes if axis is not None and axis.size > 1]
-
-
 def numbers(axis: Axis, rank: int, device: torch.device) -> Tensor:
     """Return what a rank of the axis gives: [size * ROWS], small whole numbers, which add up exactly."""
     count = torch.arange(axis.size * ROWS, device=device, dtype=torch.float32)
@@ -104,7 +97,11 @@ def measure(ctx: ParallelContext) -> dict[str, Any]:
     if ctx.device.type == "cuda":
         torch.cuda.set_device(ctx.device)  # of this thread
     results = dict[str, Any]()
-    for axis, device in axes_to_check(ctx):
+    used = (ctx.tp, ctx.cp, ctx.dp, ctx.pp, ctx.experts.ep, ctx.experts.replicas)
+    # each with the device whose memory it communicates
+    for axis, device in (*((axis, ctx.device) for axis in used), (ctx.world, CPU)):
+        if axis is None or axis.size == 1:
+            continue
         wrong = wrong_operations(axis, device)
         results[axis.name] = {"ranks": list(axis.ranks), "wrong": wrong, "rate": bandwidth(axis, device)}
     return results
