@@ -153,10 +153,9 @@ def checked(given: Any, number: int) -> Message:
     if calls := objects_in(message.get("tool_calls"), f"message {number}: 'tool_calls'"):
         message["tool_calls"] = calls
     if isinstance(content, list):
-        texts = [
-            part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"
-        ]
-        if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+        given = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        texts = [part["text"] for part in given if isinstance(part.get("text"), str)]
+        if len(texts) < len(content):
             part = 'a part of its \'content\' is not {"type": "text", "text": "…"}'
             raise ChatError(f"message {number}: {part}: delete the row")
         content = "".join(texts)

@@ -110,7 +110,12 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
     listener = listen(dist.master_port)
     remove_abandoned(Path(tempfile.gettempdir()), f"{PREFIX}*")
     with listener, held_folder(Path(tempfile.mkdtemp(prefix=PREFIX))) as folder:
-        logs = _make_logs(folder if out is None else out)
+        logs = Path(folder if out is None else out, "logs").resolve()
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = f"cannot make {logs}: {error.strerror}"
+            raise UserError(f"out={logs.parent}: {problem}; choose another out") from None
         job = _write_job(folder, target, config, logs)
         cores = available_cores()
         threads = num_threads(dist.threads_per_rank, os.environ, cores=cores, local_ranks=world_size)
@@ -246,15 +251,6 @@ def _write_job(folder: Path, target: str, config: Any, logs: Path) -> Path:
             f"cannot write {path}: {error.strerror}; free some space, or set TMPDIR to another folder"
         ) from None
     return path
-
-
-def _make_logs(folder: Path) -> Path:
-    logs = (folder / "logs").resolve()
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"out={folder}: cannot make {logs}: {error.strerror}; choose another out") from None
-    return logs
 
 
 def listen(port: int) -> socket.socket:

@@ -101,23 +101,21 @@ def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> Non
     wait_s = min(WAIT_S, config.dist.timeout_s / 2)  # the other ranks wait for this one
 
     def take() -> None:
-        if ctx.is_main:
-            claim_folder(config.out, "run", inputs=protected_from(config))
-            stack.enter_context(single_writer(checkpoints_folder(config), wait_s=wait_s))
-            warn_of_other_owner(Path(config.out))
+        if not ctx.is_main:
+            return
+        claim_folder(config.out, "run", inputs=protected_from(config))
+        stack.enter_context(single_writer(checkpoints_folder(config), wait_s=wait_s))
+        marker = Path(config.out, MARKER)  # of the one who began
+        if marker.stat().st_uid != os.geteuid():
+            owner, writer = owner_of(marker), user_name(os.geteuid())
+            log.warning(
+                "out=%s: holds files of %s, and this process writes as %s: checkpoints that it may not "
+                "delete stay whole. Continue as %s, or share the folder with a group "
+                "(chmod g+rws, umask 002)",
+                *(Path(config.out), owner, writer, owner),
+            )
 
     Ranks.of(ctx).together(take, lambda error: UserError(f"out={config.out}: {error}: set another out=…"))
-
-
-def warn_of_other_owner(out: Path) -> None:
-    """Warn that a run's folder will hold files of several users: its marker is of the one who began."""
-    if (out / MARKER).stat().st_uid != os.geteuid():
-        owner, writer = owner_of(out / MARKER), user_name(os.geteuid())
-        log.warning(
-            "out=%s: holds files of %s, and this process writes as %s: checkpoints that it may not delete "
-            "stay whole. Continue as %s, or share the folder with a group (chmod g+rws, umask 002)",
-            *(out, owner, writer, owner),
-        )
 
 
 def resume(trainer: Trainer) -> Path | None:

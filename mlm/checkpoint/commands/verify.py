@@ -31,7 +31,11 @@ from mlm.util.terminal import add_row, console, format_bytes, one_line, progress
 def run(config: CkptVerifyConfig) -> None:
     """Verify, print a table, write out. Raises CorruptFileError for one damaged or not finite, UserError."""
     place, alone = locate(config.ckpt)
-    paths = [place] if alone else [*checkpoints(place).values(), *best_of(place)]
+    paths, best = [place], place.parent / BEST / CHECKPOINTS
+    if not alone:
+        paths = list(checkpoints(place).values())
+        # a finetuned run keeps its best ones beside those that it continues from
+        paths += checkpoints(best).values() if place.name == CHECKPOINTS and best.is_dir() else []
     with progress_bar("verifying", sum(map(shard_bytes, paths)), in_bytes=True) as advance:
         results = [verify_checkpoint(path, advance) for path in paths]
     sound = {each.path for each in results if each.loads}
@@ -62,12 +66,6 @@ def content_problem(path: Path) -> str | None:
     except CorruptFileError as error:
         return str(error)
     return None
-
-
-def best_of(place: Path) -> list[Path]:
-    """The best checkpoints that a finetuned run keeps beside those it continues from."""
-    best = place.parent / BEST / CHECKPOINTS
-    return list(checkpoints(best).values()) if place.name == CHECKPOINTS and best.is_dir() else []
 
 
 def result_of(ckpt: str, results: list[Verified], start: Path | None) -> dict[str, Any]:

@@ -77,19 +77,15 @@ class Overrides:
         """
         parsed = OverridesParser.create().parse_overrides(self.texts)
         fixed = [each.input_line or "" for each in parsed if not each.is_sweep_override()]
-        swept = [each for each in parsed if each.is_sweep_override()]
-        for values in product(*(_swept_values(each, options) for each in swept)):
+        swept = list[list[str]]()
+        for each in (each for each in parsed if each.is_sweep_override()):
+            key, value = each.key_or_group, each.value()
+            chosen = value.filter(options.get(key, [])) if isinstance(value, Glob) else None
+            names = each.sweep_string_iterator() if chosen is None else chosen
+            swept.append([f"{key}={name}" for name in names])
+        for values in product(*swept):
             varied = [text for text in values if not text.startswith("out=")]
             yield [*fixed, *values], sorted(varied)
-
-
-def _swept_values(override: Override, options: dict[str, list[str]]) -> list[str]:
-    """The overrides that a swept one stands for."""
-    key, value = override.key_or_group, override.value()
-    names = (
-        value.filter(options.get(key, [])) if isinstance(value, Glob) else override.sweep_string_iterator()
-    )
-    return [f"{key}={name}" for name in names]
 
 
 def prepare(

@@ -175,7 +175,12 @@ def prepare_job(job: Execution) -> Callable[[], int]:
     with trusted():
         written = own_keys(composition.typed.hydra.runtime.choices, arguments.config_dir)
         config = _build(job, values, keys, written)
-        _check_files(job, config)
+        problems, preflight = path_problems(config), job.command.preflight
+        if preflight and not problems and not arguments.check:  # which reads no file
+            with streams_for(config):
+                problems = resolve(preflight)(config)
+        if problems:
+            raise ConfigError(problems)
 
     def start() -> int:
         _announce(job)
@@ -239,16 +244,6 @@ def _announce(job: Execution) -> None:
 def _folder_of_sweep() -> str:
     """Of all jobs, by the time of the first."""
     return f"{SWEEPS}/{time.strftime('%Y-%m-%d_%H-%M-%S')}"
-
-
-def _check_files(job: Execution, config: Any) -> None:
-    """Raises ConfigError for paths, and for what the command's preflight finds; --check reads no file."""
-    problems, preflight = path_problems(config), job.command.preflight
-    if preflight and not problems and not job.arguments.check:
-        with streams_for(config):
-            problems = resolve(preflight)(config)
-    if problems:
-        raise ConfigError(problems)
 
 
 def _execute(command: Command, config: Any) -> int:

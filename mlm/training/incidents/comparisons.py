@@ -11,7 +11,7 @@ not recorded: there all tp ranks are named.
 
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +46,6 @@ def digest(x: Tensor) -> Tensor:
         return torch.tensor(xxhash.xxh3_64_intdigest(x.view(torch.uint8).numpy().data) >> 1)  # fits int64
     width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     return x.view(width).sum(dtype=torch.int64)
-
-
-def digests(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return those of several tensors: int64 [n]."""
-    return torch.stack([digest(x) for x in tensors.values()])
 
 
 def tensors_to_compare(trainer: Trainer) -> list[tuple[Axis, dict[str, Tensor]]]:
@@ -98,7 +93,10 @@ def replica_differences(trainer: Trainer) -> list[str]:
     ctx, ranks, mine = trainer.ctx, Ranks.of(trainer.ctx), counters(trainer)
     if ctx.world_size == 1:
         return []
-    compared = [(axis, list(tensors), digests(tensors)) for axis, tensors in tensors_to_compare(trainer)]
+    compared = [
+        (axis, list(tensors), torch.stack([*map(digest, tensors.values())]))
+        for axis, tensors in tensors_to_compare(trainer)
+    ]
     compared.append((ctx.world, list(mine), torch.tensor([*mine.values()], dtype=torch.float64)))
     torn = list[tuple[str, list[int]]]()
     for axis, names, values in compared:
