@@ -108,7 +108,10 @@ def sentence_limits(paragraph: str, segment: Segment) -> list[int]:
     begin = 0
     while begin < len(paragraph):
         stop = block_end(paragraph, begin)
-        pieces = segment("en", plain_spaces(paragraph[begin:stop]))
+        block = paragraph[begin:stop]
+        for space in () if block.isascii() else SPACES:
+            block = block.replace(space, " ")
+        pieces = segment("en", block)
         assert sum(map(len, pieces)) == stop - begin, "the pieces are the text"
         # The last piece may continue after the block: the next block begins with it.
         whole = pieces if stop == len(paragraph) or len(pieces) == 1 else pieces[:-1]
@@ -127,11 +130,3 @@ def block_end(text: str, begin: int) -> int:
         return len(text)
     last = max(text.rfind(" ", begin, stop), text.rfind("\n", begin, stop)) + 1
     return last if last > begin else stop
-
-
-def plain_spaces(text: str) -> str:
-    """Replace each non-ASCII white space by a space."""
-    if not text.isascii():
-        for space in SPACES:
-            text = text.replace(space, " ")
-    return text

@@ -3,8 +3,6 @@
 What is not recorded is left out: a license, intended uses and limits are for the owner to write.
 """
 
-from typing import Any
-
 from mlm.checkpoint.native.format import JSON, Manifest
 from mlm.checkpoint.native.run_state import FINETUNING
 from mlm.config.tree import flatten
@@ -44,18 +42,14 @@ def model_card(manifest: Manifest, model: ModelConfig, architecture: str) -> str
             if key.startswith(SCORES) and isinstance(value, float)
         },
     }
+    lines = [f"| {_text(name)} | {shown} |" for name, value in rows.items() if (shown := _text(value))]
     parts = [
         f"---\nlibrary_name: transformers\ntags:\n- {model.kind.partition(':')[0]}\n---",
         f"# {_text(facts.get('config.name')) or architecture}",
         f"{architecture} with {model.num_parameters():,} parameters, exported by mlm.",
-        "\n".join(["| | |", "| --- | --- |", *_lines(rows)]),
+        "\n".join(["| | |", "| --- | --- |", *lines]),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _lines(rows: dict[str, Any]) -> list[str]:
-    """Return a line of a table for each fact that is known."""
-    return [f"| {_text(name)} | {shown} |" for name, value in rows.items() if (shown := _text(value))]
 
 
 def _text(value: JSON) -> str:

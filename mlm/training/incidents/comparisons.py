@@ -77,22 +77,18 @@ def parameters_and_moments(trainer: Trainer, shards: Sequence[ParameterShard]) -
     }
 
 
-def counters(trainer: Trainer) -> dict[str, float]:
-    """Return the numbers that all ranks must have in common."""
-    return {
+def replica_differences(trainer: Trainer) -> list[str]:
+    """Return a line for each tensor or counter that is not equal everywhere. Collective; empty if all are."""
+    ctx, ranks = trainer.ctx, Ranks.of(trainer.ctx)
+    if ctx.world_size == 1:
+        return []
+    mine = {
         "step": trainer.step,
         "data position": trainer.consumed_samples,
         "learning rate": trainer.optimizer.param_groups[0]["lr"],
         "loss scale": float(trainer.scaler.scale.item()),
         "applied steps": applied_steps(trainer.optimizer),
     }
-
-
-def replica_differences(trainer: Trainer) -> list[str]:
-    """Return a line for each tensor or counter that is not equal everywhere. Collective; empty if all are."""
-    ctx, ranks, mine = trainer.ctx, Ranks.of(trainer.ctx), counters(trainer)
-    if ctx.world_size == 1:
-        return []
     compared = [
         (axis, list(tensors), torch.stack([*map(digest, tensors.values())]))
         for axis, tensors in tensors_to_compare(trainer)
