@@ -150,8 +150,7 @@ def prepare(gguf: Any, source: Source, kind: str) -> Any:
         for theirs, value in zip(location.names, location.to_theirs(source.whole(ours)), strict=True):
             module = theirs.split(".")[-2]
             if architecture in PAIRED and module in heads:
-                # llama.cpp turns neighbours for this architecture: rows of a head go from halves to pairs
-                value = value.unflatten(0, (heads[module], 2, -1)).transpose(1, 2).flatten(0, 2)
+                value = interleave(value, heads[module])
             stored = mapping.stored_name(theirs, source.model.head)
             tensors.setdefault(EXPERT.sub("", stored), []).append(value)
         for stored, values in tensors.items():
@@ -190,6 +189,12 @@ def check_in_llama_cpp(source: Source, config: ExportGGUFConfig, file: BinaryIO)
             f"out={config.out}: llama.cpp computes other logits than mlm, by {error:.3g} standard deviations "
             f"({LOGIT_ERRORS[config.type]:g} is what type={config.type} rounds); nothing is written"
         )
+
+
+def interleave(value: Tensor, heads: int) -> Tensor:
+    """Reorder the rows of a head from halves to pairs: llama.cpp turns neighbours for this architecture."""
+    turned: Tensor = value.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    return turned
 
 
 def encoded(gguf: Any, value: Tensor, kind: str) -> tuple[NDArray[Any], Any]:
