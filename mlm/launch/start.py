@@ -110,12 +110,12 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
     listener = listen(dist.master_port)
     remove_abandoned(Path(tempfile.gettempdir()), f"{PREFIX}*")
     with listener, held_folder(Path(tempfile.mkdtemp(prefix=PREFIX))) as folder:
-        logs = Path(folder if out is None else out, "logs").resolve()
+        kept = folder if out is None else out
+        logs = (kept / "logs").resolve()
         try:
             logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            problem = f"cannot make {logs}: {error.strerror}"
-            raise UserError(f"out={logs.parent}: {problem}; choose another out") from None
+            raise UserError(f"out={kept}: cannot make {logs}: {error.strerror}; choose another out") from None
         job = _write_job(folder, target, config, logs)
         cores = available_cores()
         threads = num_threads(dist.threads_per_rank, os.environ, cores=cores, local_ranks=world_size)

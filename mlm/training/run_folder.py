@@ -149,9 +149,10 @@ def new_folder(out: Path, count: int, kind: str = "run", *, journal: bytes | Non
                 if problems := out_problems(out):
                     raise UserError(problems[0])
                 check_space(final.parent, count, f"out={out}")
+                # of a command with this journal that was interrupted
                 there, size = work / JOURNAL, len(journal or b"") + 1
                 continues = journal is not None and there.is_file() and read_regular(there, size) == journal
-                if not continues:  # an interrupted command of this journal
+                if not continues:
                     delete_owned(work, UNFINISHED, names=(final.name, JOURNAL), keep_folder=True)
                     if journal is not None:
                         write_atomic(work / JOURNAL, journal)

@@ -136,11 +136,9 @@ class Saver(Observer):
         trainer, self._count = self.trainer, self._count + 1
         save_id = digest_bytes(f"{self._run_id} {self._count} {trainer.step}".encode()).partition(":")[2]
         ready = None
-        if (
-            trainer.ctx.device.type == "cuda"
-        ):  # on the device's queue after every update of the weights so far
+        if trainer.ctx.device.type == "cuda":
             ready = torch.cuda.Event()
-            ready.record()
+            ready.record()  # on the device's queue after every update of the weights so far
         pending = PendingSave(trainer.step, save_id, owned_shards(trainer), counters(trainer), ready)
         self._pending = pending
         if self._asynchronous:

@@ -146,8 +146,9 @@ def claim_problems(
             return problems
         patterns, same = KINDS[kind].writes if writes is None else writes, same or {}
         for name in sorted(os.listdir(folder)):
-            is_kept = matches_any(name, patterns) and not _is_replaceable(folder / name, same.get(name))
-            if is_kept or name == MARKER:  # a marker that is not ours
+            is_written = matches_any(name, patterns)
+            # also a marker that is not ours
+            if name == MARKER or (is_written and not _is_replaceable(folder / name, same.get(name))):
                 return [f"{what}: holds {name}, which mlm did not write; name a new folder"]
     except OSError as error:
         return [f"{what}: {error.filename or folder}: {error.strerror}; name a folder that can be read"]
