@@ -50,11 +50,17 @@ def build(cls: type[T], composed: dict[str, Any], check: Check[T] | None = None)
     ConfigError with all problems.
     """
     spec: type = cls
-    flat = _with_homes(spec, flatten(composed))
+    known, flat = leaves(spec), flatten(composed)
+    for key in flat.keys() & known.keys():
+        if role := known[key].role:
+            flat[key] = expanded(flat[key], role)
     problems, unusable = _problems_of_values(spec, flat)
-    usable = {key: value for key, value in flat.items() if key in leaves(spec) and key not in unusable}
+    # hoisted keys go back into their section
+    homes = {key: f"{HOISTED}.{key}" if leaf.is_hoisted else key for key, leaf in known.items()}
+    usable = {homes[key]: value for key, value in flat.items() if key in known and key not in unusable}
+    sections_of: dict[str, Any] = {name: {} for name in sections(spec)}
     try:
-        config: T = _adapter(spec).validate_python(_nest(spec, usable))
+        config: T = _adapter(spec).validate_python(sections_of | nested(usable))
     except ValidationError:  # a required value is unusable: nothing to run the check on
         assert problems
         raise ConfigError(problems) from None
@@ -88,12 +94,6 @@ def from_dict(cls: type[T], saved: dict[str, Any]) -> T:
 def config_digest(config: Any) -> str:
     """Content digest of a run spec, as `xxh3:<hex>`: equal for equal values, whatever their order."""
     return digest_bytes(json.dumps(to_dict(config), sort_keys=True).encode())
-
-
-def _with_homes(cls: type, flat: dict[str, Any]) -> dict[str, Any]:
-    """Flat keys with `~` expanded in those that are paths."""
-    roles = {key: leaf.role for key, leaf in leaves(cls).items()}
-    return {key: expanded(value, role) if (role := roles.get(key)) else value for key, value in flat.items()}
 
 
 def _problems_of_values(cls: type, flat: dict[str, Any]) -> tuple[list[Problem], set[str]]:
@@ -132,7 +132,8 @@ def _problem_of_value(leaf: Leaf, value: Any) -> Problem | None:
         return Problem((leaf.key,), f"{leaf.key}={show(value)} must be {describe_values(leaf)}", fix)
     if value is None and leaf.role is not None:
         return Problem.at(leaf.key, value, "names no path", "name one, or ./null if it is called so")
-    if isinstance(value, str) and value and _is_list_of_texts(leaf):
+    lists = [kind for kind in alternatives(leaf.type) if get_origin(kind) in (tuple, list)]
+    if isinstance(value, str) and value and any(get_args(kind)[0] is str for kind in lists):
         wrong = f"{leaf.key}={show(value)} must be {describe_values(leaf)}"
         return Problem((leaf.key,), wrong, f"use '{leaf.key}=[{value}]'")
     found = nearest(str(value), [str(choice) for choice in choices(leaf.type)])
@@ -144,19 +145,6 @@ def _is_finite(value: Any) -> bool:
     """False for infinity or NaN, in a list too."""
     each = value if isinstance(value, list | tuple) else [value]
     return all(math.isfinite(number) for number in each if isinstance(number, float))
-
-
-def _is_list_of_texts(leaf: Leaf) -> bool:
-    """True if a text in brackets is a value of this type."""
-    return any(
-        get_origin(kind) in (tuple, list) and get_args(kind)[0] is str for kind in alternatives(leaf.type)
-    )
-
-
-def _nest(cls: type, flat: dict[str, Any]) -> dict[str, Any]:
-    """Flat keys as the nested values of the dataclass, hoisted keys put back into their section."""
-    hoisted = {key: f"{HOISTED}.{key}" for key, leaf in leaves(cls).items() if leaf.is_hoisted}
-    return {name: {} for name in sections(cls)} | nested({hoisted.get(k, k): v for k, v in flat.items()})
 
 
 @cache

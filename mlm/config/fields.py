@@ -200,7 +200,11 @@ def path_problem(key: str, value: Any, role: Role) -> Problem | None:
         return Problem.at(key, value, "not read from or written to a remote store", fix)
     if "\0" in path:
         return Problem((key,), f"{key}={value!r}: holds a null byte", "correct the path")
-    return length_problem(key, path) or reach_problem(key, path, role)
+    longest = max((len(os.fsencode(name)) for name in path.split("/")), default=0)
+    if longest > LONGEST_NAME or len(os.fsencode(path)) > LONGEST_PATH:  # looking for it would end in OSError
+        too_long = f"a name of {longest} bytes is too long for a file system"
+        return Problem.at(key, f"{path[:40]}…", too_long, "shorten it")
+    return reach_problem(key, path, role)
 
 
 def path_argument(key: str, value: object, role: Role = Role.INPUT) -> str:
@@ -225,15 +229,6 @@ def reach_problem(key: str, path: str, role: Role) -> Problem | None:
         return Problem.at(key, path, f"is {kind}", "name a file or a folder")
     reason = read_obstacle(path)
     return Problem.at(key, path, reason, "ask for the right to read it, or name another") if reason else None
-
-
-def length_problem(key: str, path: str) -> Problem | None:
-    """The problem of a path that no file system takes: looking for it would end in OSError."""
-    longest = max((len(os.fsencode(name)) for name in path.split("/")), default=0)
-    if longest > LONGEST_NAME or len(os.fsencode(path)) > LONGEST_PATH:
-        too_long = f"a name of {longest} bytes is too long for a file system"
-        return Problem.at(key, f"{path[:40]}…", too_long, "shorten it")
-    return None
 
 
 def split_weight(entry: str) -> tuple[str, str]:

@@ -73,7 +73,8 @@ def read_set(entry: str, name: str) -> Iterator[EvaluationText]:
         )
     if (size := path.stat().st_size) > MAX_BYTES:
         raise UserError(f"{KEY}={entry} has {size} bytes, {MAX_BYTES} is the limit: name an evaluation set")
-    read = read_lines(path) if path.suffix in PLAIN else read_strings(path)
+    # not splitlines(), which would also split at U+2028 and its like inside a text
+    read = articles(read_input_text(path).split("\n")) if path.suffix in PLAIN else read_strings(path)
     return (EvaluationText(name, place, text) for place, text in read)
 
 
@@ -98,12 +99,6 @@ def strings(record: Any) -> Iterator[str]:
     elif isinstance(record, list):
         for value in record:
             yield from strings(value)
-
-
-def read_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (place, text) of a plain file: its articles, or its lines. Raises UserError."""
-    # not splitlines(), which would also split at U+2028 and its like inside a text
-    return articles(read_input_text(path).split("\n"))
 
 
 def articles(lines: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -141,8 +141,8 @@ def cut(text: str, matches: Sequence[Match], config: DecontaminateConfig) -> lis
     """Return the pieces that are long enough; none if the document is cut at too many places."""
     cuts = list[list[int]]()
     for match in sorted(matches, key=lambda match: match.begin):
-        begin = left_of_word(text, max(0, match.begin - config.margin))
-        end = right_of_word(text, min(len(text), match.end + config.margin))
+        begin = edge_of_word(text, max(0, match.begin - config.margin), -1)
+        end = edge_of_word(text, min(len(text), match.end + config.margin), 1)
         if cuts and begin <= cuts[-1][1]:
             cuts[-1][1] = max(cuts[-1][1], end)
         else:
@@ -162,17 +162,10 @@ def is_word_letter(letter: str) -> bool:
     return letter.isalnum() or unicodedata.category(letter) in ("Mn", "Mc", "Me", "Cf")
 
 
-def left_of_word(text: str, at: int) -> int:
-    """Return the nearest position at or before `at` that is not inside a word."""
+def edge_of_word(text: str, at: int, step: int) -> int:
+    """Return the nearest position that is not inside a word, from `at` on, by steps of 1 or -1."""
     while 0 < at < len(text) and is_word_letter(text[at - 1]) and is_word_letter(text[at]):
-        at -= 1
-    return at
-
-
-def right_of_word(text: str, at: int) -> int:
-    """Return the nearest position at or after `at` that is not inside a word."""
-    while 0 < at < len(text) and is_word_letter(text[at - 1]) and is_word_letter(text[at]):
-        at += 1
+        at += step
     return at
 
 

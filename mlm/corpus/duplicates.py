@@ -105,7 +105,7 @@ def duplicates_in(
         if not proposing:
             continue
         text = text_of(document)
-        digest = digest_of_text(text)
+        digest = xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
         if digest not in decided:
             hashes = shingles_of(text, config)
             similar = kept.first_similar(hashes, proposing)
@@ -117,11 +117,6 @@ def duplicates_in(
             decided[digest] = similar
         duplicates.append(Duplicate(document, *decided[digest]))
     return duplicates
-
-
-def digest_of_text(text: str) -> bytes:
-    """Digest of a text's UTF-8."""
-    return bytes(xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass")))
 
 
 def shingles_of(text: str, config: DedupConfig) -> Hashes:
@@ -157,7 +152,8 @@ class _KeptDocuments:
     def first_similar(self, hashes: Hashes, keys: list[int]) -> tuple[int, float] | None:
         """Return the earliest candidate above the threshold and its similarity with a document's `hashes`."""
         if self.estimates:
-            self.sketch = self._sketch_of(hashes)
+            # the low bytes of a signature [slots]
+            self.sketch = (Signer(self.config).slots_of([hashes])[0] & 0xFF).astype(np.uint8)
         lists = [self.by_key[key] for key in keys if key in self.by_key]
         candidates = np.array(sorted(set().union(*lists)), np.int64)
         for position in self._promising(candidates, len(hashes)).tolist():
@@ -195,10 +191,6 @@ class _KeptDocuments:
         candidates, estimate = candidates[above], estimate[above]
         best = np.argsort(-estimate, kind="stable")[:COMPARED]
         return np.sort(candidates[best])
-
-    def _sketch_of(self, hashes: Hashes) -> NDArray[np.uint8]:
-        """The low bytes of a signature [slots]."""
-        return (Signer(self.config).slots_of([hashes])[0] & 0xFF).astype(np.uint8)
 
     def _hashes_of(self, position: int) -> Hashes:
         """Return the shingles of a kept document."""

@@ -66,18 +66,13 @@ def split_position(tokenizer: Tokenizer, text: str) -> int:
     for pattern in (BETWEEN_WORDS, BETWEEN_CLASSES):
         ends = [begin + match.start() for match in pattern.finditer(text[begin:PIECE])][AROUND:]
         tried = ends[:: -max(1, len(ends) // TRIED)][:TRIED]
-        for position in tried:
-            if splits_tokens(tokenizer, text, position):
+        for position in tried:  # the tokens around it are those of its two sides
+            left, right = text[position - AROUND : position], text[position : position + AROUND]
+            both, *sides = tokenizer.encode_batch([left + right, left, right])
+            if both == sides[0] + sides[1]:
                 return position
         first = tried[0] if tried and first == PIECE else first
     return first
-
-
-def splits_tokens(tokenizer: Tokenizer, text: str, position: int) -> bool:
-    """True if the tokens around a position are those of its two sides."""
-    left, right = text[position - AROUND : position], text[position : position + AROUND]
-    both, *sides = tokenizer.encode_batch([left + right, left, right])
-    return both == sides[0] + sides[1]
 
 
 PARAGRAPH_END = re.compile(r"\n\s*\n")
@@ -113,7 +108,10 @@ def sentence_limits(paragraph: str, segment: Segment) -> list[int]:
     begin = 0
     while begin < len(paragraph):
         stop = block_end(paragraph, begin)
-        pieces = segment("en", plain_spaces(paragraph[begin:stop]))
+        block = paragraph[begin:stop]
+        for space in () if block.isascii() else SPACES:
+            block = block.replace(space, " ")
+        pieces = segment("en", block)
         assert sum(map(len, pieces)) == stop - begin, "the pieces are the text"
         # The last piece may continue after the block: the next block begins with it.
         whole = pieces if stop == len(paragraph) or len(pieces) == 1 else pieces[:-1]
@@ -132,11 +130,3 @@ def block_end(text: str, begin: int) -> int:
         return len(text)
     last = max(text.rfind(" ", begin, stop), text.rfind("\n", begin, stop)) + 1
     return last if last > begin else stop
-
-
-def plain_spaces(text: str) -> str:
-    """Replace each non-ASCII white space by a space."""
-    if not text.isascii():
-        for space in SPACES:
-            text = text.replace(space, " ")
-    return text

@@ -75,7 +75,10 @@ def make_conversation(
         if record.get(name):
             raise ChatError(f"the column '{name}' is not read, only texts are: delete it, or the row")
     messages, changes = check_messages(said), list[str]()
-    tools, options = objects_in(record.get(TOOLS), f"'{TOOLS}'"), options_in(record.get(OPTIONS))
+    tools, options = objects_in(record.get(TOOLS), f"'{TOOLS}'"), record.get(OPTIONS)
+    options = {} if options is None else options
+    if not isinstance(options, dict) or any(name in FIXED for name in options):
+        raise ChatError(f"'{OPTIONS}' is no object of values other than {', '.join(FIXED)}: fix or delete it")
     if not keep_nulls:
         cleaned = without_nulls([messages, tools, options])
         if cleaned != [messages, tools, options]:
@@ -96,14 +99,6 @@ def make_conversation(
             raise ChatError("a turn of weight 0 beside a prompt, after which all is trained: write messages")
         changes.append("turns of weight 0 not trained")
     return Conversation(messages, tools, options, prompt, tuple(changes))
-
-
-def options_in(value: Any) -> dict[str, Any]:
-    """Return the values that a row sets for its template. Raises ChatError."""
-    value = {} if value is None else value
-    if not isinstance(value, dict) or any(name in FIXED for name in value):
-        raise ChatError(f"'{OPTIONS}' is no object of values other than {', '.join(FIXED)}: fix or delete it")
-    return value
 
 
 def objects_in(value: Any, name: str) -> list[Any] | None:
@@ -158,7 +153,12 @@ def checked(given: Any, number: int) -> Message:
     if calls := objects_in(message.get("tool_calls"), f"message {number}: 'tool_calls'"):
         message["tool_calls"] = calls
     if isinstance(content, list):
-        content = "".join(text_of_part(part, number) for part in content)
+        given = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        texts = [part["text"] for part in given if isinstance(part.get("text"), str)]
+        if len(texts) < len(content):
+            part = 'a part of its \'content\' is not {"type": "text", "text": "…"}'
+            raise ChatError(f"message {number}: {part}: delete the row")
+        content = "".join(texts)
     if content is None and calls:  # OpenAI's form; some templates would write it as a word
         return message
     if not isinstance(content, str):
@@ -180,12 +180,3 @@ def call_in(said: Any, number: int) -> dict[str, Any]:
 def is_trained(message: Message) -> bool:
     """True unless a weight of 0 keeps a message out of the loss."""
     return all(message.get(key, 1) for key in WEIGHTS)
-
-
-def text_of_part(part: Any, number: int) -> str:
-    """Return the text of a part of a message: {"type": "text", "text": …}. Raises ChatError."""
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise ChatError(
-        f'message {number}: a part of its \'content\' is not {{"type": "text", "text": "…"}}: delete the row'
-    )

@@ -121,12 +121,9 @@ class IndexedDataset:
         if self.num_tokens == 0 and not allow_empty:
             raise UserError(f"{self.idx_path} holds no tokens: the corpus is empty; {REBUILD}")
         self._check_bin()
-        self.tokens: NDArray[Any] | StoredTokens = self.stored or self._map_tokens()
-
-    def _map_tokens(self) -> NDArray[Any]:
-        if not self.num_tokens:  # an empty file cannot be mapped
-            return np.empty(0, self.dtype)
-        return np.memmap(self.bin_path, mode="r", dtype=self.dtype).view(np.ndarray)
+        self.tokens: NDArray[Any] | StoredTokens = self.stored or np.empty(0, self.dtype)
+        if not self.stored and self.num_tokens:  # an empty file cannot be mapped
+            self.tokens = np.memmap(self.bin_path, mode="r", dtype=self.dtype).view(np.ndarray)
 
     def __len__(self) -> int:
         return self.num_sequences

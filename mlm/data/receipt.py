@@ -88,16 +88,11 @@ def file_entry(path: Path) -> Receipt:
     return {"bytes": size, "digest": digest_file(path), **sampled}
 
 
-def size_of(path: Path) -> int:
-    """Return the bytes of a plain file, -1 if there is none."""
-    return path.stat().st_size if path.is_file() else -1
-
-
 def damaged_file(folder: Path, receipt: Receipt) -> str | None:
     """Return the first file that differs from the receipt, None if none does. Reads files whole."""
     for name, entry in receipt.get("files", {}).items():
         path = folder / name
-        if size_of(path) != entry.get("bytes") or file_entry(path) != entry:
+        if not path.is_file() or path.stat().st_size != entry.get("bytes") or file_entry(path) != entry:
             return str(name)
     return None
 

@@ -21,10 +21,10 @@ def standard_form(record: Mapping[str, Any], columns: Sequence[str]) -> tuple[Re
     changed, change = None, "instruction, input and output read as messages"
     if set(columns) == {"prompt", "chosen", "rejected"} and "chosen" in row and "rejected" in row:
         changed, change = _pair(row)
-    elif tuple(columns) == MESSAGES[:1] and not any(name in row for name in (*MESSAGES, "prompt")):
-        question = _question(row) if "instruction" in row else None
-        answer = [_message("assistant", row["output"])] if "output" in row else []
-        if question is not None:
+    elif tuple(columns) == MESSAGES[:1] and "instruction" in row:
+        has_messages = any(name in row for name in (*MESSAGES, "prompt"))
+        if not has_messages and (question := _question(row)) is not None:
+            answer = [_message("assistant", row["output"])] if "output" in row else []
             changed = without(row, (*QUESTION, "output")) | {"messages": question + answer}
     return (dict(record), "") if changed is None else (changed, change)
 

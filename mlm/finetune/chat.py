@@ -1,7 +1,7 @@
 """Supervised finetuning on conversations: the loss is taken on the assistant's answers alone."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,14 +63,8 @@ class Chat(TaskType):
             if isinstance(tokens, ChatError):
                 yield ExampleError(number, str(tokens))
                 continue
-            is_long = len(tokens.ids) > frame.max_length
-            text, labels = scored_text(tokens, frame.max_length)
-            if (labels != IGNORE_INDEX).any():
-                yield [Example(number, (text,), labels, notes=notes_of(tokens, frame.max_length))], is_long
-            elif is_long:
-                yield [], True
-            else:
-                yield ExampleError(number, "the template renders its answers as no text: fill or delete them")
+            problem = "the template renders its answers as no text: fill or delete them"
+            yield example_of(number, [tokens], frame.max_length, lambda labels: labels[0], problem)
 
     def problems(self, task: TaskConfig) -> list[Problem]:
         """Return the problems of a task's columns, labels and splits."""
@@ -92,17 +86,30 @@ class Chat(TaskType):
         raise AssertionError("a conversation has no prediction")
 
 
-def scored_text(tokens: Tokens, max_length: int) -> tuple[InputText, NDArray[np.int64]]:
-    """Return the first tokens of a text, and of each the next one where an answer holds it, else −100."""
-    ids = tokens.ids[:max_length].copy()  # a view would keep the rest
-    labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
-    labels[:-1] = np.where(tokens.is_answer[1 : len(ids)], ids[1:], IGNORE_INDEX)
-    return InputText(ids, len(ids)), labels
+def example_of(
+    row: int,
+    texts: Sequence[Tokens],
+    max_length: int,
+    label_of: Callable[[Any], Any],
+    problem: str,
+) -> RowExamples:
+    """Return the example of a row's texts, none where no answer begins in `max_length` tokens of one.
 
-
-def notes_of(tokens: Tokens, max_length: int) -> tuple[str, ...]:
-    """Return remarks on a text: on how it was rendered, and if an answer was cut."""
-    return (*tokens.notes, *["an answer was cut"] * bool(tokens.is_answer[max_length:].any()))
+    `label_of` makes its label of those of each text: the next token where an answer holds it, else −100.
+    `problem` is that of an answer without tokens.
+    """
+    inputs, labels, notes = list[InputText](), list[NDArray[np.int64]](), dict[str, None]()
+    for text in texts:
+        ids = text.ids[:max_length].copy()  # a view would keep the rest
+        inputs.append(InputText(ids, len(ids)))
+        labels.append(np.full(len(ids), IGNORE_INDEX, dtype=np.int64))
+        labels[-1][:-1] = np.where(text.is_answer[1 : len(ids)], ids[1:], IGNORE_INDEX)
+        is_cut = bool(text.is_answer[max_length:].any())
+        notes |= dict.fromkeys((*text.notes, *["an answer was cut"] * is_cut))
+    is_long = any(len(text.ids) > max_length for text in texts)
+    if all((each != IGNORE_INDEX).any() for each in labels):
+        return [Example(row, tuple(inputs), label_of(tuple(labels)), notes=tuple(notes))], is_long
+    return ([], True) if is_long else ExampleError(row, problem)
 
 
 def json_text(value: Any, column: str) -> str:

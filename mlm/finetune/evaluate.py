@@ -22,7 +22,7 @@ from mlm.finetune.scoring import (
     prediction_files,
     score_split,
 )
-from mlm.finetune.splits import TaskSplit, read_part, read_split
+from mlm.finetune.splits import TaskSplit, held_out_part, read_split
 from mlm.finetune.task_type import check_installed, task_type
 from mlm.inference.trained import (
     Trained,
@@ -94,13 +94,13 @@ def split_of(config: EvalTaskConfig, name: str, start: Start) -> TaskSplit:
 
     Of a single file of conversations those that the run held out. Raises UserError.
     """
-    task, saved = config.task, saved_state(start)
-    if config.data.path is not None:
-        typed = config.data.columns
-        return read_split(task, name, path=config.data.path, columns=typed, skips=start.skips)
+    task, data, saved = config.task, config.data, saved_state(start)
+    if data.path is not None:
+        return read_split(task, name, path=data.path, columns=data.columns, skips=start.skips)
+    path, columns = saved.get(DATA_PATH), saved.get(DATA_COLUMNS)
+    whole = read_split(task, name, path=path, columns=columns, skips=start.skips)
     share = saved.get("depends_on", {}).get("task.held_out", task.held_out)
-    task, columns = replace(task, held_out=float(share)), saved.get(DATA_COLUMNS)
-    return read_part(task, name, path=saved.get(DATA_PATH), columns=columns, skips=start.skips)
+    return held_out_part(replace(task, held_out=float(share)), whole, path)
 
 
 def task_problems(config: EvalTaskConfig, start: Start) -> list[str]:

@@ -17,7 +17,7 @@ from mlm.config.tree import flatten
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, TaskConfig
 from mlm.finetune.rows import RowError
-from mlm.finetune.splits import TaskSplit, TokenizedSplit, read_part, tokenize
+from mlm.finetune.splits import TaskSplit, TokenizedSplit, held_out_part, read_split, tokenize
 from mlm.finetune.task_type import task_type
 from mlm.inference.base import base_digest, load_any_weights
 from mlm.inference.chat import load_chat_template, template_problem
@@ -95,16 +95,14 @@ def read_splits(config: FinetuneConfig, start: Start | None = None) -> dict[str,
 
     With `start` the first rows of each are rendered too. Raises ConfigError for all unusable rows.
     """
-    task, path, columns, problems = config.task, config.data.path, config.data.columns, list[str]()
-    names = (task.train, *task.validations, *(task.tests if config.data.predict_tests else ()))
-    read = partial(
-        read_part,
-        task,
-        path=path,
-        columns=columns,
-        skips=config.data.bad_rows == "skip",
-        check=None if start is None else partial(row_problems, task, start),
-    )
+    task, data, problems = config.task, config.data, list[str]()
+    names = (task.train, *task.validations, *(task.tests if data.predict_tests else ()))
+    skips, check = data.bad_rows == "skip", None if start is None else partial(row_problems, task, start)
+
+    def read(name: str) -> TaskSplit:
+        whole = read_split(task, name, path=data.path, columns=data.columns, skips=skips, check=check)
+        return held_out_part(task, whole, data.path)
+
     splits = {name: attempt(problems, partial(read, name)) for name in names}
     if problems:
         raise ConfigError(problems)

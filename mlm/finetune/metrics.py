@@ -116,8 +116,3 @@ def jackknife(metric: Callable[..., float], labels: Values, values: Values) -> f
         without = np.array([metric(*cells, counts - one) for one in np.eye(len(counts), dtype=counts.dtype)])
     mean = (counts * without).sum() / size
     return math.sqrt((size - 1) / size * float((counts * (without - mean) ** 2).sum()))
-
-
-def stderr_of_mean(values: NDArray[np.float64]) -> float:
-    """Return the standard error of the mean of two values or more: its jackknife in closed form."""
-    return float(values.std(ddof=1)) / math.sqrt(values.size)

@@ -19,16 +19,13 @@ from mlm.data.conversation import (
     make_conversation,
 )
 from mlm.data.tokenizer import Tokenizer
-from mlm.finetune.chat import Chat, json_text, notes_of, scored_text
+from mlm.finetune.chat import Chat, example_of, json_text
 from mlm.finetune.config import TaskConfig
-from mlm.finetune.examples import Example, Frame
+from mlm.finetune.examples import Frame
 from mlm.finetune.examples import encode as encode_texts
 from mlm.finetune.rows import ExampleError, RowError, TaskRow, check_text, present
 from mlm.finetune.task_type import RowExamples
-from mlm.parallel.labels import IGNORE_INDEX
 
-PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
-"""Columns, as TRL names them."""
 QUESTIONS = ("question", "instruction", "input", "query")
 """Columns of prompts in other data sets."""
 REFERENCE_FREE = ("simpo", "orpo")
@@ -66,22 +63,15 @@ class Preferences(Chat):
         self, task: TaskConfig, rows: Sequence[TaskRow], tokenizer: Tokenizer, frame: Frame
     ) -> Iterator[RowExamples]:
         """Yield one example per pair, none for one whose answers begin after max_length tokens."""
+        from mlm.finetune.packing import PairLabel  # imports torch
+
         pairs = [json.loads(row.texts[0]) for row in rows]
         for number, tokens in enumerate(_tokens_of_pairs(pairs, tokenizer, frame)):
             if isinstance(tokens, ExampleError):
                 yield tokens
                 continue
-            texts, labels = zip(*(scored_text(each, frame.max_length) for each in tokens), strict=True)
-            is_long = any(len(each.ids) > frame.max_length for each in tokens)
-            if all((label != IGNORE_INDEX).any() for label in labels):
-                from mlm.finetune.packing import PairLabel  # imports torch
-
-                notes = [note for each in tokens for note in notes_of(each, frame.max_length)]
-                yield [Example(number, texts, PairLabel(labels), notes=tuple(dict.fromkeys(notes)))], is_long
-            elif is_long:
-                yield [], True
-            else:
-                yield ExampleError(number, "an answer has no token: fill or delete the row")
+            problem = "an answer has no token: fill or delete the row"
+            yield example_of(number, tokens, frame.max_length, PairLabel, problem)
 
 
 def _texts(record: Mapping[str, Any], said: Sequence[Any], columns: Sequence[str]) -> list[str]:
@@ -137,7 +127,12 @@ def _tokens_of_pairs(
     """
     for number, pair in enumerate(pairs):
         if isinstance(pair[0], str):
-            yield _tokens_of_texts(pair, tokenizer, frame)
+            # prompt and answer are one text with its end
+            prompt, *whole = encode_texts([pair[0], pair[0] + pair[1], pair[0] + pair[2]], tokenizer)
+            begin = min(common_start(prompt, each) for each in whole)
+            ended = [np.concatenate([each, frame.end]) for each in whole]
+            first, second = (Tokens(ids, np.arange(len(ids)) >= max(begin, 1)) for ids in ended)
+            yield first, second
             continue
         if tokenizer.chat_template is None:
             problem = "holds messages, and the model has no chat template: set data.chat_template=…"
@@ -154,15 +149,6 @@ def _tokens_of_pairs(
             for each in (chosen, rejected)
         )
         yield first, second
-
-
-def _tokens_of_texts(pair: Sequence[str], tokenizer: Tokenizer, frame: Frame) -> tuple[Tokens, Tokens]:
-    """Return prompt and answer as one text with its end, the answer from where it differs from the prompt."""
-    prompt, *whole = encode_texts([pair[0], pair[0] + pair[1], pair[0] + pair[2]], tokenizer)
-    common = min(common_start(prompt, each) for each in whole)
-    ids = [np.concatenate([each, frame.end]) for each in whole]
-    chosen, rejected = (Tokens(each, np.arange(len(each)) >= max(common, 1)) for each in ids)
-    return chosen, rejected
 
 
 PREFERENCES = Preferences()

@@ -1,5 +1,6 @@
 """Span: words of a context that answer a question, if any, as SQuAD."""
 
+import math
 import re
 import string
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import BATCH, Example, Frame, encode
-from mlm.finetune.metrics import EXTRA, stderr_of_mean
+from mlm.finetune.metrics import EXTRA
 from mlm.finetune.rows import RowError, TaskRow, check_text, parse_whole_number, read_texts, sequence, shown
 from mlm.finetune.task_type import Candidate, Output, Prediction, RowExamples, TaskType, as_json
 from mlm.parallel.labels import IGNORE_INDEX
@@ -187,7 +188,9 @@ class SpanTask(TaskType):
     ) -> dict[str, float]:
         """Return the standard errors of task.metrics, as far as they have one."""
         each = scores_by_question(task, rows, predictions)
-        return {name: stderr_of_mean(each[name]) for name in task.metrics if each[name].size > 1}
+        several = {name: each[name] for name in task.metrics if each[name].size > 1}
+        # of a mean: its jackknife in closed form
+        return {name: float(x.std(ddof=1)) / math.sqrt(x.size) for name, x in several.items()}
 
     def best_threshold(
         self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]

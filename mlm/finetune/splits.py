@@ -123,21 +123,12 @@ def read_split(
     return found
 
 
-def read_part(
-    task: TaskConfig,
-    split: str,
-    *,
-    path: str | None,
-    columns: Mapping[str, str] | None = None,
-    skips: bool = False,
-    check: Check | None = None,
-) -> TaskSplit:
-    """Read a split as `read_split`; of a single file of conversations those held out, or the others.
+def held_out_part(task: TaskConfig, whole: TaskSplit, path: str | None) -> TaskSplit:
+    """Return a split that was read from `path`; of a single file of conversations its part of them.
 
-    Equal conversations are on one side. Which side is a function of the conversation and its file alone.
-    Raises UserError, CorruptFileError.
+    Some are held out of task.train. Equal conversations are on one side. Which side is a function of the
+    conversation and its file alone. Raises UserError.
     """
-    whole = read_split(task, split, path=path, columns=columns, skips=skips, check=check)
     if path is None or not Path(path).is_file() or not task_type(task.kind).is_chat:
         return whole
     ranks = [xxhash.xxh3_64_intdigest(row.texts[0].encode()) for row in whole.rows]
@@ -148,8 +139,8 @@ def read_part(
             "folder with train.jsonl and validation.jsonl"
         )
     last = distinct[min(max(1, round(exact(task.held_out) * len(distinct))), len(distinct) - 1) - 1]
-    part = whole.select([n for n, rank in enumerate(ranks) if (rank <= last) == (split != task.train)])
-    note = f"{path}: {len(part):,} of {len(whole):,} conversations are {split}"
+    part = whole.select([n for n, rank in enumerate(ranks) if (rank <= last) == (whole.name != task.train)])
+    note = f"{path}: {len(part):,} of {len(whole):,} conversations are {whole.name}"
     return replace(part, digest=digest_rows(part.rows), note=note)
 
 

@@ -145,14 +145,10 @@ def first_host(nodelist: str) -> str:
 
 def num_threads(wanted: int | None, environ: Mapping[str, str], *, cores: int, local_ranks: int) -> int:
     """Return the CPU threads of a rank: those set, OMP_NUM_THREADS, or an equal share of the host's cores."""
-    return wanted or typed_threads(environ) or max(1, cores // local_ranks)
-
-
-def typed_threads(environ: Mapping[str, str]) -> int | None:
-    """Return OMP_NUM_THREADS as the user set it; None without. torchrun sets it to 1 in its ranks."""
     typed, is_torchruns = environ.get(THREADS, ""), by_torchrun(environ) and LAUNCHED not in environ
     is_number = typed.isdecimal() and len(typed) < 5  # more are a mistake, which libraries ignore
-    return int(typed) or None if is_number and not is_torchruns else None
+    # torchrun sets it to 1 in its ranks
+    return wanted or (is_number and not is_torchruns and int(typed)) or max(1, cores // local_ranks)
 
 
 def worker_environment(base: Mapping[str, str], *, threads: int) -> dict[str, str]:

@@ -76,16 +76,11 @@ def describe(error: BaseException, rank: int) -> Failure:
         type=type(error).__name__,
         message=str(error),
         is_user_error=isinstance(error, UserError),
-        lost_peer=is_lost_peer(error),
+        lost_peer=not isinstance(error, UserError) and is_transport_error(error),
         traceback="".join(traceback.format_exception(error)),
         time=time.time(),
         exit_code=error.exit_code if isinstance(error, UserError) else 1,
     )
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """True if the exception is from the transport between ranks, usually because another rank is gone."""
-    return not isinstance(error, UserError) and is_transport_error(error)
 
 
 class FailureReporter:

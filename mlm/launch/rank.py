@@ -50,10 +50,10 @@ def main() -> None:
         exit_now(128 + (error.number if isinstance(error, Stopped) else signal.SIGINT))
     except Exception as error:
         failure = reporter.report(error)
-        if (
-            failure.is_user_error
-        ):  # often the same on all ranks: let each report it before the agent ends them
-            wait_for_peers(folder, world_size)
+        end = time.monotonic() + REPORT_S
+        # a user's mistake is often the same on all ranks: let each report it before the agent ends them
+        while failure.is_user_error and len(load_failures(folder)) < world_size and time.monotonic() < end:
+            time.sleep(0.02)
         exit_now(failure.exit_code)
 
 
@@ -80,13 +80,6 @@ def write_to(log: Path) -> None:
     os.close(descriptor)
     if sys.stdout is not None:  # as it is where the command began without one
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
-def wait_for_peers(folder: Path, world_size: int) -> None:
-    """Wait until every rank has saved its failure, or for REPORT_S."""
-    end = time.monotonic() + REPORT_S
-    while len(load_failures(folder)) < world_size and time.monotonic() < end:
-        time.sleep(0.02)
 
 
 if __name__ == "__main__":

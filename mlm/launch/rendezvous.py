@@ -59,7 +59,19 @@ def rendezvous_store(place: RankPlace, timeout_s: float) -> Store:
     if LAUNCHED not in os.environ and place.local_rank in (0, place.rank):  # one per host
         timer.start()
     try:
-        return _join(place, start_s, awaited)
+        if place.rank and (reason := no_connection(place.master_addr, place.master_port, start_s)):
+            raise _unreachable(place, start_s, reason)
+        return call_roll(_open_in_thread(place, start_s), place, start_s, awaited)
+    except LostPeer:
+        raise
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise UserError(
+                f"MASTER_PORT={place.master_port} is in use on {place.master_addr}: set it to a free port"
+            ) from None
+        if is_transport_error(error):
+            raise _unreachable(place, start_s, NO_STORE) from error
+        raise
     finally:
         timer.cancel()
 
@@ -73,22 +85,6 @@ def _announce(place: RankPlace, awaited: Sequence[int]) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-def _join(place: RankPlace, start_s: float, awaited: list[int]) -> Store:
-    """Return the store; `awaited` is kept up to date on rank 0."""
-    if place.rank and (reason := no_connection(place.master_addr, place.master_port, start_s)):
-        raise _unreachable(place, start_s, reason)
-    try:
-        return call_roll(_open_in_thread(place, start_s), place, start_s, awaited)
-    except RuntimeError as error:
-        if "EADDRINUSE" in str(error):
-            raise UserError(
-                f"MASTER_PORT={place.master_port} is in use on {place.master_addr}: set it to a free port"
-            ) from None
-        if is_transport_error(error):
-            raise _unreachable(place, start_s, NO_STORE) from error
-        raise
 
 
 def _unreachable(place: RankPlace, start_s: float, reason: str) -> LostPeer:

@@ -36,7 +36,6 @@ from mlm.launch.environment import (
 )
 from mlm.launch.failure import (
     REPORT_S,
-    Failure,
     ProcessEnd,
     flight_recorder,
     load_failures,
@@ -111,8 +110,13 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
     listener = listen(dist.master_port)
     remove_abandoned(Path(tempfile.gettempdir()), f"{PREFIX}*")
     with listener, held_folder(Path(tempfile.mkdtemp(prefix=PREFIX))) as folder:
-        logs = _make_logs(folder if out is None else out)
-        job = _write_job(folder, _job(target, config, logs))
+        kept = folder if out is None else out
+        logs = (kept / "logs").resolve()
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"out={kept}: cannot make {logs}: {error.strerror}; choose another out") from None
+        job = _write_job(folder, target, config, logs)
         cores = available_cores()
         threads = num_threads(dist.threads_per_rank, os.environ, cores=cores, local_ranks=world_size)
         variables = worker_environment(os.environ, threads=threads) | flight_recorder(os.environ, logs)
@@ -206,7 +210,11 @@ def _watch_ranks(ranks: Ranks, relay: Relay, folder: Path) -> list[ProcessEnd]:
             relay.act(pids)
             if any(end.exit_code for end in ends):
                 limit = min(limit, time.monotonic() + REPORT_S)
-                is_over = time.monotonic() >= limit or _is_explained(load_failures(folder), ends, pids)
+                failures = load_failures(folder)
+                reported = {failure.rank for failure in failures} | {end.rank for end in ends}
+                # a failure has a cause of its own, or all reported or ended: a silent rank is suspected
+                is_explained = not all(each.lost_peer for each in failures) or reported >= set(pids)
+                is_over = is_explained or time.monotonic() >= limit
             else:
                 is_over = len(ends) == len(pids)
             if is_over:
@@ -214,12 +222,6 @@ def _watch_ranks(ranks: Ranks, relay: Relay, folder: Path) -> list[ProcessEnd]:
             time.sleep(POLL_S)
     finally:
         _close_ranks(ranks.values())
-
-
-def _is_explained(failures: list[Failure], ends: list[ProcessEnd], pids: Mapping[int, int]) -> bool:
-    """True if a failure has a cause of its own, or all ranks reported or ended: a silent one is suspected."""
-    reported = {failure.rank for failure in failures} | {end.rank for end in ends}
-    return not all(failure.lost_peer for failure in failures) or reported >= set(pids)
 
 
 def _process_ends(pids: Mapping[int, int]) -> list[ProcessEnd]:
@@ -232,20 +234,16 @@ def _process_ends(pids: Mapping[int, int]) -> list[ProcessEnd]:
     return ends
 
 
-def _job(target: str, config: Any, logs: Path) -> dict[str, Any]:
-    kind = type(config)
+def _write_job(folder: Path, target: str, config: Any, logs: Path) -> Path:
+    kind, path = type(config), folder / "job.json"
     assert kind.__module__.startswith("mlm."), f"{kind} is not part of mlm"
-    return {
+    job = {
         "target": target,
         "config_class": f"{kind.__module__}:{kind.__qualname__}",
         "config": to_dict(config),
         "parent": os.getpid(),
         "logs": str(logs),
     }
-
-
-def _write_job(folder: Path, job: dict[str, Any]) -> Path:
-    path = folder / "job.json"
     try:
         path.write_text(json.dumps(job))
     except OSError as error:
@@ -253,15 +251,6 @@ def _write_job(folder: Path, job: dict[str, Any]) -> Path:
             f"cannot write {path}: {error.strerror}; free some space, or set TMPDIR to another folder"
         ) from None
     return path
-
-
-def _make_logs(folder: Path) -> Path:
-    logs = (folder / "logs").resolve()
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"out={folder}: cannot make {logs}: {error.strerror}; choose another out") from None
-    return logs
 
 
 def listen(port: int) -> socket.socket:

@@ -273,11 +273,9 @@ class Relay:
     @contextmanager
     def receiving(self) -> Iterator[None]:
         """Note the signals that request a stop, for `act`, and SIGQUIT, which stops at once."""
-        with handling([signal.SIGQUIT, *SIGNAL_NAMES], self._note):
+        numbers, received = [signal.SIGQUIT, *SIGNAL_NAMES], self._received
+        with handling(numbers, lambda number, frame: received.append(signal.Signals(number))):
             yield
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._received.append(signal.Signals(number))
 
     def act(self, pids: Mapping[int, int]) -> None:
         """Obey the signals noted since the last call; `pids` are of children that are not collected yet."""

@@ -66,18 +66,16 @@ def run(config: PlanCalibrateConfig) -> int:
     Raises UserError if a result cannot be written, or ranks cannot be started.
     """
     place = read_rank_place(os.environ)
-    local = config.ranks or default_ranks(config) if place is None else place.local_world_size
+    if place is not None:
+        local = place.local_world_size
+    elif device_kind(config.dist) == "cuda":
+        local = config.ranks or max(1, torch.cuda.device_count())
+    else:
+        local = config.ranks or min(len(os.sched_getaffinity(0)), MOST_RANKS)
     hosts = 1 if place is None else place.world_size // place.local_world_size
     parallel = ParallelConfig(tp=local, dp=hosts)
     job = CalibrationJob(out=config.out, max_waiting=config.max_waiting, dist=config.dist, parallel=parallel)
     return run_job("mlm.plan.calibrate:on_rank", job, out=None)
-
-
-def default_ranks(config: PlanCalibrateConfig) -> int:
-    """Ranks of a plain start: each GPU, or each core of a CPU host."""
-    if device_kind(config.dist) == "cuda":
-        return max(1, torch.cuda.device_count())
-    return min(len(os.sched_getaffinity(0)), MOST_RANKS)
 
 
 def on_rank(config: CalibrationJob, ctx: ParallelContext, workload: Workload | None = None) -> None:
@@ -170,12 +168,15 @@ def fit(timings: Sequence[Timing], counts: LayerCounts, blank: HardwareConfig, d
     peak, matmul, half = fit_products(own, given.get(dtype, 0.0) * 1e12)
     peaks = {product.name: product.rate / 1e12 for product in products} | {dtype: peak / 1e12}
     (copy,) = of_kind(timings, "copy")
+    # causal attention is seven products, of which half is masked
+    sizes = [(each.seconds, *each.sizes) for each in of_kind(timings, "fused")]
+    attention = [3.5 * 2 * batch * seq**2 * width / seconds for seconds, batch, seq, width in sizes]
     efficiency = EfficiencyConfig(
         matmul=figures(matmul),
         matmul_half=half,
         matmul_least=min(min(product.sizes) for product in own),
         matmul_most=max(max(product.sizes) for product in own),
-        attention=figures(fused_share(of_kind(timings, "fused"), peak)),
+        attention=figures(min(median(attention) / peak, 1.0)),
         memory=1.0,
         network=1.0,
     )
@@ -204,16 +205,6 @@ def fit_products(products: Sequence[Timing], known: float | None) -> tuple[float
     _, limit, half = best
     peak = known or max(limit, *(p.rate for p in products))
     return peak, min(limit / peak, 1.0), half
-
-
-def fused_share(measured: Sequence[Timing], peak: float) -> float:
-    """Share of the peak that causal attention reaches: seven products, of which half is masked."""
-    rates = [
-        3.5 * 2 * batch * seq**2 * width / each.seconds
-        for each in measured
-        for batch, seq, width in [each.sizes]
-    ]
-    return min(median(rates) / peak, 1.0)
 
 
 def fit_link(messages: Sequence[Timing]) -> tuple[float, float]:

@@ -35,7 +35,9 @@ def draw(plan: Plan, screen: Console) -> None:
         screen.print()
     if shown < columns:
         screen.print(f"… the rest, from {shown / cell:.6g} on, is left out; out=schedule.json holds all …\n")
-    words = [f"{op.value} {name}" for op, name in op_names(plan.timeline).items()]
+    ops = {span.action.op for spans in plan.timeline for span in spans}
+    names = NAMES | ({Op.BACKWARD: INPUT_GRADIENT} if Op.WEIGHT in ops else {})
+    words = [f"{op.value} {names[op]}" for op in Op if op in ops]
     more = ("", "; small letters: the second chunk", "; after the point: chunks")[min(chunks, 3) - 1]
     screen.print("   ".join([*words, f"{IDLE} idle", f"numbers: micro-batches{more}"]))
 
@@ -56,10 +58,3 @@ def row(spans: Sequence[TimedAction], chunks: int, cell: int, columns: int) -> T
         text = label(span.action, chunks).ljust(round(span.end * cell) - len(line), "-")
         line.append(text, style=f"white on {HUES[span.action.op]}")
     return line.append(IDLE * (columns - len(line)), style="dim")[:columns]
-
-
-def op_names(lines: Sequence[Sequence[TimedAction]]) -> dict[Op, str]:
-    """The operations of a drawing with their names."""
-    ops = {span.action.op for spans in lines for span in spans}
-    names = NAMES | ({Op.BACKWARD: INPUT_GRADIENT} if Op.WEIGHT in ops else {})
-    return {op: names[op] for op in Op if op in ops}

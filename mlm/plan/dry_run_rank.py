@@ -73,7 +73,10 @@ def dry_run(
     prepare_products(device)
     with as_rank(rank, p, dp, device) as ctx:
         meter = Meter(device.type)
-        meter.axes = axes_of(ctx)
+        axes = (ctx.tp, ctx.cp, ctx.pp, ctx.dp, ctx.replicas, ctx.tied, ctx.world, ctx.experts.ep)
+        for axis in (*axes, ctx.experts.replicas):
+            if axis is not None and axis.group is not None:
+                meter.axes[axis.group.group_name] = (axis.name, axis.size)
         attention = MetaAttention(config.attention)
         with contextlib.ExitStack() as stack:
             if device == META:
@@ -222,13 +225,6 @@ def as_rank(rank: int, parallel: ParallelConfig, dp: int, device: torch.device) 
         )
     finally:
         dist.destroy_process_group()
-
-
-def axes_of(ctx: ParallelContext) -> dict[str, tuple[str, int]]:
-    """Name of each process group → name and size of its axis."""
-    own = (ctx.experts.ep, *((ctx.experts.replicas,) if ctx.experts.replicas is not None else ()))
-    axes = (ctx.tp, ctx.cp, ctx.pp, ctx.dp, ctx.replicas, ctx.tied, ctx.world, *own)
-    return {axis.group.group_name: (axis.name, axis.size) for axis in axes if axis.group is not None}
 
 
 class MetaAttention(TorchFunctionMode):

@@ -114,7 +114,10 @@ def show_layouts(rows: Sequence[Row], screen: Console) -> None:
 
 def command_line(config: PlanLayoutsConfig, layout: PlannedLayout) -> str:
     """The `mlm pretrain` that runs a layout of what was typed."""
-    typed = {key_of(word): word for word in typed_settings()}
+    typed = dict[str, str]()
+    for word in typed_settings():
+        key, _, value = word.lstrip("+~").partition("=")
+        typed[word if value.startswith("{") else key] = word  # of a section that is set together, the word
     settings = {"model": config.name} if "name" not in typed else {}
     if config.data.seq_length != config.model.max_positions:
         settings["data.seq_length"] = str(config.data.seq_length)
@@ -123,12 +126,6 @@ def command_line(config: PlanLayoutsConfig, layout: PlannedLayout) -> str:
     words |= {key: word for key, word in typed.items() if key.partition(".")[0] not in PLAN_KEYS}
     words |= {key: format_settings({key: value}) for key, value in layout.settings().items()}
     return shlex.join(["mlm", "pretrain", *words.values()])
-
-
-def key_of(word: str) -> str:
-    """The key of a typed setting; of a section that is set together, the word."""
-    key, _, value = word.lstrip("+~").partition("=")
-    return word if value.startswith("{") else key
 
 
 def footnote(result: SearchResult, goal: str) -> str:

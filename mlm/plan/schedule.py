@@ -25,7 +25,9 @@ def run(config: PlanScheduleConfig) -> Plan:
     Raises UserError if `out` cannot be written.
     """
     plan, screen = simulate(config), console()
-    screen.print(f"{title(config)}\n")
+    name = {"1f1b": "1F1B", "gpipe": "GPipe", "zb_h1": "ZB-H1"}[config.pipeline]
+    name = f"interleaved {name}" if config.vp > 1 else name
+    screen.print(f"{name} · pp={config.pp} vp={config.vp} micro_batches={config.micro_batches}\n")
     draw(plan, screen)
     screen.print(f"\nbubble    {plan.bubble:.2%} of the ideal time")
     screen.print(f"makespan  {plan.makespan:.6g}; {plan.makespan / (1 + plan.bubble):.6g} without the bubble")
@@ -41,14 +43,6 @@ def simulate(config: PlanScheduleConfig, cost: Cost = DEFAULT_COST) -> Plan:
         config.pipeline, stages=config.pp, chunks=config.vp, micro_batches=config.micro_batches
     )
     return lower(schedule, cost=cost)
-
-
-def title(config: PlanScheduleConfig) -> str:
-    """`interleaved 1F1B · pp=4 vp=2 micro_batches=8`."""
-    name = {"1f1b": "1F1B", "gpipe": "GPipe", "zb_h1": "ZB-H1"}[config.pipeline]
-    if config.vp > 1:
-        name = f"interleaved {name}"
-    return f"{name} · pp={config.pp} vp={config.vp} micro_batches={config.micro_batches}"
 
 
 def record(plan: Plan, config: PlanScheduleConfig) -> dict[str, Any]:

@@ -58,12 +58,6 @@ def format_count(value: float) -> str:
     return f"{value:.3g}"
 
 
-def power_of_two(value: float) -> str:
-    """Return a power of two by its exponent: 2^32; other numbers as they are."""
-    mantissa, exponent = math.frexp(value)
-    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:g}"
-
-
 class Display(Sink):
     """Base of both displays: the header, notes, and the estimate of the time left."""
 
@@ -290,7 +284,9 @@ class LivePanel(Display):
             cell("gradient norm", format_significant(m.grad_norm)),
         ]
         if m.loss_scale is not None:
-            cells.append(cell("loss scale", power_of_two(m.loss_scale)))
+            mantissa, exponent = math.frexp(m.loss_scale)
+            scale = f"2^{exponent - 1}" if mantissa == 0.5 else f"{m.loss_scale:g}"
+            cells.append(cell("loss scale", scale))
         if m.skipped_steps:
             cells.append(cell("skipped steps", f"{m.skipped_steps:,}", "yellow"))
         return [

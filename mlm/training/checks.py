@@ -119,38 +119,30 @@ def _own_code_problem(check: Callable[..., object], *arguments: object) -> Probl
 
 
 def _warmup_ends(config: PretrainConfig, _: Launch) -> Problem | None:
-    schedule = config.schedule
-    end, key = schedule.decay_steps, "schedule.decay_steps"
-    if end is None:
-        end, key = config.train.steps, "train.steps"
-    warmup = schedule.warmup_end(config.train.steps)
+    schedule, steps = config.schedule, config.train.steps
+    warmup, cooldown = schedule.warmup_end(steps), schedule.cooldown_start(steps)
     if schedule.decay in STABLE_DECAYS:
-        return _cooldown_problem(config)
-    if schedule.cooldown_start(config.train.steps) < config.train.steps:  # by a preset such as schedule=wsd
+        if cooldown >= min(warmup, steps):
+            return lowest_problem(config) if cooldown < steps else None
+        return Problem(
+            ("schedule.cooldown", "schedule.warmup_steps", "train.steps"),
+            f"the last {steps - cooldown} of train.steps={steps} cool down, and warm-up takes {warmup} steps",
+            f"use schedule.cooldown={max(0, steps - warmup)} or fewer",
+        )
+    if cooldown < steps:  # by a preset such as schedule=wsd
         return Problem(
             ("schedule.decay", "schedule.cooldown_share"),
             f"schedule.decay={schedule.decay}: falls to the end of the run, and a cooldown is set",
             f"use schedule.decay={' or '.join(STABLE_DECAYS)}, or schedule.cooldown_share=0",
         )
+    end = schedule.decay_end(steps)
     if warmup < end:
         return None
+    key = "train.steps" if schedule.decay_steps is None else "schedule.decay_steps"
     return Problem(
         ("schedule.warmup_steps", "schedule.decay_steps", "train.steps"),
         f"schedule.warmup_steps={warmup} must be below {key}={end}, where the decay ends",
         f"use schedule.warmup_steps={end - 1} or fewer",
-    )
-
-
-def _cooldown_problem(config: PretrainConfig) -> Problem | None:
-    """The problem of a cooldown that would begin in the warm-up."""
-    schedule, steps = config.schedule, config.train.steps
-    start, warmup = schedule.cooldown_start(steps), schedule.warmup_end(steps)
-    if start >= min(warmup, steps):
-        return lowest_problem(config) if start < steps else None
-    return Problem(
-        ("schedule.cooldown", "schedule.warmup_steps", "train.steps"),
-        f"the last {steps - start} of train.steps={steps} cool down, and warm-up takes {warmup} steps",
-        f"use schedule.cooldown={max(0, steps - warmup)} or fewer",
     )
 
 

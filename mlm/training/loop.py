@@ -98,8 +98,9 @@ class Loop(ABC):
                 outcome = trainer.train_step(batches)
                 self.poll()
                 observers.after_step(outcome)
-                validated = self.is_validation_due()
-                if validated:
+                # the last step is always validated
+                is_due = self.is_done() or is_step_due(trainer.step, self.validate_every)
+                if validated := self.validate_every > 0 and is_due:
                     self.validate()
                     self.poll()
                 self.stops_after = trainer.step + 1
@@ -182,12 +183,6 @@ class Loop(ABC):
         step = self.trainer.step
         is_last = self.is_done() or self.is_stopping
         return is_last or step == 1 or is_step_due(step, self.trainer.config.log.every)
-
-    def is_validation_due(self) -> bool:
-        """True if a validation is due; the last step is always validated."""
-        return self.validate_every > 0 and (
-            self.is_done() or is_step_due(self.trainer.step, self.validate_every)
-        )
 
     def is_save_due(self, validated: bool) -> bool:
         """True if a checkpoint is due; the last step is always saved."""

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-from mlm.parallel.config import ParallelConfig
 from mlm.training.config import PretrainConfig
 from mlm.training.kernels import kernel_problem
 from mlm.util.errors import UserError
@@ -46,27 +45,23 @@ def trim_memory() -> None:
         libc.malloc_trim(0)
 
 
-def memory_remedies(micro_batch_size: int, parallel: ParallelConfig, length: str) -> str:
-    """Return what still saves memory beside these settings; `length` is the setting of a sample's length."""
-    remedies = {
-        "lower it": micro_batch_size > 1,
-        "set recompute=full": parallel.recompute != "full",
-        "set sequence_parallel=true": parallel.tp > 1 and not parallel.sequence_parallel,
-        "set zero=3 and raise dp": parallel.zero < 3,
-    }
-    helping = [remedy for remedy, helps in remedies.items() if helps]
-    return ", ".join([*helping, "raise tp or pp", f"or lower {length}"])
-
-
 def memory_problem(error: Exception, config: PretrainConfig, length: str) -> str | None:
     """The problem of an error for lack of memory and its fix; None for other errors."""
     on_gpu = isinstance(error, torch.OutOfMemoryError)
     if not on_gpu and not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
         return None
-    size = config.train.micro_batch_size
+    size, parallel = config.train.micro_batch_size, config.parallel
+    remedies = {
+        "lower it": size > 1,
+        "set recompute=full": parallel.recompute != "full",
+        "set sequence_parallel=true": parallel.tp > 1 and not parallel.sequence_parallel,
+        "set zero=3 and raise dp": parallel.zero < 3,
+    }
+    helping = [remedy for remedy, helps in remedies.items() if helps]
     return (
         f"train.micro_batch_size={size} is too much for the memory of "
-        f"{'the GPU' if on_gpu else 'this host'}: {memory_remedies(size, config.parallel, length)}"
+        f"{'the GPU' if on_gpu else 'this host'}: "
+        f"{', '.join([*helping, 'raise tp or pp', f'or lower {length}'])}"
     )
 
 

@@ -67,14 +67,6 @@ def model_folder(config: PretrainConfig) -> Path | None:
     return None
 
 
-def model_folder_errors(config: PretrainConfig, source: Path) -> list[str]:
-    """Return the settings in which the run's model differs from that of a model folder. Raises UserError."""
-    model = read_model(source)
-    HFTensors(model).check()
-    saved = to_dict(run_config(config.name, model.config))
-    return function_errors(dense_config(config, saved) or config, saved, str(source))
-
-
 def _with_ancestors(best: Path) -> list[Path]:
     branch = list(candidates(best.parent))
     return branch[branch.index(best) :] if best in branch else [best]
@@ -89,10 +81,13 @@ def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str
     if config.lora.rank and config.ckpt is not None and source is None:
         base = resolve(config.ckpt)
         problems += function_errors(config, dict(read_manifest(base).state.get("config", {})), str(base))
-    if not checkpoints and problems:
+    if not checkpoints and (problems or source is None):
         return problems
-    if not checkpoints:
-        return [] if source is None else model_folder_errors(config, source)
+    if not checkpoints and source is not None:
+        model = read_model(source)
+        HFTensors(model).check()
+        saved = to_dict(run_config(config.name, model.config))
+        return function_errors(dense_config(config, saved) or config, saved, str(source))
     start, manifest = checkpoints[0], read_manifest(checkpoints[0])
     if compares:
         attempt(problems, lambda: check_identity(config, start, manifest))
@@ -106,23 +101,21 @@ def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> Non
     wait_s = min(WAIT_S, config.dist.timeout_s / 2)  # the other ranks wait for this one
 
     def take() -> None:
-        if ctx.is_main:
-            claim_folder(config.out, "run", inputs=protected_from(config))
-            stack.enter_context(single_writer(checkpoints_folder(config), wait_s=wait_s))
-            warn_of_other_owner(Path(config.out))
+        if not ctx.is_main:
+            return
+        claim_folder(config.out, "run", inputs=protected_from(config))
+        stack.enter_context(single_writer(checkpoints_folder(config), wait_s=wait_s))
+        marker = Path(config.out, MARKER)  # of the one who began
+        if marker.stat().st_uid != os.geteuid():
+            owner, writer = owner_of(marker), user_name(os.geteuid())
+            log.warning(
+                "out=%s: holds files of %s, and this process writes as %s: checkpoints that it may not "
+                "delete stay whole. Continue as %s, or share the folder with a group "
+                "(chmod g+rws, umask 002)",
+                *(Path(config.out), owner, writer, owner),
+            )
 
     Ranks.of(ctx).together(take, lambda error: UserError(f"out={config.out}: {error}: set another out=…"))
-
-
-def warn_of_other_owner(out: Path) -> None:
-    """Warn that a run's folder will hold files of several users: its marker is of the one who began."""
-    if (out / MARKER).stat().st_uid != os.geteuid():
-        owner, writer = owner_of(out / MARKER), user_name(os.geteuid())
-        log.warning(
-            "out=%s: holds files of %s, and this process writes as %s: checkpoints that it may not delete "
-            "stay whole. Continue as %s, or share the folder with a group (chmod g+rws, umask 002)",
-            *(out, owner, writer, owner),
-        )
 
 
 def resume(trainer: Trainer) -> Path | None:

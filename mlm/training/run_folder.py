@@ -147,7 +147,10 @@ def new_folder(out: Path, count: int, kind: str = "run", *, journal: bytes | Non
                 if problems := out_problems(out):
                     raise UserError(problems[0])
                 check_space(final.parent, count, f"out={out}")
-                if not _continues(work, journal):
+                # of a command with this journal that was interrupted
+                there, size = work / JOURNAL, len(journal or b"") + 1
+                continues = journal is not None and there.is_file() and read_regular(there, size) == journal
+                if not continues:
                     delete_owned(work, UNFINISHED, names=(final.name, JOURNAL), keep_folder=True)
                     if journal is not None:
                         write_atomic(work / JOURNAL, journal)
@@ -164,12 +167,6 @@ def new_folder(out: Path, count: int, kind: str = "run", *, journal: bytes | Non
             finally:
                 written = () if is_kept else (final.name, JOURNAL)
                 delete_owned(work, UNFINISHED, names=(*written, LOCK), keep_folder=is_kept)
-
-
-def _continues(work: Path, journal: bytes | None) -> bool:
-    """Return True if an interrupted command with this journal left its folder."""
-    there = work / JOURNAL
-    return journal is not None and there.is_file() and read_regular(there, len(journal) + 1) == journal
 
 
 def check_space(folder: Path, count: int, setting: str) -> None:

@@ -24,7 +24,7 @@ from mlm.checkpoint.native.retention import prune
 from mlm.checkpoint.native.run_state import Save
 from mlm.checkpoint.native.save_load import CheckpointError, TensorShard, save_checkpoint, stored_tensors
 from mlm.checkpoint.native.staging import StagedFile
-from mlm.parallel.mesh import ParallelContext, host_group
+from mlm.parallel.mesh import host_group
 from mlm.parallel.watch import LostPeer, Watch
 from mlm.tracking.reporter import Reporter
 from mlm.training.identity import Past
@@ -135,7 +135,10 @@ class Saver(Observer):
         self._collect()
         trainer, self._count = self.trainer, self._count + 1
         save_id = digest_bytes(f"{self._run_id} {self._count} {trainer.step}".encode()).partition(":")[2]
-        ready = _mark(trainer.ctx)
+        ready = None
+        if trainer.ctx.device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()  # on the device's queue after every update of the weights so far
         pending = PendingSave(trainer.step, save_id, owned_shards(trainer), counters(trainer), ready)
         self._pending = pending
         if self._asynchronous:
@@ -259,15 +262,6 @@ class Saver(Observer):
         finally:
             pending.seconds = pending.seconds or time.perf_counter() - pending.begun
             pending.staged.set()
-
-
-def _mark(ctx: ParallelContext) -> "torch.cuda.Event | None":
-    """An event on the device's queue after every update of the weights so far."""
-    if ctx.device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
 
 
 def _stream_after(ready: "torch.cuda.Event | None", device: torch.device) -> Any:

@@ -205,7 +205,9 @@ class Trainer(Generic[B]):
         self.ctx.watch.step = self.step + 1
         scale = self.scaler.scale / self.global_counts(batches)
         if self.balances_experts:
-            self.balance.start(self.scaler.scale / self.global_tokens(batches))
+            tokens = sum(batch.tokens.numel() for batch in batches)  # that the model reads, padding included
+            read = self._sum_over_dp(torch.tensor(tokens, dtype=torch.float64))
+            self.balance.start(self.scaler.scale / read)
         for reducer in self.reducers:
             reducer.start_step()
         with fuse_embedding_grad(self.early_tables):
@@ -322,11 +324,6 @@ class Trainer(Generic[B]):
         # on the host: labels are not moved yet
         counts = torch.tensor([self.objective.counts(batch) for batch in batches], dtype=torch.float64).sum(0)
         return self._sum_over_dp(counts).clamp_(min=1)  # nothing to score: a loss of 0, not of 0/0
-
-    def global_tokens(self, batches: Iterable[B]) -> Tensor:
-        """Tokens that the model reads in the global batch, padding included: 0-d float."""
-        tokens = sum(batch.tokens.numel() for batch in batches)
-        return self._sum_over_dp(torch.tensor(tokens, dtype=torch.float64))
 
     def _sum_over_dp(self, x: Tensor) -> Tensor:
         """Sum of the replicas' numbers, on the device, in the dtype of parameters."""

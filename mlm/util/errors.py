@@ -31,11 +31,6 @@ def printable_line(line: str) -> str:
     return LONG_WORD.sub(lambda word: f"{word[0][:100]}…{word[0][-20:]}", escape_controls(line))
 
 
-def truncate_line(line: str) -> str:
-    """The line of a setting whose value is long: the problem, which begins it, and the fix, which ends it."""
-    return line if len(line) < LONG_LINE else f"{line[: LONG_LINE // 2]} … {line[-LONG_LINE // 3 :]}"
-
-
 def lone_surrogate(text: str) -> str | None:
     """The first half of a surrogate pair in a text, in words, which no tokenizer takes; None without one."""
     half = HALF_PAIR.search(text)
@@ -158,7 +153,11 @@ class ConfigError(UserError):
 
     def lines(self) -> list[str]:
         """One line for each problem, whatever its value holds."""
-        return [truncate_line(printable_line(line)) for line in self.problems]
+        # the problem begins a line, and the fix ends it: a long value loses its middle
+        return [
+            line if len(line) < LONG_LINE else f"{line[: LONG_LINE // 2]} … {line[-LONG_LINE // 3 :]}"
+            for line in map(printable_line, self.problems)
+        ]
 
 
 class CorruptFileError(UserError):

@@ -33,7 +33,10 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
     kept; only a regular file, or a link to one, is replaced. Raises OSError.
     """
     mode = _mode_to_keep(path)
-    partial = partial_of(path)
+    # while it is written: beside it, hidden, as long as a file system allows
+    end = f".{os.getpid()}.partial"
+    name = os.fsencode(path.name)[: LONGEST_NAME - len(end) - 1]
+    partial = path.with_name(f".{os.fsdecode(name)}{end}")
     partial.unlink(missing_ok=True)  # of a killed process with this id
     try:
         with open(partial, "xb") as f:
@@ -51,13 +54,6 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
         partial.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
-
-
-def partial_of(path: Path) -> Path:
-    """Return the name of a file while it is written: beside it, hidden, with the process id."""
-    end = f".{os.getpid()}.partial"
-    name = os.fsencode(path.name)[: LONGEST_NAME - len(end) - 1]  # as long as a file system allows
-    return path.with_name(f".{os.fsdecode(name)}{end}")
 
 
 def _mode_to_keep(path: Path) -> int | None:

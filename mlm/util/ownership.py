@@ -133,7 +133,10 @@ def claim_problems(
         return [f"{what}: standard output is not a folder; name a folder"]
     try:
         if not os.path.lexists(folder):
-            return _parent_problems(what, folder.absolute()) or rejected_place(what, folder, inputs)
+            parent = next(parent for parent in folder.absolute().parents if os.path.lexists(parent))
+            if parent.is_dir():
+                return rejected_place(what, folder, inputs)
+            return [f"{what}: {parent} is {file_type_name(parent)}, not a folder; name another folder"]
         if not folder.is_dir():
             return [f"{what}: is {file_type_name(folder)}; name a new folder"]
         if (other := kind_of_folder(folder)) is not None:
@@ -141,28 +144,15 @@ def claim_problems(
             return [] if other == kind else [f"{what}: holds {nouns}; name a new folder"]
         if problems := rejected_place(what, folder, inputs):
             return problems
-        name = _first_in_the_way(folder, KINDS[kind].writes if writes is None else writes, same or {})
+        patterns, same = KINDS[kind].writes if writes is None else writes, same or {}
+        for name in sorted(os.listdir(folder)):
+            is_written = matches_any(name, patterns)
+            # also a marker that is not ours
+            if name == MARKER or (is_written and not _is_replaceable(folder / name, same.get(name))):
+                return [f"{what}: holds {name}, which mlm did not write; name a new folder"]
     except OSError as error:
         return [f"{what}: {error.filename or folder}: {error.strerror}; name a folder that can be read"]
-    return [] if name is None else [f"{what}: holds {name}, which mlm did not write; name a new folder"]
-
-
-def _parent_problems(what: str, path: Path) -> list[str]:
-    """Return the problem of a path where no folder can be made."""
-    parent = next(parent for parent in path.parents if os.path.lexists(parent))
-    if parent.is_dir():
-        return []
-    return [f"{what}: {parent} is {file_type_name(parent)}, not a folder; name another folder"]
-
-
-def _first_in_the_way(folder: Path, patterns: Sequence[str], same: Mapping[str, bytes]) -> str | None:
-    """Return the first non-empty entry whose name is to be written, or a marker that is not ours."""
-    for name in sorted(os.listdir(folder)):
-        if name == MARKER or (
-            matches_any(name, patterns) and not _is_replaceable(folder / name, same.get(name))
-        ):
-            return name
-    return None
+    return []
 
 
 def _is_replaceable(path: Path, content: bytes | None) -> bool:

@@ -146,16 +146,6 @@ def folder_problem(
     return Problem.at(key, str(path), problem, f"name a file in one that is, such as {key}={file.name}")
 
 
-def read_evaluation(out: Path) -> dict[str, Any] | None:
-    """Return the result of an earlier evaluation; None where there is none."""
-    try:
-        result = _parsed(read_regular(out))
-    except OSError:
-        return None
-    is_sound = isinstance(result, dict) and isinstance(result.get("config"), dict)
-    return result if is_sound and "checkpoint_digest" in result else None
-
-
 def rename_earlier_result(
     out: Path, result: Mapping[str, Any], identity: Callable[[Mapping[str, Any]], str]
 ) -> Path | None:
@@ -163,8 +153,12 @@ def rename_earlier_result(
 
     `identity` returns the digest of all that the scores of a result depend on.
     """
-    earlier = read_evaluation(out)
-    if earlier is None or (other := identity(earlier)) == identity(result):
+    try:
+        earlier = _parsed(read_regular(out))
+    except OSError:
+        return None
+    is_sound = isinstance(earlier, dict) and isinstance(earlier.get("config"), dict)
+    if not is_sound or "checkpoint_digest" not in earlier or (other := identity(earlier)) == identity(result):
         return None
     aside = out.with_name(f"{out.stem}.{short_digest(other)}{out.suffix}")
     os.replace(out, aside)

@@ -128,7 +128,9 @@ def preflight(config: ParityConfig) -> list[str]:
         attempt(problems, lambda: read_manifest(resolve(ckpt)))
     is_gpu = device_kind(config.dist) == "cuda"
     available = torch.cuda.get_device_properties(0).total_memory if is_gpu else available_memory()
-    needed = memory_needed(config, 1 if is_gpu else config.parallel.dp or 1)
+    # weights, gradients, two moments and a record, of one process and of replicas on this host
+    models = 5 * (1 + (1 if is_gpu else config.parallel.dp or 1))
+    needed = models * parameter_dtype(config.precision).itemsize * config.model.num_parameters()
     if needed > available:
         problems.append(
             f"model.num_layers={config.model.num_layers}: the whole model beside its layout takes more than "
@@ -136,11 +138,6 @@ def preflight(config: ParityConfig) -> list[str]:
             "smaller model=…"
         )
     return [*problems, *result_problems(Path(config.out, RESULT))]
-
-
-def memory_needed(config: ParityConfig, replicas: int) -> int:
-    """Bytes of weights, gradients, two moments and a record, of one process and of replicas on this host."""
-    return 5 * (1 + replicas) * parameter_dtype(config.precision).itemsize * config.model.num_parameters()
 
 
 def run(config: ParityConfig, ctx: ParallelContext) -> None:

@@ -14,10 +14,10 @@ import transformers
 from mlm.config.cli import main
 from mlm.finetune import run
 from mlm.finetune.batches import Order
-from mlm.finetune.config import FinetuneConfig, FinetuneScheduleConfig
+from mlm.finetune.config import FinetuneConfig, FinetuneScheduleConfig, TaskConfig
 from mlm.finetune.inputs import load_body, read_splits, read_start, tokenize_split
 from mlm.finetune.packing import AnswerLoss, PackedBatch, Packer, first_fit
-from mlm.finetune.splits import TokenizedSplit, read_part
+from mlm.finetune.splits import TaskSplit, TokenizedSplit, held_out_part, read_split
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
@@ -172,16 +172,20 @@ def test_run_with_experts_is_the_same_at_ep_2(folder: Path) -> None:
     assert found[1] == pytest.approx(found[0], rel=1e-9)
 
 
+def part_of(task: TaskConfig, name: str, file: str) -> TaskSplit:
+    return held_out_part(task, read_split(task, name, path=file), file)
+
+
 def test_single_file_holds_out_conversations(tmp_path: Path) -> None:
     rows = [{"messages": [{**TALK[0], "content": str(n % 30)}, TALK[1]]} for n in range(40)]
     file = str(write_rows(tmp_path / "conversations.jsonl", rows))
     task = chat_task(held_out=0.1)
-    train, held = (read_part(task, name, path=file) for name in ("train", "validation"))
+    train, held = (part_of(task, name, file) for name in ("train", "validation"))
     mine, others = ({row.texts for row in split.rows} for split in (train, held))
     assert len(others) == 3  # of 30 distinct ones
     assert not mine & others
     assert len(train) + len(held) == 40
-    again = read_part(task, "validation", path=str(write_rows(tmp_path / "other.jsonl", rows[::-1])))
+    again = part_of(task, "validation", str(write_rows(tmp_path / "other.jsonl", rows[::-1])))
     assert {row.texts for row in again.rows} == others
     assert held.note == f"{file}: {len(held)} of 40 conversations are validation"
 
@@ -190,7 +194,7 @@ def test_share_held_out_is_that_of_the_decimal_as_typed(tmp_path: Path) -> None:
     """0.575 * 100 is 57.49999999999999, and 57.5 rounds to even."""
     rows = [{"messages": [{**TALK[0], "content": str(n)}, TALK[1]]} for n in range(100)]
     file = str(write_rows(tmp_path / "conversations.jsonl", rows))
-    assert len(read_part(chat_task(held_out=0.575), "validation", path=file)) == 58
+    assert len(part_of(chat_task(held_out=0.575), "validation", file)) == 58
 
 
 def test_command_trains_on_one_file_and_evaluates_what_it_held_out(

@@ -9,7 +9,6 @@ from torch.distributed import DistBackendError
 from mlm.launch.failure import (
     ProcessEnd,
     describe,
-    is_lost_peer,
     load_failures,
     log_path,
     report,
@@ -75,4 +74,4 @@ def test_failure_survives_the_way_to_the_parent(tmp_path: Path) -> None:
     ],
 )
 def test_lost_peer_is_reported_by_type_and_text(error: Exception, lost: bool) -> None:
-    assert is_lost_peer(error) is lost
+    assert describe(error, 0).lost_peer is lost

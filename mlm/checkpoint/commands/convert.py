@@ -146,13 +146,18 @@ def run(config: AnyConversion) -> None:
     if config.to == "native":
         count *= 1 + len(source.moments)
     kind = "run" if config.to == "native" else "exported-model"
-    with new_folder(Path(config.out), count, kind, journal=journal(config, origin)) as folder:
+    # all that decides every byte: an interrupted command with the same journal continues
+    settings = {key: getattr(config, key) for key in ("to", "tp", "pp", "dtype", "max_file_gb", "tokenizer")}
+    versions = {"mlm": mlm.__version__, "torch": torch.__version__}
+    journal = {"settings": settings, "origin": origin, "versions": versions}
+    encoded = json.dumps(journal, sort_keys=True).encode()
+    with new_folder(Path(config.out), count, kind, journal=encoded) as folder:
         with progress_bar(f"writing {config.to}", count, in_bytes=True) as advance:
             write(config, source, folder, origin, advance)
         line = NOT_COMPARED
         if config.verify:
-            settings = SourceSettings(config=config.config, vocab_size=source.model.vocab_size)
-            line = compare(source, open_source(str(folder), settings), dtype)
+            reading = SourceSettings(config=config.config, vocab_size=source.model.vocab_size)
+            line = compare(source, open_source(str(folder), reading), dtype)
         (folder / targets.DONE).unlink(missing_ok=True)
     title = f"convert · {config.source} · {source.format} to {config.to}, {config.dtype}"
     notes = list(source.notes)
@@ -161,13 +166,6 @@ def run(config: AnyConversion) -> None:
     elif source.format != "hf":
         notes.append(WEIGHTS_ONLY)
     show_table(title, model_columns(source.model), notes, line, f"written to {config.out}")
-
-
-def journal(config: ConvertConfig, origin: dict[str, JSON]) -> bytes:
-    """Return what decides every byte that is written: an interrupted command with the same continues."""
-    settings = {key: getattr(config, key) for key in ("to", "tp", "pp", "dtype", "max_file_gb", "tokenizer")}
-    versions = {"mlm": mlm.__version__, "torch": torch.__version__}
-    return json.dumps({"settings": settings, "origin": origin, "versions": versions}, sort_keys=True).encode()
 
 
 def write(

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -99,18 +98,20 @@ def run(config: ExportGGUFConfig) -> None:
     source = native_source(config.ckpt)
     source.digests()
     writer = prepare(gguf, source, config.type)
-    notes = notes_of(source, config)
-    write_result(config.out, partial(write, gguf, writer, partial(check_in_llama_cpp, source, config)))
+    is_tried = is_installed() and config.verify and not is_stream(config.out)
+    check = partial(check_in_llama_cpp, source, config) if is_tried else None
+    write_result(config.out, partial(write, gguf, writer, check))
     size = sum(tensor.nbytes for tensors in writer.tensors for tensor in tensors.values())
     columns: dict[str, object] = {
         "architecture#": writer.arch,
         "type#": config.type,
         "GB#": f"{size / GB:.3g}",
     }
+    notes = notes_of(source, is_tried=is_tried)
     show_table(f"export gguf · {source.path}", columns, notes, f"written to {target_name(config.out)}")
 
 
-def notes_of(source: Source, config: ExportGGUFConfig) -> list[str]:
+def notes_of(source: Source, *, is_tried: bool) -> list[str]:
     """Return what is missing, changed or not tried."""
     notes, window = [], LlamaSettings.of(source.model).window
     if source.tokenizer is None:
@@ -119,7 +120,7 @@ def notes_of(source: Source, config: ExportGGUFConfig) -> list[str]:
         notes.append("llama.cpp composes no accents: text that is not in NFC is read as other tokens")
     if window:
         notes.append(f"context of {window} tokens: llama.cpp has no window in this architecture")
-    if not is_installed() or is_stream(config.out) or not config.verify:
+    if not is_tried:
         notes.append("not tried in llama.cpp: that takes a regular file, verify=true and mlm[gguf-check]")
     return notes
 
@@ -137,7 +138,11 @@ def prepare(gguf: Any, source: Source, kind: str) -> Any:
     mapping, settings = hf_mapping(source), LlamaSettings.of(source.model)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture], source.model.num_layers)
     if settings.rope_scaling == "llama3":
-        writer.add_tensor(names.get_name("rope_freqs") + ".weight", rope_factors(source))
+        cpu = torch.device("cpu")
+        scaled = frequencies(settings, torch.float64, cpu)[0]
+        plain = frequencies(replace(settings, rope_scaling="default"), torch.float64, cpu)[0]
+        # llama.cpp divides each frequency by these
+        writer.add_tensor(names.get_name("rope_freqs") + ".weight", (plain / scaled).float().numpy())
     heads = {"q_proj": source.model.num_heads, "k_proj": settings.num_kv_heads}
     for ours, location in mapping.locations(source.model):
         # Tensors of single experts are one of all of them.
@@ -156,7 +161,7 @@ def prepare(gguf: Any, source: Source, kind: str) -> Any:
     return writer
 
 
-def write(gguf: Any, writer: Any, check: Callable[[BinaryIO], None], file: BinaryIO) -> None:
+def write(gguf: Any, writer: Any, check: Callable[[BinaryIO], None] | None, file: BinaryIO) -> None:
     """Write a prepared file to one that is open, and check it.
 
     Raises OSError; a pipe has no position to align tensors.
@@ -166,21 +171,17 @@ def write(gguf: Any, writer: Any, check: Callable[[BinaryIO], None], file: Binar
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     file.flush()
-    check(file)
+    if check is not None:
+        check(file)
 
 
 def check_in_llama_cpp(source: Source, config: ExportGGUFConfig, file: BinaryIO) -> None:
-    """Compare tokens and logits in llama.cpp, if it is installed. Raises UserError if they differ."""
-    if not is_installed() or is_stream(config.out) or not config.verify:
-        return
+    """Compare tokens and logits in llama.cpp. Raises UserError if they differ."""
     llama = LlamaCpp(Path(file.name))
     if source.tokenizer is not None:
         compare_tokens(source.tokenizer, llama.tokens)
-    ids = (
-        torch.arange(min(PROBED_TOKENS, context_length(source.model)))
-        .mul(PRIME)
-        .remainder(source.model.vocab_size)
-    )
+    count = min(PROBED_TOKENS, context_length(source.model))
+    ids = torch.arange(count).mul(PRIME).remainder(source.model.vocab_size)
     want = mlm.load(config.ckpt).logits(ids[None])[0].float()
     error = ((llama.logits(ids.tolist()) - want).square().mean().sqrt() / want.std()).item()
     if not error <= LOGIT_ERRORS[config.type]:
@@ -242,15 +243,6 @@ def add_settings(gguf: Any, writer: Any, source: Source, kind: str) -> None:
 def context_length(model: ModelConfig) -> int:
     """Return the tokens that llama.cpp may read: it attends to all before, which is right in a window."""
     return min(LlamaSettings.of(model).window or model.max_positions, model.max_positions)
-
-
-def rope_factors(source: Source) -> NDArray[np.float32]:
-    """Return what llama.cpp divides each frequency by, for Llama 3's long contexts."""
-    settings, device = LlamaSettings.of(source.model), torch.device("cpu")
-    scaled = frequencies(settings, torch.float64, device)[0]
-    plain = frequencies(replace(settings, rope_scaling="default"), torch.float64, device)[0]
-    found: NDArray[np.float32] = (plain / scaled).float().numpy()
-    return found
 
 
 def add_tokenizer(writer: Any, source: Source, tokenizer: Tokenizer) -> None:

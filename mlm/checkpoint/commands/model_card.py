@@ -5,7 +5,6 @@ What is not recorded is left out: a license, intended uses and limits are for th
 
 import json
 from pathlib import Path
-from typing import Any
 
 from mlm.checkpoint.huggingface.folder import SAVE_AGAIN, find_file
 from mlm.checkpoint.native.format import JSON, Manifest
@@ -67,11 +66,12 @@ def model_card(manifest: Manifest, model: ModelConfig, architecture: str) -> str
     card = origin.get("card") if isinstance(origin, dict) else None
     kind = model.kind.partition(":")[0]
     metadata = {"library_name": "transformers", "tags": [kind], **(card if isinstance(card, dict) else {})}
+    lines = [f"| {_text(name)} | {shown} |" for name, value in rows.items() if (shown := _text(value))]
     parts = [
         "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in metadata.items()), "---"]),
         f"# {_text(facts.get('config.name')) or architecture}",
         f"{architecture} with {model.num_parameters():,} parameters, exported by mlm.",
-        "\n".join(["| | |", "| --- | --- |", *_lines(rows)]),
+        "\n".join(["| | |", "| --- | --- |", *lines]),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -94,11 +94,6 @@ def _is_fact(value: JSON) -> bool:
     """Return True for a short text, or a list of some."""
     texts = value if isinstance(value, list) else [value]
     return len(texts) <= MAX_FACTS and all(isinstance(text, str) and len(text) <= LONGEST for text in texts)
-
-
-def _lines(rows: dict[str, Any]) -> list[str]:
-    """Return a line of a table for each fact that is known."""
-    return [f"| {_text(name)} | {shown} |" for name, value in rows.items() if (shown := _text(value))]
 
 
 def _text(value: JSON) -> str:

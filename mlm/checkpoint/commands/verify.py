@@ -18,8 +18,6 @@ from mlm.checkpoint.native.folders import (
 )
 from mlm.checkpoint.native.format import CheckpointError
 from mlm.checkpoint.native.verify import (
-    FileProblem,
-    NotFinite,
     Unreadable,
     Verified,
     check_whole,
@@ -33,36 +31,29 @@ from mlm.util.terminal import add_row, console, format_bytes, one_line, progress
 def run(config: CkptVerifyConfig) -> None:
     """Verify, print a table, write out. Raises CorruptFileError for one damaged or not finite, UserError."""
     place, alone = locate(config.ckpt)
-    paths = [place] if alone else [*checkpoints(place).values(), *best_of(place)]
+    paths, best = [place], place.parent / BEST / CHECKPOINTS
+    if not alone:
+        paths = list(checkpoints(place).values())
+        # a finetuned run keeps its best ones beside those that it continues from
+        paths += checkpoints(best).values() if place.name == CHECKPOINTS and best.is_dir() else []
     with progress_bar("verifying", sum(map(shard_bytes, paths)), in_bytes=True) as advance:
         results = [verify_checkpoint(path, advance) for path in paths]
-    start = None if alone else continued_from(place, results)
+    sound = {each.path for each in results if each.loads}
+    start = None if alone else next((path for path in candidates(place) if path in sound), None)
     if config.out is not None:
         write_result(config.out, result_of(config.ckpt, results, start))
     show(config.ckpt, results, start, in_run=not alone)
     bad = [each for each in results if not each.whole]
     if bad:
         first, verb = bad[0].problems[0], "is" if len(bad) == 1 else "are"
-        remedy = "Restore it from a copy, or delete it"
-        if isinstance(first, NotFinite):
-            remedy = "Go back to one that is whole with mlm ckpt rollback, or delete it"
-        if isinstance(first, Unreadable):
-            remedy = "Ask its owner or the disk's for the right to read it"
         kind = CheckpointError if isinstance(first, Unreadable) else CorruptFileError
         raise kind(
-            f"{len(bad)} of {len(results)} checkpoints {verb} {word_of(first)}: "
-            f"{bad[0].path / one_line(first.file)}: {one_line(first.why)}. {remedy}"
+            f"{len(bad)} of {len(results)} checkpoints {verb} {first.word}: "
+            f"{bad[0].path / one_line(first.file)}: {one_line(first.why)}. {first.remedy}"
         )
     problem = None if alone else read_pointer(place).problem
     if problem:
         raise CorruptFileError(f"{place / LATEST}: {problem}. Write the name of a step-… there, or delete it")
-
-
-def word_of(problem: FileProblem) -> str:
-    """Return what a checkpoint with a problem is."""
-    if isinstance(problem, Unreadable):
-        return "not readable"
-    return "not usable" if isinstance(problem, NotFinite) else "damaged"
 
 
 def content_problem(path: Path) -> str | None:
@@ -75,18 +66,6 @@ def content_problem(path: Path) -> str | None:
     except CorruptFileError as error:
         return str(error)
     return None
-
-
-def best_of(place: Path) -> list[Path]:
-    """The best checkpoints that a finetuned run keeps beside those it continues from."""
-    best = place.parent / BEST / CHECKPOINTS
-    return list(checkpoints(best).values()) if place.name == CHECKPOINTS and best.is_dir() else []
-
-
-def continued_from(root: Path, results: list[Verified]) -> Path | None:
-    """The checkpoint a run there would continue from: the one `latest` names, else its nearest ancestor."""
-    sound = {each.path for each in results if each.loads}
-    return next((path for path in candidates(root) if path in sound), None)
 
 
 def result_of(ckpt: str, results: list[Verified], start: Path | None) -> dict[str, Any]:
@@ -121,7 +100,7 @@ def show(ckpt: str, results: list[Verified], start: Path | None, *, in_run: bool
         if manifest is not None:
             total = sum(file.bytes for file in manifest.files.values())
             cells = (manifest.step, len(manifest.files), format_bytes(total))
-        first, *others = [f"{word_of(f)}: {f.file}: {f.why}" for f in each.problems] or ["whole"]
+        first, *others = [f"{f.word}: {f.file}: {f.why}" for f in each.problems] or ["whole"]
         is_best = each.path.parent.parent.name == BEST
         add_row(made, f"{BEST}: {each.path.name}" if is_best else each.path.name, *cells, first)
         for line in others:

@@ -99,11 +99,6 @@ def describe_value(value: Any) -> str:
     return printable(str(value)) if plain else f"({type(value).__name__})"
 
 
-def import_summary(mapping: MegatronMapping) -> str:
-    """Return what is imported, for a message about something else."""
-    return f"mlm imports {family_names()}; of {mapping.name}, {mapping.summary}"
-
-
 def unsupported_arguments(args: MegatronArgs, mapping: MegatronMapping) -> list[str]:
     """Return a line for each argument that makes a model which the family is not."""
     values = args.values
@@ -120,9 +115,10 @@ def unsupported_arguments(args: MegatronArgs, mapping: MegatronMapping) -> list[
     is_grouped = values.get("group_query_attention") is True and not mapping.is_grouped
     if is_grouped and args.number("num_query_groups") != heads:
         names.append("group_query_attention")
+    summary = f"mlm imports {family_names()}; of {mapping.name}, {mapping.summary}"
     return [
         f"{args.path}: args.{name}={describe_value(values.get(name))}: "
-        + (THROUGH_HF if name == "num_experts" else import_summary(mapping))
+        + (THROUGH_HF if name == "num_experts" else summary)
         for name in names
     ]
 

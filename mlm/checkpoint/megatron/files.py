@@ -124,8 +124,13 @@ def _rank_files(step: Path) -> RankFiles:
         if rank in files:
             raise CorruptFileError(f"{step}: {folder.name} of two layouts: delete the older")
         files[rank] = path
+    if not files and any(next(step.glob(pattern), None) for pattern in DISTRIBUTED):
+        raise UserError(
+            f"{step}: holds no .metadata: torch_dist without it is incomplete, and zarr is not read; copy it "
+            f"again, or save it again in Megatron-LM with --ckpt-convert-format torch_dist"
+        )
     if not files:
-        raise _nothing_found(step)
+        raise UserError(f"{step}: holds no mp_rank_…/{MODEL_FILES[0]}: is it a Megatron-LM checkpoint?")
     tp, pp = (1 + max(numbers) for numbers in zip(*files, strict=True))
     for t, p in ((t, p) for t in range(tp) for p in range(pp)):
         if (t, p) not in files:
@@ -134,15 +139,6 @@ def _rank_files(step: Path) -> RankFiles:
                 f"{step}: {name}/{MODEL_FILES[0]} is missing, of tp={tp} pp={pp} ranks: copy it too"
             )
     return RankFiles(step, files, tp, pp)
-
-
-def _nothing_found(step: Path) -> UserError:
-    if any(next(step.glob(pattern), None) for pattern in DISTRIBUTED):
-        return UserError(
-            f"{step}: holds no .metadata: torch_dist without it is incomplete, and zarr is not read; copy it "
-            f"again, or save it again in Megatron-LM with --ckpt-convert-format torch_dist"
-        )
-    return UserError(f"{step}: holds no mp_rank_…/{MODEL_FILES[0]}: is it a Megatron-LM checkpoint?")
 
 
 class TorchFile:

@@ -32,11 +32,6 @@ def _square(x: Tensor) -> float:
     return torch.dot(wide, wide).item() if wide.isfinite().all() else NOT_FINITE
 
 
-def norms_of(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Norms of the floating-point tensors."""
-    return {name: norm(x) for name, x in tensors.items() if x.dtype.is_floating_point}
-
-
 def joint_norm(norms: Sequence[float]) -> float:
     """Norm of a tensor from those of its parts; NaN if one is."""
     total = math.hypot(*norms)

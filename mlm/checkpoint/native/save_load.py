@@ -40,7 +40,7 @@ from mlm.checkpoint.native.format import (
     read_manifest_head,
     write_manifest,
 )
-from mlm.checkpoint.native.norms import largest_jump, norms_of, not_finite_problem, with_norms
+from mlm.checkpoint.native.norms import largest_jump, norm, not_finite_problem, with_norms
 from mlm.checkpoint.native.reader import Reader, Reading, plan_reading
 from mlm.checkpoint.native.retention import prune
 from mlm.checkpoint.native.shard_file import write_shard_file
@@ -168,7 +168,9 @@ def write_shards(
     if not tensors:
         return None
     entry = staged.write(path) if staged else write_shard_file(path, tensors, save_id)
-    return [entry.bytes, entry.digest, entry.blocks, norms_of(staged.tensors if staged else tensors)]
+    written = (staged.tensors if staged else tensors).items()
+    norms = {name: norm(x) for name, x in written if x.dtype.is_floating_point}
+    return [entry.bytes, entry.digest, entry.blocks, norms]
 
 
 def publish_manifest(staging: Path, root: Path, manifest: Manifest) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from mlm.checkpoint.native.format import MANIFEST, RESTORE, CheckpointError, Manifest, read_manifest
 from mlm.checkpoint.native.norms import not_finite_problem
@@ -17,6 +18,9 @@ from mlm.util.files import READABLE
 class FileProblem:
     """A damaged, missing or unexpected file."""
 
+    word: ClassVar[str] = "damaged"
+    """What a checkpoint with this problem is."""
+    remedy: ClassVar[str] = "Restore it from a copy, or delete it"
     file: str
     why: str
 
@@ -24,9 +28,15 @@ class FileProblem:
 class NotFinite(FileProblem):
     """A manifest whose norms say that a tensor, as it was saved, holds NaN or infinity."""
 
+    word = "not usable"
+    remedy = "Go back to one that is whole with mlm ckpt rollback, or delete it"
+
 
 class Unreadable(FileProblem):
     """A file that this user or this disk cannot read: nothing is known of its content."""
+
+    word = "not readable"
+    remedy = "Ask its owner or the disk's for the right to read it"
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,10 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
     except (UserError, OSError) as error:
         return Verified(directory, None, (_problem(directory / MANIFEST, error),), loads=False)
     problems: list[FileProblem] = []
-    forms = _forms(manifest)
+    forms: dict[str, dict[str, Form]] = {name: {} for name in manifest.files}
+    for name, tensor in manifest.tensors.items():
+        for chunk in tensor.chunks:
+            forms[chunk.file][name] = Form(tensor.dtype, chunk.region.size)
     for name in sorted(manifest.files):
         problems += _file_problems(directory / name, manifest, forms[name], progress)
     if not_finite := not_finite_problem(manifest.tensors):
@@ -92,15 +105,6 @@ def shard_bytes(directory: Path) -> int:
         return sum(path.lstat().st_size for path in directory.glob("*.safetensors"))
     except OSError:
         return 0
-
-
-def _forms(manifest: Manifest) -> dict[str, dict[str, Form]]:
-    """Return dtype and shape of the tensors of each file by the manifest."""
-    forms: dict[str, dict[str, Form]] = {name: {} for name in manifest.files}
-    for name, tensor in manifest.tensors.items():
-        for chunk in tensor.chunks:
-            forms[chunk.file][name] = Form(tensor.dtype, chunk.region.size)
-    return forms
 
 
 def _file_problems(

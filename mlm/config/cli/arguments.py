@@ -149,8 +149,9 @@ def parse(command: Command, words: Sequence[str]) -> Arguments:
         else:
             parsed.overrides.append(word)
     if not parsed.help:
-        typed = parsed.overrides
-        parsed.overrides = _renamed(command, _with_positional(command, typed))
+        typed, keys = parsed.overrides, dict(command.aliases)
+        split = [text.partition("=") for text in _with_positional(command, typed)]
+        parsed.overrides = [f"{keys.get(name, name)}{equals}{value}" for name, equals, value in split]
         for text in {*parsed.overrides} - {*typed}:  # of which the key was not typed, or another name of it
             key, _, value = text.partition("=")
             others = [each for each in parsed.overrides if each.startswith(f"{key}=")]
@@ -164,8 +165,12 @@ def parse(command: Command, words: Sequence[str]) -> Arguments:
 def _set_flag(parsed: Arguments, flag: str, value: str | None, rest: list[str]) -> None:
     """Set a flag that takes a value, which may be the next word. Raises UserError."""
     name = VALUE_FLAGS[flag]
-    if name == "check":
-        parsed.check, parsed.gpus = True, _gpus(value, rest)
+    if name == "check":  # the number of GPUs after it, if there is one
+        if value is None and rest and rest[0].isdecimal():
+            value = rest.pop(0)
+        if value is not None and not (value.isdecimal() and 0 < int(value[:10]) <= MOST):
+            raise UserError(f"--check={value}: must be a number of GPUs, such as --check=512")
+        parsed.check, parsed.gpus = True, None if value is None else int(value)
         return
     choices = CHOICES.get(name, ())
     if value is None and rest and not is_flag(rest[0]):
@@ -178,21 +183,15 @@ def _set_flag(parsed: Arguments, flag: str, value: str | None, rest: list[str]) 
     setattr(parsed, name, value)
 
 
-def _gpus(value: str | None, rest: list[str]) -> int | None:
-    """The number after --check, if there is one. Raises UserError for another value."""
-    if value is None and rest and rest[0].isdecimal():
-        value = rest.pop(0)
-    if value is not None and not (value.isdecimal() and 0 < int(value[:10]) <= MOST):
-        raise UserError(f"--check={value}: must be a number of GPUs, such as --check=512")
-    return None if value is None else int(value)
-
-
 def _key_value(command: Command, key: str, rest: list[str]) -> str:
     """The value of a bare `--key`: the next word, unless that is a flag, or the key is a switch."""
     leaf = leaves(command.spec).get(key)
     takes_value = key == "resume" or key in dict(command.aliases) or key in groups(CONFIG_DIR)
     if leaf is None and not takes_value:
-        return _words_of_unknown(rest, several=not command.positional) or "true"
+        words: list[str] = []  # of which flags of other programs may take several
+        while rest and not is_flag(rest[0]) and "=" not in rest[0] and not (words and command.positional):
+            words.append(rest.pop(0))
+        return " ".join(words) or "true"
     switch = leaf is not None and bool in alternatives(leaf.type)
     if rest and not is_flag(rest[0]) and (not switch or SWITCH_VALUE.fullmatch(rest[0])):
         return rest.pop(0)
@@ -201,24 +200,9 @@ def _key_value(command: Command, key: str, rest: list[str]) -> str:
     return "true"
 
 
-def _words_of_unknown(rest: list[str], *, several: bool) -> str:
-    """The words after a flag that is no key: its values, of which other programs may take `several`."""
-    words: list[str] = []
-    while rest and not is_flag(rest[0]) and "=" not in rest[0] and (several or not words):
-        words.append(rest.pop(0))
-    return " ".join(words)
-
-
 def is_flag(word: str) -> bool:
     """True if a word begins a new flag or --key; negative numbers do not."""
     return word.startswith("-") and len(word) > 1 and not NUMBER.match(word)
-
-
-def _renamed(command: Command, overrides: Sequence[str]) -> list[str]:
-    """Overrides of an alias as overrides of its key."""
-    keys = dict(command.aliases)
-    split = [text.partition("=") for text in overrides]
-    return [f"{keys.get(name, name)}{equals}{value}" for name, equals, value in split]
 
 
 def _with_positional(command: Command, overrides: Sequence[str]) -> list[str]:

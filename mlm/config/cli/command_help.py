@@ -24,8 +24,10 @@ def command_help(command: Command, config_dir: str | None = None, topics: Sequen
         return "\n\n".join(_topic(command, topic, groups, config_dir) for topic in topics)
     known = composed_leaves(command)
     frequent = [known[key] for key in command.keys or known]
+    rows = [(leaf.key, f"{leaf.doc} [{_default(leaf)}]") for leaf in frequent]
     resume = [("resume=RUN", "continue a run with its own settings; what is typed wins over them")]
-    more = "" if len(frequent) == len(known) else f" (more: mlm {command.name} --help {_a_section(command)})"
+    section = next((leaf.section for leaf in known.values() if leaf.section), "SECTION")
+    more = "" if len(frequent) == len(known) else f" (more: mlm {command.name} --help {section})"
     blocks = [f"Usage: mlm {command.usage} [key=value …]", wrap(command.about)]
     if tasks:
         blocks.append(tasks_block(config_dir))
@@ -37,7 +39,7 @@ def command_help(command: Command, config_dir: str | None = None, topics: Sequen
             "Groups, chosen as group=option:\n" + table((g, ", ".join(o)) for g, o in groups.items())
         )
     blocks += [
-        f"Keys{more}:\n" + table([*(resume if command.has_runs else []), *map(_row, frequent)]),
+        f"Keys{more}:\n" + table([*(resume if command.has_runs else []), *rows]),
         wrap(SPELLINGS),
         "Flags:\n" + table(FLAGS),
         "Exit codes:\n" + table(EXIT_CODES),
@@ -74,14 +76,6 @@ def composed_leaves(command: Command) -> dict[str, Leaf]:
     """The command's keys with the defaults of its YAML."""
     values = flatten(compose_values(command.config, resolve=False))
     return {key: replace(leaf, default=values[key]) for key, leaf in leaves(command.spec).items()}
-
-
-def _a_section(command: Command) -> str:
-    return next((leaf.section for leaf in leaves(command.spec).values() if leaf.section), "SECTION")
-
-
-def _row(leaf: Leaf) -> tuple[str, str]:
-    return leaf.key, f"{leaf.doc} [{_default(leaf)}]"
 
 
 def _full_row(leaf: Leaf) -> tuple[str, str]:

@@ -80,24 +80,7 @@ def compose(
         name = f"{config}_saved"
         choices: list[Any] = ["_self_", *({group: None} for group in chosen_groups(config))]
         ConfigStore.instance().store(name=name, node={"defaults": choices})
-    words = _hydra_words(config, overrides, config_dir)
-    with _initialized():
-        typed = hydra_compose(name, words, return_hydra_config=True)
-    above = OmegaConf.masked_copy(typed, [str(key) for key in typed if key != "hydra"])
-    tree = OmegaConf.merge(*lowest, above)
-    assert isinstance(tree, DictConfig)
-    return Composition(typed, tree)
-
-
-def _initialized() -> initialize_config_dir:
-    # ${either:a,b}: b where a is null
-    OmegaConf.register_new_resolver("either", lambda a, b: b if a is None else a, replace=True)
-    GlobalHydra.instance().clear()
-    return initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3")
-
-
-def _hydra_words(config: str, overrides: Sequence[str], config_dir: str | None) -> list[str]:
-    """Overrides in Hydra's grammar: what the primary config does not hold is added with + or ++."""
+    # in Hydra's grammar what the primary config does not hold is added with + or ++
     chosen, words = chosen_groups(config), list[str]()
     own = groups(Path(config_dir)) if config_dir else {}
     if config_dir is not None:
@@ -107,7 +90,15 @@ def _hydra_words(config: str, overrides: Sequence[str], config_dir: str | None) 
         is_choice = group.lstrip("~") in {*chosen, *own} and not value.startswith("{")
         added = "+" if group in own and group not in chosen else ""
         words.append(f"{added if is_choice else '++'}{text}")
-    return words
+    # ${either:a,b}: b where a is null
+    OmegaConf.register_new_resolver("either", lambda a, b: b if a is None else a, replace=True)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3"):
+        typed = hydra_compose(name, words, return_hydra_config=True)
+    above = OmegaConf.masked_copy(typed, [str(key) for key in typed if key != "hydra"])
+    tree = OmegaConf.merge(*lowest, above)
+    assert isinstance(tree, DictConfig)
+    return Composition(typed, tree)
 
 
 def _plain(composed: Any, *, resolve: bool) -> dict[str, Any]:

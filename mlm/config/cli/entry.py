@@ -47,8 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
-    if words[:1] == ["help"]:
-        words = _help_words(words[1:])
+    if words[:1] == ["help"] and (words := words[1:]):
+        # `help eval loss` is `eval loss --help`; what follows the command may be a section or key
+        end = next((len(c.words) for c in COMMANDS if tuple(words[: len(c.words)]) == c.words), len(words))
+        words = [*words[:end], HELP[0], *words[end:]]
     if not words or words[0] in HELP:
         return say(main_help())
     if words[0] in VERSION or words == ["version"]:
@@ -61,13 +63,6 @@ def _main(words: list[str]) -> int:
         print("\n".join(error.lines()), file=sys.stderr)
         return MISTAKE
     return report(command, lambda: int(resolve("mlm.config.cli.run:act")(command, rest)))
-
-
-def _help_words(words: list[str]) -> list[str]:
-    """`mlm help eval loss` as `mlm eval loss --help`; what follows the command may be a section or key."""
-    command = next((c for c in COMMANDS if tuple(words[: len(c.words)]) == c.words), None)
-    end = len(command.words) if command else len(words)
-    return [*words[:end], HELP[0], *words[end:]] if words else []
 
 
 def say(text: str) -> int:

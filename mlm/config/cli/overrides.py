@@ -77,31 +77,31 @@ class Overrides:
         """
         parsed = OverridesParser.create().parse_overrides(self.texts)
         fixed = [each.input_line or "" for each in parsed if not each.is_sweep_override()]
-        swept = [each for each in parsed if each.is_sweep_override()]
-        for values in product(*(_swept_values(each, options) for each in swept)):
+        swept = list[list[str]]()
+        for each in (each for each in parsed if each.is_sweep_override()):
+            key, value = each.key_or_group, each.value()
+            chosen = value.filter(options.get(key, [])) if isinstance(value, Glob) else None
+            names = each.sweep_string_iterator() if chosen is None else chosen
+            swept.append([f"{key}={name}" for name in names])
+        for values in product(*swept):
             varied = [text for text in values if not text.startswith("out=")]
             yield [*fixed, *values], sorted(varied)
-
-
-def _swept_values(override: Override, options: dict[str, list[str]]) -> list[str]:
-    """The overrides that a swept one stands for."""
-    key, value = override.key_or_group, override.value()
-    names = (
-        value.filter(options.get(key, [])) if isinstance(value, Glob) else override.sweep_string_iterator()
-    )
-    return [f"{key}={name}" for name in names]
 
 
 def prepare(
     command: Command, typed: Sequence[str], *, config_dir: str | None = None, multirun: bool = False
 ) -> Overrides:
     """Sort overrides into composable ones and problems."""
-    overrides = Overrides(_own_choices(command, typed))
-    options = command_groups(command, config_dir)
+    # choices of the command itself where an experiment would choose for it, unless typed
+    keys = {text.partition("=")[0].lstrip("+") for text in typed}
+    choices = command.own_choices if "experiment" in keys else ()
+    overrides = Overrides([choice for choice in choices if choice.partition("=")[0] not in keys])
+    options, known = command_groups(command, config_dir), leaves(command.spec)
     for text in _with_files(command, typed, overrides):
-        key, equals, value = text.partition("=")
-        text = f"{key.lstrip('+')}{equals}{value}"  # what is added is our business: + and ++ mean nothing
-        if path := _import_path_of_run(command, text):
+        text = text.lstrip("+")  # what is added is our business: + and ++ mean nothing
+        key, _, value = text.partition("=")
+        of_run = key in IMPORT_KEYS and key not in known and any(name in known for name in RUN_KEYS)
+        if of_run and is_path(path := value.strip("'\"")):  # of a command that has no such key
             overrides.import_paths.append(path)
             continue
         problem = _spelling(command, text, options)
@@ -113,21 +113,6 @@ def prepare(
         else:
             overrides.reject(problem, _intended_keys(command, text, options))
     return overrides
-
-
-def _own_choices(command: Command, typed: Sequence[str]) -> list[str]:
-    """Choices of the command itself where an experiment would choose for it, unless typed."""
-    keys = {text.partition("=")[0].lstrip("+") for text in typed}
-    choices = command.own_choices if "experiment" in keys else ()
-    return [choice for choice in choices if choice.partition("=")[0] not in keys]
-
-
-def _import_path_of_run(command: Command, text: str) -> str | None:
-    """The import path of `data.kind=my_module:build`, for a command that reads runs and has no such key."""
-    key, _, value = text.partition("=")
-    known, path = leaves(command.spec), value.strip("'\"")
-    of_run = key in IMPORT_KEYS and key not in known and any(name in known for name in RUN_KEYS)
-    return path if of_run and is_path(path) else None
 
 
 def _spelling(command: Command, text: str, options: dict[str, list[str]]) -> Problem | None:
@@ -306,7 +291,10 @@ def _keys_of_file(command: Command, group: str, path: Path) -> list[str] | Probl
         return Problem((group,), f"{group}={error}")  # which begins with the path
     known = {key: leaf for key, leaf in leaves(command.spec).items() if key.startswith(f"{group}.")}
     for key, value in flat.items():
-        if why := problem_of(value) or _unprintable(value):
+        why = problem_of(value)
+        if why is None and isinstance(value, str) and not value.isprintable():
+            why = f"{escape_controls(value)[:60]} holds characters that cannot be seen; write it without"
+        if why:
             return Problem((group,), f"{typed}: {key.removeprefix(f'{group}.')}: {why}")
     missing = [key for key, leaf in known.items() if leaf.default == MISSING_VALUE and flat.get(key) is None]
     if wrong := missing or [key for key in flat if key not in known]:
@@ -315,13 +303,3 @@ def _keys_of_file(command: Command, group: str, path: Path) -> list[str] | Probl
         has, fix = ("lacks", "add") if missing else ("has unknown keys:", "remove")
         return Problem((group,), f"{typed}: {has} {short}", f"{fix} them, as in {example}")
     return [f"{key}={quote(v) if isinstance(v, str) else show(v)}" for key, v in flat.items()]
-
-
-def _unprintable(value: Any) -> str | None:
-    """The reason why a text cannot stand on a page: marks that turn or hide what follows."""
-    is_plain = not isinstance(value, str) or value.isprintable()
-    return (
-        None
-        if is_plain
-        else f"{escape_controls(value)[:60]} holds characters that cannot be seen; write it without"
-    )

@@ -109,7 +109,9 @@ def sweep(jobs: Sequence[Execution]) -> int:
     Return the first exit code that is not 0. Training runs are reported as a table; jobs of other commands
     have their own results.
     """
-    command, has_table = jobs[0].command, _has_table(jobs[0])
+    command, arguments = jobs[0].command, jobs[0].arguments
+    is_shown = arguments.check or arguments.cfg or arguments.resolve
+    has_table = command.out_is_run_folder and not is_shown
     is_rank = read_rank_place(os.environ) is not None
     rows, codes = list[dict[str, Any]](), list[int]()
     for job in jobs:
@@ -132,11 +134,6 @@ def sweep(jobs: Sequence[Execution]) -> int:
         if rows and speaks_for_host(os.environ):
             resolve(f"{SWEEP_TABLE}:report_sweep")(rows)
     return next((code for code in codes if code), OK)
-
-
-def _has_table(job: Execution) -> bool:
-    arguments = job.arguments
-    return job.command.out_is_run_folder and not (arguments.check or arguments.cfg or arguments.resolve)
 
 
 def _check(job: Execution) -> int:
@@ -178,7 +175,12 @@ def prepare_job(job: Execution) -> Callable[[], int]:
     with trusted():
         written = own_keys(composition.typed.hydra.runtime.choices, arguments.config_dir)
         config = _build(job, values, keys, written)
-        _check_files(job, config)
+        problems, preflight = path_problems(config), job.command.preflight
+        if preflight and not problems and not arguments.check:  # which reads no file
+            with streams_for(config):
+                problems = resolve(preflight)(config)
+        if problems:
+            raise ConfigError(problems)
 
     def start() -> int:
         _announce(job)
@@ -215,7 +217,9 @@ def _place(job: Execution, values: dict[str, Any]) -> None:
     if not isinstance(out, str) or out in ("", STDOUT, MISSING_VALUE):
         return
     varied = ",".join(job.varied)
-    path, folder = Path(out), folder_name(varied)
+    path, folder = Path(out), varied.replace("/", "_")[:LONGEST_FOLDER]
+    if folder != varied:  # a digest keeps two jobs apart
+        folder += f"-{xxhash.xxh3_64(varied.encode()).hexdigest()[:8]}"
     if path.suffix not in FILES:
         placed = path / folder
     elif is_check:  # its own folder is not made
@@ -240,22 +244,6 @@ def _announce(job: Execution) -> None:
 def _folder_of_sweep() -> str:
     """Of all jobs, by the time of the first."""
     return f"{SWEEPS}/{time.strftime('%Y-%m-%d_%H-%M-%S')}"
-
-
-def folder_name(overrides: str) -> str:
-    """A folder for the overrides of a job; a digest keeps two jobs apart where the name had to change."""
-    name = overrides.replace("/", "_")[:LONGEST_FOLDER]
-    return name if name == overrides else f"{name}-{xxhash.xxh3_64(overrides.encode()).hexdigest()[:8]}"
-
-
-def _check_files(job: Execution, config: Any) -> None:
-    """Raises ConfigError for paths, and for what the command's preflight finds; --check reads no file."""
-    problems, preflight = path_problems(config), job.command.preflight
-    if preflight and not problems and not job.arguments.check:
-        with streams_for(config):
-            problems = resolve(preflight)(config)
-    if problems:
-        raise ConfigError(problems)
 
 
 def _execute(command: Command, config: Any) -> int:

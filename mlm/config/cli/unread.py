@@ -11,7 +11,13 @@ from mlm.util.errors import Problem, show
 
 def unread_problems(config: Any, typed: Set[str], written: Set[str]) -> Iterator[Problem]:
     """Problems of keys that nothing reads: those `typed`, and those `written` in YAML of the user's."""
-    known, values = _settings(config)
+    spec: type = type(config)
+    known, values = dict(leaves(spec)), values_of(config)
+    if "model.kind" in known:  # the options of its family too
+        prefix, family = "model.options.", config.model.family
+        values |= {f"{prefix}{name}": config.model.option(name) for name in family.options}
+        for name, leaf in leaves(family.settings).items() if family.settings else ():
+            known[prefix + name] = replace(leaf, only_if=leaf.only_if and leaf.only_if.within(prefix))
     for key in [key for key in known if key in typed or key in written]:
         condition = _broken_condition(key, known, values)
         if condition is None:
@@ -26,18 +32,6 @@ def unread_problems(config: Any, typed: Set[str], written: Set[str]) -> Iterator
         wanted = " or ".join(f"{other}={show(value)}" for value in values_read) or other
         fix = "remove it" + f", or set {wanted}" * is_here
         yield Problem((key, other), f"{key}={show(values[key])}: has no effect {why}", fix)
-
-
-def _settings(config: Any) -> tuple[dict[str, Leaf], dict[str, Any]]:
-    """Keys and values of a run spec, with the options of its model's family."""
-    spec: type = type(config)
-    known, values = dict(leaves(spec)), values_of(config)
-    if "model.kind" in known:
-        prefix, family = "model.options.", config.model.family
-        values |= {f"{prefix}{name}": config.model.option(name) for name in family.options}
-        for name, leaf in leaves(family.settings).items() if family.settings else ():
-            known[prefix + name] = replace(leaf, only_if=leaf.only_if and leaf.only_if.within(prefix))
-    return known, values
 
 
 def _broken_condition(key: str, known: Mapping[str, Leaf], values: Mapping[str, Any]) -> OnlyIf | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from mlm.corpus.read.finding import kind_of
 from mlm.corpus.read.records import Input, InputShard
 from mlm.corpus.read.streams import DamagedError, blocks
-from mlm.corpus.read.tables import HUB, hub_shards, row_ranges
+from mlm.corpus.read.tables import HUB, HubSource, open_hub, row_ranges
 from mlm.data.config import SPLITS
 from mlm.data.records import readable
 from mlm.util.errors import UserError
@@ -69,7 +69,8 @@ def shards_of(item: Input, shard_bytes: int) -> Iterator[InputShard]:
     kind = "hub" if item.path.startswith(HUB) else kind_of(Path(item.path))
     assert kind is not None, item.path
     if kind == "hub":
-        ranges = [(index, index + 1) for index in range(hub_shards(item.path))]
+        count = int(open_hub(HubSource.of(item.path))[1].num_shards)  # that can be read independently
+        ranges = [(index, index + 1) for index in range(count)]
     elif kind == "parquet":
         ranges = row_ranges(item.path, shard_bytes)
     else:

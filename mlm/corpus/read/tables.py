@@ -166,11 +166,6 @@ def find_hub(source: HubSource) -> tuple[str, int, str]:
     return source.pinned(commit), max(int(size or 0), 0), f"hub:{commit}:{source.config}:{source.split}"
 
 
-def hub_shards(pinned: str) -> int:
-    """Number of files, or the like, that can be read independently. Raises UserError."""
-    return int(open_hub(HubSource.of(pinned))[1].num_shards)
-
-
 @lru_cache(maxsize=4)
 def open_hub(source: HubSource) -> tuple[Any, Any]:
     """Open the builder of a dataset, and its split as a stream. Raises UserError."""

@@ -40,18 +40,15 @@ def remove(counts: Counter[str], rule: str, num_bytes: int, unit: str = "documen
 def are_short(tokenizer: Tokenizer, texts: list[str], least: int) -> list[bool]:
     """Test each text for fewer than `least` tokens."""
     # The beginning decides, up to the end of a word: its tokens are those of the whole.
-    heads = [next(segments(tokenizer, head(text, least))) for text in texts]
+    heads, most = list[str](), least * BYTES_PER_TOKEN
+    for text in texts:
+        end = text.rfind(" ", 0, most)
+        heads.append(next(segments(tokenizer, text if end <= 0 or len(text) <= most else text[:end])))
     short = [len(ids) < least for ids in tokenizer.encode_batch(heads)]
     return [
         is_short and (len(begin) == len(text) or count_tokens(tokenizer, text) < least)
         for is_short, begin, text in zip(short, heads, texts, strict=True)
     ]
-
-
-def head(text: str, least: int) -> str:
-    """Return the first letters of a text, up to the end of a word."""
-    end = text.rfind(" ", 0, least * BYTES_PER_TOKEN)
-    return text if end <= 0 or len(text) <= least * BYTES_PER_TOKEN else text[:end]
 
 
 def count_tokens(tokenizer: Tokenizer, text: str) -> int:

@@ -123,20 +123,15 @@ def verify(plan: BuildPlan, task: int) -> None:
     stage, grouped = plan.stages["verify"], plan.stages["group"].folder
     members, bounds = load(grouped / "members.npy"), load(grouped / "bounds.npy")
     texts, duplicates = CleanTexts(plan), []
-    begin, end = component_range(bounds, task, stage.tasks)
-    for i in range(begin, end):
+    # about as many documents as of every other task
+    limits = np.array([task, task + 1]) * int(bounds[-1]) // stage.tasks
+    begin, end = np.searchsorted(bounds, limits, side="left").tolist()
+    for i in range(begin, min(end, len(bounds) - 1)):
         component = members[bounds[i] : bounds[i + 1]]
         if len(component) > 1:
             duplicates += duplicates_in(component, texts.keys, texts.text, plan.config.dedup)
     removed = np.array([duplicate.document for duplicate in duplicates], dtype=np.int64)
     stage.finish(task, {}, [save(stage.folder / f"{task:05d}.npy", removed)])
-
-
-def component_range(bounds: Ids, task: int, tasks: int) -> tuple[int, int]:
-    """Return the range of components of a task: about as many documents as every other."""
-    limits = np.array([task, task + 1]) * int(bounds[-1]) // tasks
-    begin, end = np.searchsorted(bounds, limits, side="left").tolist()
-    return begin, min(end, len(bounds) - 1)
 
 
 def gather(plan: BuildPlan, _: int) -> None:

@@ -100,20 +100,13 @@ def reject_empty_parts(plan: BuildPlan, facts: Facts) -> None:
     gone = f"removed: {', '.join(f'{rule} {words}' for rule, words in removed.items()) or 'none'}"
     fixes = ["loosen the rules"] * bool(removed) + ["name a file with documents"]
     if rejected := sum(facts["rejected"].values()):
-        first = first_rejected(plan)
+        with open(next(shard for shard in rejected_shards(plan) if shard.stat().st_size), "rb") as lines:
+            first: Facts = json.loads(lines.readline())
         gone += f"; rejected: {rejected:,}, first {first['place']}: {first['detail']}"
         fixes.insert(0, "repair the input")
     if plan.is_divided and add_up(facts["splits"].values(), "documents"):
         fixes = [f"give it a larger share than split={plan.config.split}, or 0 to leave it out"]
     raise UserError(f"input={plan.config.input}: no document for {empty} ({gone}); {', or '.join(fixes)}")
-
-
-def first_rejected(plan: BuildPlan) -> Facts:
-    """Return place, rule and detail of the first record that was rejected."""
-    shard = next(shard for shard in rejected_shards(plan) if shard.stat().st_size)
-    with open(shard, "rb") as lines:
-        first: Facts = json.loads(lines.readline())
-    return first
 
 
 def describe_removed(gone: dict[str, int]) -> str:

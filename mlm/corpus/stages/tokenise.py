@@ -3,7 +3,6 @@
 Task 12 leaves train-00012.bin/.idx and so on for every part.
 """
 
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -23,7 +22,6 @@ from mlm.corpus.stages.match import removal_mask
 from mlm.corpus.stages.plan import EVALUATION, BuildPlan
 from mlm.data.corpus_files import parse_split, split_of_document
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
-from mlm.data.tokenizer import Tokenizer
 
 PART_COUNTS = ("documents", "sequences", "tokens", "bytes", "end_tokens")
 """Counts of a part: tokens with end-of-document tokens, UTF-8 bytes of text (for bits per byte), and
@@ -119,7 +117,8 @@ def write(
         else [list(segments(tokenizer, piece.text))]
         for piece in batch
     ]
-    encoded = encode(tokenizer, (text for each in texts for sequence in each for text in sequence))
+    flat = (text for each in texts for sequence in each for text in sequence)
+    encoded = (ids for some in grouped(flat, len) for ids in tokenizer.encode_batch(some))
     for piece, each in zip(batch, texts, strict=True):
         sequences = [[np.array(next(encoded), dtype) for _ in sequence] for sequence in each]
         lengths = [count for ids in sequences if (count := sum(map(len, ids)))]
@@ -134,12 +133,6 @@ def write(
         values = (1, len(lengths), sum(lengths), piece.num_bytes, len(eod) + bos.count(tokenizer.eod_id))
         for key, value in zip(PART_COUNTS, values, strict=True):
             counts[f"splits/{piece.part}/{key}"] += value
-
-
-def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> "Iterator[array[int]]":
-    """Yield the tokens of each text, encoded some together."""
-    for batch in grouped(texts, len):
-        yield from tokenizer.encode_batch(batch)
 
 
 def grouped(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:

@@ -94,11 +94,12 @@ def check_folder(folder: Path, control: Control) -> list[Finding]:
             remedy = "make it writable or free some space there, or name another out"
             return [Finding(SHARED, "fail", f"rank 0 cannot write to {folder}: {problem}", remedy)]
         sharing = _check_sharing(work, control)
-        others = [
-            *_check_rename(work, control),
-            *_check_speed(work, control),
-            *_check_lock(work, control),
-        ]
+        others = list(_check_rename(work, control))
+        if control.rank == control.hosts.index(control.hosts[control.rank]):
+            # the first rank of each host writes, all hosts at once, as they save checkpoints
+            others.append(_speed(work / f"speed-{control.rank}"))
+        control.all_gather(SPEED, None)
+        others += _check_lock(work, control)
         return [sharing, *(others if sharing.status == "ok" else ())]
 
 
@@ -155,15 +156,6 @@ def _check_rename(work: Path, control: Control) -> list[Finding]:
         return [Finding(DISK, "fail", problem, remedy)]
     said, remedy = f"{seconds * 1000:.0f} ms for a small file", "name an out on a faster disk"
     return [Finding(DISK, "warn" if seconds > SLOW_S else "ok", said, remedy)]
-
-
-def _check_speed(work: Path, control: Control) -> list[Finding]:
-    """The first rank of each host writes, all hosts at once, as they save checkpoints."""
-    findings = list[Finding]()
-    if control.rank == control.hosts.index(control.hosts[control.rank]):
-        findings.append(_speed(work / f"speed-{control.rank}"))
-    control.all_gather(SPEED, None)
-    return findings
 
 
 def _write_pieces(path: Path) -> float:

@@ -34,13 +34,6 @@ REMEDY = (
 )
 
 
-def axes_to_check(ctx: ParallelContext) -> list[tuple[Axis, torch.device]]:
-    """Return the axes of several ranks, each with the device whose memory it communicates."""
-    used = (ctx.tp, ctx.cp, ctx.dp, ctx.pp, ctx.experts.ep, ctx.experts.replicas)
-    axes = [*((axis, ctx.device) for axis in used), (ctx.world, CPU)]
-    return [(axis, device) for axis, device in axes if axis is not None and axis.size > 1]
-
-
 def numbers(axis: Axis, rank: int, device: torch.device) -> Tensor:
     """Return what a rank of the axis gives: [size * ROWS], small whole numbers, which add up exactly."""
     count = torch.arange(axis.size * ROWS, device=device, dtype=torch.float32)
@@ -104,7 +97,11 @@ def measure(ctx: ParallelContext) -> dict[str, Any]:
     if ctx.device.type == "cuda":
         torch.cuda.set_device(ctx.device)  # of this thread
     results = dict[str, Any]()
-    for axis, device in axes_to_check(ctx):
+    used = (ctx.tp, ctx.cp, ctx.dp, ctx.pp, ctx.experts.ep, ctx.experts.replicas)
+    # each with the device whose memory it communicates
+    for axis, device in (*((axis, ctx.device) for axis in used), (ctx.world, CPU)):
+        if axis is None or axis.size == 1:
+            continue
         wrong = wrong_operations(axis, device)
         results[axis.name] = {"ranks": list(axis.ranks), "wrong": wrong, "rate": bandwidth(axis, device)}
     return results
@@ -122,16 +119,12 @@ def check_traffic(ctx: ParallelContext, control: Control, timeout_s: float) -> l
     try:
         mine: dict[str, Any] = work.result(timeout_s)
     except WaitTimeoutError:
-        mine = {"stuck": _where(ctx)}
+        waits = [f"{wait.op} over {wait.axis}" for wait in ctx.watch.waits.values()]
+        mine = {"stuck": waits[-1] if waits else "a communication of the device"}
     except RuntimeError as error:  # a lost peer
         mine = {"stuck": str(error).splitlines()[0]}
     pool.shutdown(wait=False)
     return control.all_gather("communication", mine)
-
-
-def _where(ctx: ParallelContext) -> str:
-    waits = list(ctx.watch.waits.values())
-    return f"{waits[-1].op} over {waits[-1].axis}" if waits else "a communication of the device"
 
 
 def judge(each: Sequence[dict[str, Any]]) -> list[list[Finding]]:

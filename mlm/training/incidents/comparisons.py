@@ -11,7 +11,7 @@ not recorded: there all tp ranks are named.
 
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +48,6 @@ def digest(x: Tensor) -> Tensor:
     return x.view(width).sum(dtype=torch.int64)
 
 
-def digests(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return those of several tensors: int64 [n]."""
-    return torch.stack([digest(x) for x in tensors.values()])
-
-
 def tensors_to_compare(trainer: Trainer) -> list[tuple[Axis, dict[str, Tensor]]]:
     """Return what is compared over each axis of several ranks: tensors by name, in the same order on all."""
     ctx, shards = trainer.ctx, trainer.shards
@@ -82,23 +77,22 @@ def parameters_and_moments(trainer: Trainer, shards: Sequence[ParameterShard]) -
     }
 
 
-def counters(trainer: Trainer) -> dict[str, float]:
-    """Return the numbers that all ranks must have in common."""
-    return {
+def replica_differences(trainer: Trainer) -> list[str]:
+    """Return a line for each tensor or counter that is not equal everywhere. Collective; empty if all are."""
+    ctx, ranks = trainer.ctx, Ranks.of(trainer.ctx)
+    if ctx.world_size == 1:
+        return []
+    mine = {
         "step": trainer.step,
         "data position": trainer.consumed_samples,
         "learning rate": trainer.optimizer.param_groups[0]["lr"],
         "loss scale": float(trainer.scaler.scale.item()),
         "applied steps": applied_steps(trainer.optimizer),
     }
-
-
-def replica_differences(trainer: Trainer) -> list[str]:
-    """Return a line for each tensor or counter that is not equal everywhere. Collective; empty if all are."""
-    ctx, ranks, mine = trainer.ctx, Ranks.of(trainer.ctx), counters(trainer)
-    if ctx.world_size == 1:
-        return []
-    compared = [(axis, list(tensors), digests(tensors)) for axis, tensors in tensors_to_compare(trainer)]
+    compared = [
+        (axis, list(tensors), torch.stack([*map(digest, tensors.values())]))
+        for axis, tensors in tensors_to_compare(trainer)
+    ]
     compared.append((ctx.world, list(mine), torch.tensor([*mine.values()], dtype=torch.float64)))
     torn = list[tuple[str, list[int]]]()
     for axis, names, values in compared:

@@ -36,9 +36,8 @@ class DivergenceStop(Observer):
     def after_step(self, outcome: StepOutcome) -> None:
         """Raise IncidentError with a diagnosis. Collective then."""
         memory = self.incidents.memory
-        if not memory.since or not 0 < self.incidents.settings.patience <= memory.streak:
-            return
-        self.fail()
+        if memory.since and 0 < self.incidents.settings.patience <= memory.streak:
+            self.fail()
 
     def on_run_end(self) -> None:
         """Raise IncidentError if the run's last weights are doubtful. Collective then."""

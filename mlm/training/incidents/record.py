@@ -65,7 +65,10 @@ def write_samples(folder: Path, ctx: ParallelContext, batches: Sequence[Any]) ->
     arrays: dict[str, Any] = {"first_samples": np.array([batch.first_sample for batch in batches])}
     held = 0
     for number, batch in enumerate(batches):
-        tensors = _tensors(batch)
+        values = {"tokens": batch.tokens}
+        if is_dataclass(batch):
+            values = {each.name: getattr(batch, each.name) for each in fields(batch)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         held += sum(tensor.numel() for tensor in tensors.values())
         if held > MAX_ELEMENTS:
             break
@@ -103,13 +106,6 @@ def read_incident(path: str) -> tuple[Path, dict[str, Any]]:
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise CorruptFileError(f"{file}: is no incident of this version; take another")
     return folder, record
-
-
-def _tensors(batch: Any) -> dict[str, Tensor]:
-    if not is_dataclass(batch):
-        return {"tokens": batch.tokens}
-    values = {each.name: getattr(batch, each.name) for each in fields(batch)}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def _finite(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -117,7 +117,12 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
     for line in compare_with_record(record, *compute(trainer, batches)):
         say(line)
     if config.beside.dtype != config.precision.dtype:
-        numbers, findings = compute(at_precision(trainer, config), batches)
+        # the same weights, computed with in the second precision
+        other: Trainer[MicroBatch] = Trainer(replace(config, precision=config.beside, compile=False), ctx)
+        with torch.no_grad():
+            for target, source in zip(other.shards, trainer.shards, strict=True):
+                target.parameter.copy_(source.parameter)
+        numbers, findings = compute(other, batches)
         say(f"precision={config.beside.dtype}: {numbers}")
         for line in findings.lines():
             say(f"  {line}")
@@ -190,12 +195,3 @@ def compare_with_record(record: dict[str, Any], now: StepNumbers, findings: Find
 def recorded_numbers(record: dict[str, Any]) -> StepNumbers:
     """Return loss and gradient norm of the incident. Raises KeyError, TypeError, ValueError."""
     return StepNumbers(*(float.fromhex(record["exact"][key]) for key in ("loss", "grad_norm")))
-
-
-def at_precision(trainer: Trainer, config: ReplayRun) -> Trainer:
-    """Return a trainer with the same weights that computes in the second precision."""
-    other: Trainer = Trainer(replace(config, precision=config.beside, compile=False), trainer.ctx)
-    with torch.no_grad():
-        for target, source in zip(other.shards, trainer.shards, strict=True):
-            target.parameter.copy_(source.parameter)
-    return other

@@ -177,13 +177,8 @@ class Profiler(Observer):
             raise UserError(f"profile=true: cannot write {self.path} ({error}); free some space") from error
         count = f"{steps} steps" if steps > 1 else "1 step"
         self.reporter.note(f"profile of {count}: {self.path} (open it at https://ui.perfetto.dev)")
-        for line in table(tracer, steps):
-            self.reporter.note(line)
-
-
-def table(tracer: profile, steps: int) -> list[str]:
-    """Return the phases with their milliseconds a step on the host, the longest first."""
-    events = [event for event in tracer.key_averages() if event.key.startswith(MARK)]
-    total = {event.key: event.cpu_time_total / 1000 / steps for event in events}
-    longest = sorted(total, key=lambda key: -total[key])
-    return [f"  {key.removeprefix(MARK):<12} {total[key]:10.2f} ms a step" for key in longest]
+        # milliseconds a step on the host
+        events = [event for event in tracer.key_averages() if event.key.startswith(MARK)]
+        total = {event.key: event.cpu_time_total / 1000 / steps for event in events}
+        for key in sorted(total, key=lambda key: -total[key]):
+            self.reporter.note(f"  {key.removeprefix(MARK):<12} {total[key]:10.2f} ms a step")

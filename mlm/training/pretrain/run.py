@@ -209,17 +209,6 @@ def prepare_directory(config: PretrainConfig, out: Path) -> None:
             tokenizer.save(out)
 
 
-def data_line(trainer: Trainer, samples: Dataset) -> str:
-    """Name of each corpus, its share of a blend, and the passes over it in train.steps."""
-    sources = trainer.history[-1].sources
-    return ", ".join(
-        source.name
-        + (f" {source.weight:.2%}" if sources[1:] else "")
-        + ("" if epochs is None else f" ({epochs:,.1f} epochs)")
-        for source, epochs in zip(sources, epochs_of(samples), strict=True)
-    )
-
-
 def epochs_of(samples: Dataset) -> list[float | None]:
     """Passes over each part of a blend, or over the one corpus; None of what is no corpus."""
     parts = samples.datasets if isinstance(samples, BlendedDataset) else [samples]
@@ -245,6 +234,13 @@ def header(trainer: Trainer, out: Path, peak: DevicePeak | None, samples: Datase
     if batch.ramp_batch is not None:
         start, _, until = batch.ramp_batch
         ramp = f", from {start} samples on until {until:,} are read"
+    sources = trainer.history[-1].sources if trainer.history else ()
+    corpora = [
+        source.name
+        + (f" {source.weight:.2%}" if sources[1:] else "")
+        + ("" if epochs is None else f" ({epochs:,.1f} epochs)")
+        for source, epochs in (zip(sources, epochs_of(samples), strict=True) if sources else ())
+    ]
     return [
         run_row(config.name, out),
         model_row(trainer),
@@ -254,7 +250,7 @@ def header(trainer: Trainer, out: Path, peak: DevicePeak | None, samples: Datase
             f"{batch.global_batch_size} × {config.data.seq_length} tokens in micro-batches of "
             f"{batch.micro_batch_size}{ramp}",
         ),
-        *([("data", data_line(trainer, samples))] if trainer.history else []),
+        *([("data", ", ".join(corpora))] if corpora else []),
         ("precision", config.precision.dtype),
         ("peak", f"{peak.label} TFLOP/s" if peak else "unknown: set dist.peak_tflops for MFU"),
         ("out", str(out)),

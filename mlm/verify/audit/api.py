@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 
@@ -55,17 +54,14 @@ def audit(
         with child_run(words, log) as process:
             process.wait()
         if out.exists():
-            return outcome_of(json.loads(out.read_text())["layouts"][0])
+            fields = json.loads(out.read_text())["layouts"][0]
+            if found := fields["finding"]:  # where infinity is null
+                size = math.inf if found["size"] is None else found["size"]
+                fields["finding"] = Finding(**found | {"size": size})
+            return Outcome(**fields | {"skipped": tuple(fields["skipped"])})
         line = log.read_text(errors="replace").rstrip().rpartition("\n")[2].removeprefix("mlm audit: ")
     kind = UserError if process.returncode == UserError.exit_code else CheckFailedError
     raise kind(line or f"the audit of {name} ended with {process.returncode}")
-
-
-def outcome_of(fields: dict[str, Any]) -> Outcome:
-    """Read an outcome back from a report's JSON, where infinity is null."""
-    found = fields["finding"]
-    finding = found and Finding(**found | {"size": math.inf if found["size"] is None else found["size"]})
-    return Outcome(**fields | {"finding": finding, "skipped": tuple(fields["skipped"])})
 
 
 def preflight(config: AuditConfig) -> list[Problem]:

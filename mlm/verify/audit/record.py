@@ -243,7 +243,9 @@ class Recorder(TorchDispatchMode):
             return
         call, self.calls[name] = self.calls[name], self.calls[name] + 1
         tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-        activations = (t for t in tensors if t.is_floating_point() and t.ndim and not _is_weight(t))
+        floats = (t for t in tensors if t.is_floating_point() and t.ndim)
+        # a leaf is a parameter that a module returns, as Megatron's layers do with biases
+        activations = (t for t in floats if not (t.is_leaf and t.requires_grad))
         for item, tensor in enumerate(activations):
             self._keep("output", name, tensor, call, item)
             if tensor.requires_grad:
@@ -297,11 +299,6 @@ class Recorder(TorchDispatchMode):
             name = self.where[-1] if self.where else ""
             self.record.masks.append((name, digest(x), digest(mask)))
         return x * mask
-
-
-def _is_weight(tensor: Tensor) -> bool:
-    """True for a parameter that a module returns, as Megatron's layers do with biases."""
-    return tensor.is_leaf and tensor.requires_grad
 
 
 def local(tensor: Tensor) -> Tensor:
