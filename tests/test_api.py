@@ -45,8 +45,8 @@ SURFACE = {
     "Model": "(trained, ctx, tokenizer=None)",
     "Model.chat": "(self, messages, *, tools=None, chat_template=None, stop=(), **options)",
     "Model.generate": (
-        "(self, prompt, *, max_new_tokens=128, min_new_tokens=0, temperature=0.8, top_k=0, top_p=1.0, "
-        "repetition_penalty=1.0, stop=(), special_tokens=False, seed=1234, batch_size=8)"
+        "(self, prompt, *, max_new_tokens=128, min_new_tokens=0, temperature=None, top_k=None, top_p=None, "
+        "repetition_penalty=None, stop=(), special_tokens=False, seed=1234, batch_size=8)"
     ),
     "Model.logits": "(self, tokens)",
     "Model.predict": "(self, texts, *, batch_size=8)",

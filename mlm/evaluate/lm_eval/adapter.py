@@ -91,7 +91,7 @@ class MlmLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context: the beginning that files declare, else the end, as `hf`."""
+        """The token before a text without context: the declared beginning, else the end, as `hf` takes it."""
         return self.eot_token_id if self._bos is None else self._bos
 
     @property

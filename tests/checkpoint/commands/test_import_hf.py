@@ -161,7 +161,7 @@ class TestCheckpoint:
     def test_it_is_a_function_of_the_source(self, folder: Path, tmp_path: Path) -> None:
         runs = [import_model(folder, tmp_path / name, verify=False) for name in ("one", "two")]
         files = sorted(p.relative_to(runs[0]) for p in runs[0].rglob("*") if p.is_file())
-        assert len(files) == 5
+        assert len(files) == 7
         for file in files:
             assert (runs[0] / file).read_bytes() == (runs[1] / file).read_bytes(), file
 

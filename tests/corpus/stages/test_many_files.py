@@ -73,7 +73,13 @@ def test_a_worker_receives_the_shards_of_its_task_alone(tmp_path: Path) -> None:
     source = many_files(tmp_path / "text", 12)
     inputs = [Input(path.name, str(path), 100, "", None, (1, 2)) for path in sorted(source.iterdir())]
     ranges = split_inputs(inputs, 1 << 23)
-    made_of = {"tokenizer": "sha256:0", "evaluation_texts": None, "split": [1, 0, 0]}
+    made_of = {
+        "tokenizer": "sha256:0",
+        "evaluation_texts": None,
+        "split": [1, 0, 0],
+        "eod_id": 0,
+        "bos_id": None,
+    }
     whole = plan.make_plan(plain(source), tmp_path, ranges, (0, 5, 11, 12), made_of)
     assert whole.shards == {0: ranges[:5], 1: ranges[5:11], 2: ranges[11:]}
     assert whole.of_task(1).shards == {1: ranges[5:11]}
