@@ -13,16 +13,18 @@ from mlm.checkpoint.commands.config import ImportHFConfig
 from mlm.checkpoint.commands.conversion_sources import huggingface_source
 from mlm.checkpoint.commands.conversion_targets import tensor_bytes, write_native
 from mlm.checkpoint.commands.hf_verify import NOT_COMPARED, compare_logits, extra_problems
+from mlm.checkpoint.commands.model_card import CARD
 from mlm.checkpoint.commands.result import model_columns, show_table
-from mlm.checkpoint.huggingface.folder import HFModel, read_model
+from mlm.checkpoint.huggingface.folder import OTHER_WEIGHTS, SMALL_FILES, HFModel, read_model
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.config.fields import Role, path_argument
 from mlm.data.files_present import HUB_NAME
+from mlm.data.tokenizer_settings import SETTINGS, read_config
 from mlm.inference.hf_source import commit_of, describe_source, fetch
 from mlm.training.run_folder import new_folder, out_problems
 from mlm.training.state import CHECKPOINTS
 from mlm.util.errors import ConfigError, UserError, attempt
-from mlm.util.terminal import progress_bar
+from mlm.util.terminal import one_line, progress_bar
 
 
 def preflight(config: ImportHFConfig) -> list[str]:
@@ -92,7 +94,17 @@ def convert(config: ImportHFConfig) -> tuple[HFModel, list[str], str, str]:
         with progress_bar(f"writing {out}", count, in_bytes=True) as advance:
             path = write_native(source, run, origin, advance)
         line = str(compare_logits(folder, run)) if config.verify else NOT_COMPARED
-    return model, list(source.notes), line, f"written to {out / CHECKPOINTS / path.name}"
+    return model, [*source.notes, *not_carried(model)], line, f"written to {out / CHECKPOINTS / path.name}"
+
+
+def not_carried(model: HFModel) -> list[str]:
+    """Return a note on what the folder holds that no export of the run will hold."""
+    known = {*SMALL_FILES, *model.files, CARD}
+    names = sorted(path.name for path in model.folder.iterdir() if path.is_file() and path.name not in known)
+    others = [name for name in names if not name.startswith(".") and not name.endswith(OTHER_WEIGHTS)]
+    others += [f"auto_map of {SETTINGS}"] * ("auto_map" in read_config(model.folder / SETTINGS))
+    more = f" and {len(others) - 5} more" * (len(others) > 5)
+    return [f"not carried: {', '.join(map(one_line, others[:5]))}{more}"] if others else []
 
 
 def locate(config: ImportHFConfig) -> tuple[Path, str | None]:

@@ -84,6 +84,19 @@ def test_an_export_declares_what_the_import_did(folders: dict[str, Path]) -> Non
     assert yaml.safe_load(CARD.split("---\n")[1]).items() <= yaml.safe_load(metadata).items()
 
 
+def test_what_is_not_carried_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_declared(tmp_path / "source", "qwen")
+    for name in ("LICENSE", "modeling_tiny.py", "pytorch_model.bin", ".gitattributes"):
+        (source / name).write_text("")
+    settings = read(source / "tokenizer_config.json") | {"auto_map": {"AutoTokenizer": "tiny.Tiny"}}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert main(["import", "hf", f"source={source}", f"out={tmp_path / 'run'}", "verify=false"]) == 0
+    assert (
+        "not carried: LICENSE, modeling_tiny.py, auto_map of tokenizer_config.json\n"
+        in capsys.readouterr().out
+    )
+
+
 @pytest.mark.parametrize("place", ["source", "run"])
 def test_texts_go_on_as_in_transformers(folders: dict[str, Path], place: str) -> None:
     """After its own first token, with its penalty, up to any of its ends; greedy, to compare."""
