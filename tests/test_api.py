@@ -592,6 +592,7 @@ def test_half_a_surrogate_pair_is_named(folder: Path) -> None:
         mlm.load(folder).score(["\ud800"])
 
 
+@pytest.mark.slow
 def test_groups_are_destroyed_as_the_program_ends(tmp_path: Path) -> None:
     """Threads of gloo that outlive it abort it now and then: exit code 134."""
     program = tmp_path / "program.py"

@@ -26,9 +26,14 @@ from mlm.data.indexed import IndexedWriter, token_dtype
 from mlm.evaluate.lm_eval import main as lm_eval
 from tests.checkpoint.commands.hf_models import TEXT, add_tokenizer, import_model, make_model
 from tests.pages import ROOT, SHELL, Block, blocks, pages
+from tests.slow import slow
 
 PAGES = pages()
 BLOCKS = [block for page, text in PAGES.items() for block in blocks(text, page)]
+QUICK_BLOCKS = [
+    block if block.page == "README.md" or number % 3 == 0 else slow(block)
+    for number, block in enumerate(BLOCKS)
+]
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 FILE_NAME = re.compile(r"# (?P<path>[\w./]+\.(?:py|yaml))(?:, for `(?P<command>[^`]+)`)?$")
 """The first line of a block that shows a file, or the one after Hydra's header."""
@@ -260,7 +265,7 @@ def check_block(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
     check(block, capsys)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("block", QUICK_BLOCKS, ids=str)
 def test_a_block_is_checked_or_marked(
     block: Block, desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ from tests.corpus.texts import (
     words,
     write_jsonl,
 )
+from tests.slow import thinned
 
 END = "<|endoftext|>"
 
@@ -102,7 +103,7 @@ def test_file_rewritten_while_it_is_read_is_noticed(
     assert documents(tmp_path / "out/train")[:2] == [f"one{END}", f"two{END}"]
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.bz2"])
+@pytest.mark.parametrize("name", thinned(["a.txt", "a.txt.bz2"], 2))
 @pytest.mark.parametrize("between", ["\n\n", "\n", " "])
 def test_one_text_file_builds(tmp_path: Path, name: str, between: str) -> None:
     """Consecutive parts make it up, split where a paragraph, a line or a word ends."""

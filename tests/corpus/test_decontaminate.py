@@ -159,7 +159,7 @@ def test_ngrams_found_are_those_of_a_plain_search(
     assert found == found_plainly(text, texts, ngram, min_ngram)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(st.text() | TEXTS)
 def test_spans_are_where_the_words_stand(text: str) -> None:
     begin, end = spans(text)

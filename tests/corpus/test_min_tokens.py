@@ -6,11 +6,12 @@ from mlm.config.cli.compose import load_config
 from mlm.corpus.build import print_split_of_one_text, with_min_tokens
 from mlm.corpus.config import DataBuildConfig
 from mlm.util.terminal import console
+from tests.slow import thinned
 
 
 @pytest.mark.parametrize(
     "typed, of_documents, of_one_text",
-    [([], 128, None), (["128"], 128, 128), (["5"], 5, 5), (["null"], None, None)],
+    thinned([([], 128, None), (["128"], 128, 128), (["5"], 5, 5), (["null"], None, None)], 2),
 )
 @pytest.mark.parametrize("recipe", ["v1", "gopher"])
 def test_typed_min_tokens_holds_for_one_text_and_the_default_is_off(

@@ -77,6 +77,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_multiply_with_a_document(tmp_path: Path) -> None:
     """A 4 MB document takes less than 100 MB beside what a small one takes; at once it took some 450."""
     text = " ".join(words(random.Random(0), 4000)) + "\n"

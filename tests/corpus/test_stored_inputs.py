@@ -11,6 +11,7 @@ from mlm.corpus.build import run_build
 from mlm.corpus.read.finding import search
 from mlm.util.errors import UserError
 from tests.corpus.texts import plain, quiet, write_jsonl
+from tests.slow import slow_but
 from tests.stores import BUCKET, Store, serve
 
 TEXTS = ["the cat sat", "é on the mat", "a hat", "the rat", "sat in the hat", "that cat"]
@@ -38,7 +39,7 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("part", ["", "/more", "/train.jsonl"])
+@pytest.mark.parametrize("part", slow_but({1}, ["", "/more", "/train.jsonl"]))
 def test_a_build_from_a_store_equals_one_from_a_disk(store: Store, source: Path, part: str) -> None:
     url = store.upload(source, f"{BUCKET}/text")
     config = plain(source)

@@ -7,6 +7,7 @@ import pytest
 from mlm.config.cli.compose import load_config
 from mlm.data.blend_checks import corpus_names, parse_entry
 from mlm.training.checks import check_pretrain
+from tests.slow import thinned
 
 
 @pytest.fixture(autouse=True)
@@ -34,20 +35,26 @@ def test_a_sound_blend_has_no_problem(blend: str) -> None:
 
 @pytest.mark.parametrize(
     "blend, said",
-    [
-        ("[0.3 nowhere,0.7 b]", "'0.3 nowhere': no folder nowhere, no pair nowhere.bin/.idx; write one"),
-        ("[1 half,1 b]", "'1 half': half/train.bin: not there; write one"),
-        ("[1 x.bin,1 b]", "'1 x.bin': give the prefix of .bin and .idx, which is x"),
-        ("[0 a,1 b]", "'0 a' has the weight 0, which must be above 0 and finite; leave the entry out"),
-        ("[-1 a,1 b]", "'-1 a' has the weight -1, which must be above 0 and finite; write data.blend="),
-        ("[nan a,1 b]", "'nan a' has the weight nan, which must be above 0"),
-        ("[inf a,1 b]", "'inf a' has the weight inf, which must be above 0"),
-        ("[1 a,b]", "'b' has no weight and others have one; give it one, or leave all out"),
-        ("['0.5',1 b]", "'0.5' names no corpus; write data.blend=[0.3 corpora/wiki,0.7 corpora/web]"),
-        ("[1 a,2 ./a]", "'1 a' and '2 ./a' are the same corpus; name it once, with the sum of the weights"),
-        ("[1 a,2 link]", "'1 a' and '2 link' are the same corpus"),
-        ("[1 a,2 a/train]", "'1 a' and '2 a/train' are the same corpus"),
-    ],
+    thinned(
+        [
+            ("[0.3 nowhere,0.7 b]", "'0.3 nowhere': no folder nowhere, no pair nowhere.bin/.idx; write one"),
+            ("[1 half,1 b]", "'1 half': half/train.bin: not there; write one"),
+            ("[1 x.bin,1 b]", "'1 x.bin': give the prefix of .bin and .idx, which is x"),
+            ("[0 a,1 b]", "'0 a' has the weight 0, which must be above 0 and finite; leave the entry out"),
+            ("[-1 a,1 b]", "'-1 a' has the weight -1, which must be above 0 and finite; write data.blend="),
+            ("[nan a,1 b]", "'nan a' has the weight nan, which must be above 0"),
+            ("[inf a,1 b]", "'inf a' has the weight inf, which must be above 0"),
+            ("[1 a,b]", "'b' has no weight and others have one; give it one, or leave all out"),
+            ("['0.5',1 b]", "'0.5' names no corpus; write data.blend=[0.3 corpora/wiki,0.7 corpora/web]"),
+            (
+                "[1 a,2 ./a]",
+                "'1 a' and '2 ./a' are the same corpus; name it once, with the sum of the weights",
+            ),
+            ("[1 a,2 link]", "'1 a' and '2 link' are the same corpus"),
+            ("[1 a,2 a/train]", "'1 a' and '2 a/train' are the same corpus"),
+        ],
+        2,
+    ),
 )
 def test_a_problem_names_entry_and_remedy(blend: str, said: str) -> None:
     (problem,) = problems(blend)

@@ -33,6 +33,7 @@ print(letters >> 20, peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_one_message_said_many_times_is_held_once(tmp_path: Path) -> None:
     """24 rows, a batch, that say the same 16 MB: 384 MB of text."""
     path = tmp_path / "a.parquet"

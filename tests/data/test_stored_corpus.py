@@ -22,6 +22,7 @@ from mlm.util.errors import UserError
 from mlm.util.files import sampled_digest
 from mlm.util.object_store import CONCURRENT
 from tests.data.corpora import write_corpus
+from tests.slow import thinned
 from tests.stores import BUCKET, Store, serve
 
 LIMIT = 1 << 30
@@ -82,7 +83,7 @@ def test_samples_and_windows_are_those_of_the_file(
     np.testing.assert_array_equal(*windows)
 
 
-@pytest.mark.parametrize("whole", [1 << 26, 1 << 10])
+@pytest.mark.parametrize("whole", thinned([1 << 26, 1 << 10], 2))
 def test_the_digest_is_that_of_the_file(
     store: Store, local: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: int
 ) -> None:
@@ -129,6 +130,7 @@ def test_what_is_kept_stays_below_the_limit(store: Store, local: IndexedDataset,
     assert 10 * BLOCK < most <= limit
 
 
+@pytest.mark.slow
 def test_another_state_of_the_corpus_has_a_copy_of_its_own(
     store: Store, local: IndexedDataset, tmp_path: Path
 ) -> None:
@@ -145,6 +147,7 @@ def test_another_state_of_the_corpus_has_a_copy_of_its_own(
     np.testing.assert_array_equal(after.tokens[:], other.tokens)
 
 
+@pytest.mark.slow
 def test_training_does_not_wait_for_a_slow_store_once_warm(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,6 +113,7 @@ def evaluate(model: Any, folder: Path, **arguments: Any) -> tuple[dict[str, floa
     return numbers, answers
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_the_hf_model(folder: Path) -> None:
     """Texts of 2 to 100 tokens for a model that reads 48; float32 sums in another order."""
     pytest.importorskip("accelerate", reason="lm-eval's own hf model needs it: pip install 'lm-eval[hf]'")

@@ -53,7 +53,7 @@ def adapting(folder: Path, **changes: Any) -> FinetuneConfig:
     return replace(chatting(folder), **{"lora": LORA} | changes)
 
 
-@pytest.mark.parametrize("layout", slow_but({2, 3, 4}, LAYOUTS))
+@pytest.mark.parametrize("layout", slow_but({2, 3}, LAYOUTS))
 def test_a_run_with_adapters_is_the_same_at_every_layout(folder: Path, tmp_path: Path, layout: str) -> None:
     parallel = LAYOUTS[layout]
     config = adapting(folder, parallel=parallel, out=str(tmp_path / "out"))
@@ -130,6 +130,7 @@ def test_in_bfloat16_the_base_has_no_float32_copy(folder: Path) -> None:
     assert not made.casts.reads  # of which float32 parameters would have copies in bfloat16
 
 
+@pytest.mark.slow
 def test_pretraining_with_adapters_is_the_same_over_context_ranks(folder: Path, tmp_path: Path) -> None:
     pretrain_run.run(pretraining(folder, tmp_path / "alone"), ParallelContext())
     parallel = ParallelConfig(tp=2, cp=2, sequence_parallel=True)

@@ -72,6 +72,7 @@ def test_a_task_type_named_by_import_path_finetunes_and_evaluates(folder: Path) 
     assert entry["metrics"] == result["scores"]["validation"]
 
 
+@pytest.mark.slow
 def test_a_saved_type_of_task_is_not_imported_unless_typed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,7 @@ class TestBest:
         assert set(checkpoints(tmp_path / "best/checkpoints")) == {2}
         assert set(checkpoints(tmp_path / "checkpoints")) == {STEPS}
 
+    @pytest.mark.slow
     def test_holds_the_weights_of_its_step_and_nothing_of_the_optimizer(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -67,6 +67,7 @@ class TestSeeds:
         assert len({tuple(losses(tmp_path / f"seed-{seed}")) for seed in (5, 6, 7)}) == 3
         assert "median" in capsys.readouterr().out
 
+    @pytest.mark.slow
     def test_continues_with_the_seed_that_is_not_done(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -131,6 +132,7 @@ def test_a_task_of_ones_own_by_csv_on_the_command_line(
     assert "is finished" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_sweep_has_a_folder_for_each_job(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from mlm.finetune.span import SPAN, null_odds, score_span
 from mlm.finetune.task_type import Candidate, Prediction, check_installed, task_type
 from mlm.util.errors import UserError
 from tests.finetune.material import SQUAD, pairs, sentence, shipped, split_of
+from tests.slow import slow_but
 
 LABELS = [1, 1, 1, 1, 0, 0, 0, 1]
 VALUES = [1, 1, 0, 1, 1, 0, 0, 1]  # 4 true positives, 1 false, 1 missed, 2 true negatives
@@ -213,7 +214,7 @@ def test_the_best_threshold_is_the_one_that_a_search_finds(tmp_path: Path) -> No
 # ----- standard errors
 
 
-@pytest.mark.parametrize("name", ["f1", "macro_f1", "accuracy_f1", "matthews"])
+@pytest.mark.parametrize("name", slow_but({3}, ["f1", "macro_f1", "accuracy_f1", "matthews"]))
 def test_the_error_of_a_score_is_the_spread_over_other_samples(name: str) -> None:
     """300 splits of 400 rows drawn from one population: the error is what their scores deviate by."""
     generator = np.random.default_rng(0)

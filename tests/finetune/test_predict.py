@@ -104,6 +104,7 @@ def test_answers_are_those_of_transformers_after_an_export(folder: Path, tmp_pat
         assert answer["probabilities"] == pytest.approx(dict(zip(names, shares, strict=True)), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_an_exported_classifier_predicts_alike(folder: Path, tmp_path: Path) -> None:
     """As a folder of transformers, and as its import, which both know the labels."""
     mlm.export_hf(folder / "out-classification", tmp_path / "hf")
@@ -121,7 +122,7 @@ def predicted(ctx: ParallelContext, run: Path, rows: list[Any]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"dp": 2}], ids=str)
+@pytest.mark.parametrize("layout", slow_but({0}, [{"tp": 2}, {"pp": 2}, {"dp": 2}]), ids=str)
 def test_answers_are_equal_on_every_rank_and_layout(folder: Path, layout: dict[str, int]) -> None:
     run, rows = folder / "out-classification", [*PAIRS, PAIRS[1]]
     want = mlm.load(run, precision="fp64", device="cpu").predict(rows)
@@ -204,7 +205,7 @@ class TestBest:
         ours, theirs = (mlm.load(path, device="cpu").predict(PAIRS) for path in (run, last))
         assert ours != theirs
 
-    @pytest.mark.parametrize("command", ["export hf", "reshard", "ckpt inspect"])
+    @pytest.mark.parametrize("command", slow_but({1}, ["export hf", "reshard", "ckpt inspect"]))
     def test_each_command_takes_it_and_says_so(
         self, paths: tuple[Path, Path, Path], tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -30,6 +30,7 @@ from tests.finetune.chats import POSITIONS, write_llama
 from tests.finetune.material import WORDS, shipped, write_rows
 from tests.finetune.runs import finetuning, losses, read, records, weights
 from tests.ranks import command, run_on_ranks
+from tests.slow import slow_but
 
 LAYOUTS = {
     "tp2-sp": ParallelConfig(tp=2, sequence_parallel=True),
@@ -115,7 +116,7 @@ def test_orpo_of_nearly_certain_answers_is_that_of_float64() -> None:
     assert likelihoods.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo"])
+@pytest.mark.parametrize("loss", slow_but({0}, ["dpo", "ipo"]))
 def test_losses_and_gradients_equal_those_of_trl(folder: Path, tmp_path: Path, loss: str) -> None:
     datasets, transformers, trl = (pytest.importorskip(name) for name in ("datasets", "transformers", "trl"))
     parts, mine, _ = our_gradients(folder, loss=loss, beta=0.3)
@@ -190,7 +191,7 @@ def test_kl_is_the_mean_of_log_ratios_over_both_answers() -> None:
     assert parts["kl"].tolist() == [(-1 + 1) / 2, (1 - 0.5) / 2]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but({2}, LAYOUTS))
 def test_a_run_is_the_same_at_every_layout(folder: Path, tmp_path: Path, layout: str) -> None:
     parallel = LAYOUTS[layout]
     config = preferring(folder, parallel=parallel, out=str(tmp_path / "out"))

@@ -99,6 +99,7 @@ def reference(w: dict[str, Tensor], path: Path) -> tuple[float, float, dict[str,
     return loss / len(right), sum(right) / len(right), letters
 
 
+@pytest.mark.slow
 def test_race_is_scored_and_trained_as_the_protocol_says(tmp_path: Path) -> None:
     """The steps are too small to change a weight: their losses are those of the weights that are saved."""
     write_model(tmp_path / "bert")

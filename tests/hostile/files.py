@@ -1,7 +1,7 @@
 """Hostile files: pickles that leave a marker when loaded, and files made to fill memory or time.
 
-`python -m tests.hostile.files FOLDER` reads the latter, each in a process of its own under limits, and prints
-a JSON object: case → "refused: …", "read" or what else became of it.
+`python -m tests.hostile.files FOLDER [CASE …]` reads the latter, each in a process of its own under limits,
+and prints a JSON object: case → "refused: …", "read" or what else became of it.
 """
 
 import io
@@ -260,9 +260,10 @@ def outcome(content: Callable[[Path], object] | bytes, read: Callable[[Path], ob
     return "read"
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, cases: list[str]) -> None:
     results = {}
-    for number, (case, (name, content, read)) in enumerate(CASES.items()):
+    for number, case in enumerate(cases):
+        name, content, read = CASES[case]
         report = folder / f"{number}.txt"
         child = os.fork()
         if child == 0:
@@ -275,4 +276,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:] or list(CASES))

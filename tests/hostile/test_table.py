@@ -38,6 +38,7 @@ from mlm.util.errors import CorruptFileError, UserError, escape_controls
 from tests.checkpoint.native.helpers import edit_manifest, save
 from tests.hostile.files import one_in_four
 from tests.hostile.table import COUNTERS, FOLDERS, MANIFESTS, SETTINGS
+from tests.slow import thinned
 
 MODEL = ModelConfig(
     num_layers=1,
@@ -158,7 +159,7 @@ def test_the_sound_ones_are_read(sound: Path, trainer: Trainer, folder: Path) ->
     assert checkpoint_problems(str(folder), ParallelConfig()) == []
 
 
-@pytest.mark.parametrize("case", MANIFESTS)
+@pytest.mark.parametrize("case", thinned(MANIFESTS, 4))
 def test_a_manifest_that_was_signed_again_is_no_manifest(
     mine: Path, capfd: pytest.CaptureFixture[str], case: str
 ) -> None:
@@ -182,7 +183,7 @@ def test_no_model_is_built_of_settings_that_are_not_of_the_tensors(
     assert "\x1b" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("case", COUNTERS)
+@pytest.mark.parametrize("case", thinned(COUNTERS, 3))
 def test_no_run_resumes_with_counters_of_no_run(
     mine: Path, trainer: Trainer, capfd: pytest.CaptureFixture[str], case: str
 ) -> None:

@@ -74,6 +74,7 @@ def test_all_replicas_end_with_the_reader_of_the_first(folder: Path) -> None:
     assert run_on_ranks(read_until_closed, folder / "mixtral", **SIZES) == [3, 3]
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_one_process(folder: Path) -> None:
     """WikiText-103 and LAMBADA by all protocols; one sequence a micro-batch, so that some ranks have none."""
     found = []

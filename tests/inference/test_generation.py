@@ -17,7 +17,7 @@ from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.util.errors import UserError
 from tests.checkpoint.commands.hf_models import SHAPE, make_model
 from tests.ranks import run_on_ranks
-from tests.slow import slow_but
+from tests.slow import slow_but, thinned
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
 DRAWN = Sampling(temperature=0.9, top_k=50, top_p=0.95, max_new_tokens=12, seed=3)
@@ -64,7 +64,7 @@ def theirs(model: GPT2LMHeadModel, prompt: list[int], count: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 8])
+@pytest.mark.parametrize("batch_size", thinned([1, 2, 8], 3))
 def test_greedy_continuations_equal_those_of_transformers(
     model: GPT2LMHeadModel, trained: Trained, batch_size: int
 ) -> None:
@@ -74,7 +74,7 @@ def test_greedy_continuations_equal_those_of_transformers(
 
 
 @pytest.mark.parametrize(("tp", "pp", "vp"), slow_but({0, 2}, [(2, 1, 1), (1, 1, 3), (2, 2, 1)]), ids=str)
-@pytest.mark.parametrize("options", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("options", slow_but({2}, [GREEDY, DRAWN]), ids=["greedy", "drawn"])
 def test_every_rank_of_every_layout_has_the_tokens_of_one_process(
     model: GPT2LMHeadModel, trained: Trained, tp: int, pp: int, vp: int, options: Sampling
 ) -> None:

@@ -19,6 +19,7 @@ from tests.inference.scored_texts import (
     random_requests,
 )
 from tests.ranks import run_on_ranks
+from tests.slow import thinned
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ DAMAGE: dict[str, Callable[[list[bytes]], list[bytes]]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("damage", thinned(DAMAGE, 2))
 def test_a_damaged_file_is_written_anew(reference: Reference, stopped: Path, damage: str) -> None:
     lines = DAMAGE[damage](stopped.read_bytes().splitlines())
     stopped.write_bytes(b"".join(line + b"\n" for line in lines))
@@ -122,6 +123,7 @@ def kept_on_rank(
     return found, told
 
 
+@pytest.mark.slow
 def test_every_rank_continues_from_what_the_first_one_reads(reference: Reference, stopped: Path) -> None:
     """At another layout than it was stopped at."""
     model, run = reference

@@ -22,7 +22,7 @@ from tests.inference.scored_texts import (
     random_requests,
 )
 from tests.ranks import run_on_ranks
-from tests.slow import slow_but
+from tests.slow import thinned
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,7 @@ def test_scores_are_those_of_transformers(reference: Reference, batch_size: int)
 
 @pytest.mark.parametrize(
     "layout, vp, batch_size",
-    slow_but(
-        {4, 7},
+    thinned(
         [
             ({"tp": 2}, 1, 7),
             ({"pp": 2}, 1, 1),
@@ -59,6 +58,7 @@ def test_scores_are_those_of_transformers(reference: Reference, batch_size: int)
             ({"pp": 3}, 1, 7),
             ({"pp": 2}, 2, 1),
         ],
+        6,
     ),
     ids=str,
 )

@@ -47,12 +47,13 @@ def lose_rank_1(axis: str, signal_name: str, folder: Path) -> tuple[int, list[di
     return code, [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "axis, rank, op, ranks",
     [
-        pytest.param("tp", 0, "all_reduce", "0, 1", marks=pytest.mark.slow),
-        pytest.param("dp", 3, "all_reduce", "1, 3", marks=pytest.mark.slow),
+        ("tp", 0, "all_reduce", "0, 1"),
+        ("dp", 3, "all_reduce", "1, 3"),
         ("pp", 3, "receive from rank 1", "1, 3"),
     ],
 )

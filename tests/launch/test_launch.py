@@ -37,6 +37,7 @@ def test_one_rank_runs_in_this_process(tmp_path: Path) -> None:
     assert (facts["pid"], facts["world_size"], facts["total"]) == (os.getpid(), 1, 1.0)
 
 
+@pytest.mark.slow
 def test_user_error_on_one_rank_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = launch_jobs.start("user_error", tmp_path)
     expected = "mlm: rank 1: data.path=nowhere is missing: build it with `mlm data build`\n"
@@ -50,6 +51,7 @@ def test_user_error_on_all_ranks_names_no_rank(tmp_path: Path, capfd: pytest.Cap
     assert (code, capfd.readouterr().err) == (2, expected)
 
 
+@pytest.mark.slow
 def test_crash_of_a_rank_shows_its_traceback_once_and_ends_the_rest(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,6 +114,7 @@ def test_name_of_this_host_matters_only_to_other_hosts(
     check_addresses(place(master, hosts=hosts), variables)
 
 
+@pytest.mark.slow
 def test_one_rank_runs_without_any_network(tmp_path: Path) -> None:
     command = [*ALONE_IN_A_NAMESPACE, "-m", "tests.launch.jobs", "facts", str(tmp_path), "1"]
     if subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode:

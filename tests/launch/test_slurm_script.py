@@ -80,6 +80,7 @@ def test_srun_ignores_the_signal_until_it_listens(cluster: Path) -> None:
     assert (cluster / "arguments").read_text().splitlines()[-1] == "ignored=True"
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_script_knows_its_step_is_handed_on(cluster: Path) -> None:
     assert run_until_time_is_out(cluster, leaves_with=3, early=True) == 3
 

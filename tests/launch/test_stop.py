@@ -19,6 +19,7 @@ from mlm.launch.stop import (
     note_stop_requests,
     stopping_at_once,
 )
+from tests.slow import thinned
 
 
 @pytest.fixture(autouse=True)
@@ -233,7 +234,7 @@ def test_an_interrupt_after_the_training_loop_is_not_noted() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("number", thinned([signal.SIGUSR1, signal.SIGHUP], 2))
 def test_a_request_repeated_while_the_command_ends_does_not_kill_it(number: signal.Signals) -> None:
     lines = (
         "import signal, sys",

@@ -24,6 +24,7 @@ def test_ctrl_c_lets_all_ranks_save(tmp_path: Path, start: Start) -> None:
     assert error == "mlm: Ctrl-C: finishing the step, then saving; Ctrl-C again stops at once\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to_launcher", [True, False])
 def test_a_signal_that_reaches_the_ranks_themselves_lets_all_save(
     to_launcher: bool, tmp_path: Path, start: Start
@@ -37,6 +38,7 @@ def test_a_signal_that_reaches_the_ranks_themselves_lets_all_save(
     assert (command.returncode, error.count("\n")) == (143, 1)
 
 
+@pytest.mark.slow
 def test_a_signal_to_every_process_ends_a_command_that_saves_nothing(tmp_path: Path, start: Start) -> None:
     command = start("wait", tmp_path, JOB_SAVES_NOTHING="1")
     for pid in [*(rank["pid"] for rank in told(tmp_path)), command.pid]:
@@ -72,6 +74,7 @@ def test_ctrl_c_stops_ranks_that_would_not_save(tmp_path: Path, start: Start) ->
     wait_gone(facts)
 
 
+@pytest.mark.slow
 def test_ranks_die_with_a_killed_command(tmp_path: Path, start: Start) -> None:
     command = start("wait", tmp_path)
     facts = told(tmp_path)
@@ -88,6 +91,7 @@ def test_torchrun_ranks_join(tmp_path: Path, start: Start) -> None:
     assert [rank["total"] for rank in told(tmp_path)] == [3.0, 3.0]
 
 
+@pytest.mark.slow
 def test_slurm_tasks_join_and_report_a_mistake_once(tmp_path: Path, start: Start) -> None:
     step = {
         "SLURM_JOB_ID": str(os.getpid()),

@@ -18,6 +18,7 @@ from mlm.parallel.compute_state import CachedHalfParams
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.random import init_parameters
 from tests.models.llama.test_parts import MODEL as LLAMA
+from tests.slow import slow_but
 
 S, B = 8, 2
 GPT = ModelConfig(
@@ -32,7 +33,7 @@ FAMILIES: dict[str, tuple[type[Transformer], ModelConfig]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but({4}, FAMILIES))
 def test_a_compiled_layer_is_one_graph(name: str) -> None:
     """Forward and backward, in half precision, with the same output as the layer has without a compiler."""
     family, config = FAMILIES[name]
@@ -50,7 +51,7 @@ def test_a_compiled_layer_is_one_graph(name: str) -> None:
     assert x.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but({3}, FAMILIES))
 def test_layers_that_read_cast_parameters_share_one_graph(name: str) -> None:
     """Also in a second step, when other values are in the same copies."""
     family, config = FAMILIES[name]

@@ -12,6 +12,7 @@ from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.random import init_parameters
 from tests.models.test_sequence_parallel import saved_bytes
 from tests.ranks import run_on_ranks
+from tests.slow import thinned
 
 S, B = 128, 1
 MODEL = ModelConfig(
@@ -27,7 +28,7 @@ MODEL = ModelConfig(
 LLAMA = replace(MODEL, kind="llama", activation="silu", options={"num_kv_heads": 2}, hidden_dropout=0.0)
 
 
-@pytest.mark.parametrize("model", [MODEL, LLAMA], ids=lambda model: model.kind)
+@pytest.mark.parametrize("model", thinned([MODEL, LLAMA], 2), ids=lambda model: model.kind)
 @pytest.mark.parametrize("cp", [2, 4])
 def test_activations_of_a_layer_fall_as_one_over_cp(cp: int, model: ModelConfig) -> None:
     """Bytes that autograd keeps of one layer: what a model of two keeps more than a model of one."""

@@ -8,6 +8,7 @@ import torch
 
 import mlm
 from mlm.config.cli.compose import load_config
+from mlm.config.cli.groups import parameters_of
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.models.llama.settings import LlamaSettings
@@ -119,13 +120,13 @@ def built(config: ModelConfig, tp: int, rank: int) -> tuple[int, int]:
     return sum(n for n, _ in sizes), copies
 
 
-@pytest.mark.parametrize("name", thinned(PRESETS, 3))
+@pytest.mark.parametrize("name", thinned(PRESETS, 10))
 def test_parameters_counted_from_two_layers_are_those_of_all(name: str) -> None:
     config = preset(name)
     assert built(config, 1, 0)[0] == config.num_parameters()
 
 
-@pytest.mark.parametrize("name", thinned(PRESETS, 8))
+@pytest.mark.parametrize("name", thinned(PRESETS, 30))
 def test_preset_splits_over_every_tp_that_its_papers_use(name: str) -> None:
     """The eight (or fewer) shards together hold each split parameter once and each replicated one each."""
     config = preset(name)
@@ -138,6 +139,13 @@ def test_preset_splits_over_every_tp_that_its_papers_use(name: str) -> None:
     totals = [built(config, tp, rank) for rank in range(tp)]
     replicated = totals[0][1]
     assert sum(total - copy for total, copy in totals) + replicated == config.num_parameters()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_size_in_the_help_of_a_preset_is_that_of_its_modules(name: str) -> None:
+    millions = preset(name).num_parameters() / 1e6
+    shown = f"{millions:.1f}M" if millions < 1000 else f"{millions / 1000:.1f}B"
+    assert parameters_of(FOLDER / f"{name}.yaml") == shown
 
 
 @pytest.mark.parametrize("name", sorted(OPENAI))

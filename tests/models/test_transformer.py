@@ -59,6 +59,7 @@ def test_every_norm_has_the_eps_of_the_model(norm: str) -> None:
         assert {module.eps for module in model.modules() if isinstance(module, LayerNorm)} == {0.25}
 
 
+@pytest.mark.slow
 def test_shapes_of_a_model_are_known_without_the_compiler() -> None:
     """Every rank and command that reads a model's folder would load it otherwise: seconds of its start."""
     code = (

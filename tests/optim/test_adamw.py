@@ -101,6 +101,7 @@ print(*sorted({"torch._dynamo", "torch.distributed.fsdp", "sympy"} & set(sys.mod
 """
 
 
+@pytest.mark.slow
 def test_training_imports_no_compiler_no_fsdp_and_no_sympy(tmp_path: Path) -> None:
     """Each would add to the start of every rank, as torch does where a gradient is passed to `backward`."""
     words = [sys.executable, "-c", TRAIN_STEP, str(tmp_path / "run")]

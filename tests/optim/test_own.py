@@ -23,6 +23,7 @@ from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.trainer import Trainer
 from mlm.util.errors import format_settings
 from tests.ranks import run_on_ranks
+from tests.slow import slow_but
 from tests.training.test_trainer import SEQ, VOCAB, config, steps_of
 
 IN_TORCH = sorted(
@@ -137,7 +138,7 @@ def one_process() -> dict[str, list[float]]:
     return run_on_ranks(losses, 0)[0]
 
 
-@pytest.mark.parametrize(("layout", "zero"), [({"tp": 2}, 0), ({"dp": 2}, 3)])
+@pytest.mark.parametrize(("layout", "zero"), slow_but({1}, [({"tp": 2}, 0), ({"dp": 2}, 3)]))
 def test_optimizers_of_torch_train_alike_at_each_layout(
     one_process: dict[str, list[float]], layout: dict[str, int], zero: int
 ) -> None:

@@ -13,6 +13,7 @@ from mlm.parallel.linear import linear
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_whole, shard_of
 from tests.ranks import run_on_ranks
+from tests.slow import thinned
 
 LAYOUTS = [(1, False), (2, False), (4, False), (1, True), (2, True), (4, True)]
 """(tp, sequence_parallel)"""
@@ -29,7 +30,9 @@ OVERLAPPED = [
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "deferred"])
-@pytest.mark.parametrize(("tp", "sequence", "parts"), [*((*each, 1) for each in LAYOUTS), *OVERLAPPED])
+@pytest.mark.parametrize(
+    ("tp", "sequence", "parts"), thinned([*((*each, 1) for each in LAYOUTS), *OVERLAPPED], 3)
+)
 def test_column_parallel_linear_matches_one_process(tp: int, sequence: bool, parts: int, later: bool) -> None:
     """y, dx, dW and db equal those of an unsplit nn.Linear with the same weights."""
     run_on_ranks(check_column_parallel_linear, sequence, parts, later, tp=tp)
@@ -69,7 +72,9 @@ def run_layer(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, dy: Te
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "deferred"])
-@pytest.mark.parametrize(("tp", "sequence", "parts"), [*((*each, 1) for each in LAYOUTS), *OVERLAPPED])
+@pytest.mark.parametrize(
+    ("tp", "sequence", "parts"), thinned([*((*each, 1) for each in LAYOUTS), *OVERLAPPED], 3)
+)
 def test_row_parallel_linear_matches_one_process(tp: int, sequence: bool, parts: int, later: bool) -> None:
     """y, dx, dW and db equal those of an unsplit nn.Linear with the same weights."""
     run_on_ranks(check_row_parallel_linear, sequence, parts, later, tp=tp)

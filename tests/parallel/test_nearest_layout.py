@@ -51,7 +51,7 @@ def typed(word: str) -> tuple[str, Any]:
 
 
 @pytest.mark.parametrize("rules", [TRAIN_RULES, RANK_RULES, SPLIT_RULES])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(layout=LAYOUTS, launch=LAUNCHES, data=st.data())
 def test_fixes_of_all_problems_together_leave_none(
     rules: Any, layout: dict[str, Any], launch: Launch, data: st.DataObject
@@ -76,7 +76,7 @@ def test_model_is_not_changed_to_suit_its_layout(layout: dict[str, Any], launch:
     assert not any(key.startswith("model.") for change in changed for key in change)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(layout=LAYOUTS, devices=st.none() | st.integers(1, 16), data=st.data())
 def test_fix_of_too_many_ranks_is_a_layout_that_fits_here(
     layout: dict[str, Any], devices: int | None, data: st.DataObject

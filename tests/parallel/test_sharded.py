@@ -23,7 +23,7 @@ from tests.parallel.sharded_rank import (
     samples_of,
 )
 from tests.ranks import run_on_ranks
-from tests.slow import thinned
+from tests.slow import slow_but, thinned
 
 LAYOUTS = [(1, 2, 2), (1, 2, 3), (2, 2, 2), (2, 2, 3), (1, 4, 2), (1, 4, 3)]
 
@@ -55,7 +55,7 @@ def tokens_and_labels(ctx: ParallelContext) -> tuple[Tensor, Tensor]:
     return sample[:, :-1], sample[:, 1:]
 
 
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", slow_but({1}, [2, 3]))
 def test_recomputed_layers_give_the_same_gradients(zero: int) -> None:
     run_on_ranks(check_steps, zero, "full", dp=2)
 

@@ -27,6 +27,7 @@ from tests.parallel.sharded_rank import (
     samples_of,
 )
 from tests.ranks import run_on_ranks
+from tests.slow import slow_but
 
 EVEN = replace(MODEL, hidden_size=64, vocab_size=64, max_positions=8)
 
@@ -84,7 +85,7 @@ def check_reductions_of_every_micro_batch(ctx: ParallelContext, zero: int) -> No
 
 
 @pytest.mark.parametrize("late_weights", [False, True])
-@pytest.mark.parametrize(("reduce", "parts"), [("last", 1), ("every", 4)])
+@pytest.mark.parametrize(("reduce", "parts"), slow_but({1}, [("last", 1), ("every", 4)]))
 def test_gradients_between_micro_batches_take_the_whole_or_its_share(
     reduce: ReduceWhen, parts: int, late_weights: bool
 ) -> None:

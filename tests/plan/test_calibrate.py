@@ -189,6 +189,7 @@ def test_a_measurement_that_waited_for_processors_is_rejected(monkeypatch: pytes
         measure(ctx, measurements, 0.1)
 
 
+@pytest.mark.slow
 def test_waiting_for_a_processor_is_counted() -> None:
     """Two busy threads on one processor: each waits while the other runs."""
     program = (

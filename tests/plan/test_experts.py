@@ -15,6 +15,7 @@ from mlm.plan.dry_run_rank import DryRun, dry_run
 from mlm.plan.layer_counts import counts_of
 from mlm.plan.layout import PlannedLayout, model_flops
 from mlm.plan.layouts import run, title
+from tests.slow import slow_but
 
 MICRO, BATCH = 2, 16
 
@@ -30,7 +31,7 @@ def dry(words: str) -> tuple[PlanDryRunConfig, PlannedLayout, DryRun]:
     return config, layout, dry_run(config, 0, in_full=True)
 
 
-@pytest.mark.parametrize("words", ["dp=4 ep=2", "tp=2 dp=4 ep=4"])
+@pytest.mark.parametrize("words", slow_but({0}, ["dp=4 ep=2", "tp=2 dp=4 ep=4"]))
 def test_exchanged_bytes_are_those_that_the_dry_run_counts(words: str) -> None:
     """Time of a link of 1 GB/s without latency, nothing hidden."""
     config, layout, found = dry(words)
@@ -50,6 +51,7 @@ def test_floating_point_operations_are_those_that_the_dry_run_counts() -> None:
     assert counted == model_flops(config.model, config.data.seq_length, BATCH) / layout.dp
 
 
+@pytest.mark.slow
 def test_layouts_are_searched_over_ep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["model=mixtral_8x7b", "hardware=dgx_h100", "gpus=64", "zero=2", "pipeline=1f1b", "show=3"]
     words += ["tp=4", "sequence_parallel=true", "train.micro_batch_size=1"]
@@ -62,6 +64,7 @@ def test_layouts_are_searched_over_ep(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"ep={best.ep}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_whole_experts_and_latent_attention_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["tp=2", "dp=2", "ep=4", "sequence_parallel=true", "expert_tp=1", "hardware=dgx_h100"]
     assert main(["plan", "memory", "model=moe_tiny", *words, "train.global_batch_size=16"]) == 0

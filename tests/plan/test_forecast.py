@@ -25,6 +25,7 @@ from mlm.tracking.summary import Predicted, compare_prediction
 from mlm.training.config import PretrainConfig
 from mlm.util.errors import UserError
 from tests.config.cli.test_presets import load_config
+from tests.slow import thinned
 
 A100 = preset("dgx_a100_80g")
 TINY = ["model=gpt2_tiny", "data=synthetic", "train.global_batch_size=8", "train.micro_batch_size=4"]
@@ -108,13 +109,16 @@ def test_failures_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("words", "ranks"),
-    [
-        ("", 1),
-        ("model=llama_demo data.seq_length=512 recompute=full", 2),
-        ("model=moe_demo train.micro_batch_size=1 tp=2 sequence_parallel=true", 4),
-        ("model=bert_tiny model.vocab_size=4096 pp=2 pipeline=gpipe train.micro_batch_size=1", 2),
-        ("model.attention_dropout=0.1 model.num_heads=16", 1),
-    ],
+    thinned(
+        [
+            ("", 1),
+            ("model=llama_demo data.seq_length=512 recompute=full", 2),
+            ("model=moe_demo train.micro_batch_size=1 tp=2 sequence_parallel=true", 4),
+            ("model=bert_tiny model.vocab_size=4096 pp=2 pipeline=gpipe train.micro_batch_size=1", 2),
+            ("model.attention_dropout=0.1 model.num_heads=16", 1),
+        ],
+        4,
+    ),
 )
 def test_small_runs_on_cpus_need_less_than_their_bound(
     words: str, ranks: int, monkeypatch: pytest.MonkeyPatch
@@ -134,6 +138,7 @@ def test_calibrated_machines_are_asked_for_times_too(monkeypatch: pytest.MonkeyP
     assert most_of_small(config, 1) == 0.0
 
 
+@pytest.mark.slow
 def test_adapters_and_split_sequences_have_a_forecast() -> None:
     """Of a trained weight 18 bytes are held, with gradient, moments and copy; of a frozen one 2."""
     whole, adapted = of_8b(8, "tp=8"), of_8b(8, "tp=8", "lora.rank=8")

@@ -14,9 +14,11 @@ from mlm.config.paths import CONFIG_DIR
 from mlm.plan.cost import PARTS
 from mlm.plan.hardware import PeakConfig, preset, preset_of_gpu
 from mlm.tracking.peak import table_peak
-from tests.slow import thinned
+from tests.slow import slow, thinned
 
 LAYOUTS = ["plan", "layouts", "model=gpt2_355m", "gpus=8", "cp=1"]
+OF_TP_2 = [*LAYOUTS, "tp=2"]
+"""Fewer ways to split a layer, each of which takes a pass to count."""
 MEMORY = ["plan", "memory", "model=gpt2_355m"]
 COMPARE = ["plan", "compare", "model=gpt2_355m", "tp2 dp4"]
 PART_KEYS = {f"{part}_s" for part in PARTS}
@@ -36,13 +38,10 @@ def test_tables_fit_a_hundred_columns(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     "line",
     [
-        "model=gpt2_tiny model.num_layers=6 model.hidden_dropout=0 optimizer.eps=1e-6 train.steps=7",
-        pytest.param(
-            "model=llama_tiny model.options.window=16 'model={num_layers: 4}' data.seq_length=64",
-            marks=pytest.mark.slow,
-        ),
+        slow("model=gpt2_tiny model.num_layers=6 model.hidden_dropout=0 optimizer.eps=1e-6 train.steps=7"),
+        slow("model=llama_tiny model.options.window=16 'model={num_layers: 4}' data.seq_length=64"),
         "model=gpt2_tiny model.num_layers=8 pp=8 name=deep precision=fp16 hardware=dgx_a100_80g",
-        "model=llama_tiny data.reset_attention=true data.seq_length=64 log.every=3",
+        slow("model=llama_tiny data.reset_attention=true data.seq_length=64 log.every=3"),
         "--config-dir=own model=mine out=plan.json tokens=1e9 price_per_gpu_hour=2 tp=2",
     ],
 )
@@ -75,7 +74,7 @@ def test_the_last_line_of_a_job_of_a_sweep_is_its_own(
 ) -> None:
     for layers in ("4", "6"):
         (tmp_path / f"model.num_layers={layers}").mkdir()
-    swept = ["-m", "model.num_layers=4,6", f"out={tmp_path}/plan.json"]
+    swept = ["-m", "model.num_layers=4,6", "tp=1", "cp=1", f"out={tmp_path}/plan.json"]
     assert main(["plan", "layouts", "model=gpt2_tiny", "gpus=2", "train.global_batch_size=4", *swept]) == 0
     found = re.findall(r"^mlm pretrain .*model.num_layers=(\S+)", capsys.readouterr().out, re.MULTILINE)
     assert found == ["4", "6"]
@@ -83,7 +82,7 @@ def test_the_last_line_of_a_job_of_a_sweep_is_its_own(
 
 def test_files_hold_what_is_printed(tmp_path: Path) -> None:
     for name in ("plan.json", "plan.csv"):
-        assert main([*LAYOUTS, f"out={tmp_path / name}"]) == 0
+        assert main([*OF_TP_2, f"out={tmp_path / name}"]) == 0
     layouts = json.loads((tmp_path / "plan.json").read_text())["layouts"]
     with open(tmp_path / "plan.csv", newline="") as f:
         rows = list(csv.DictReader(f))
@@ -91,7 +90,7 @@ def test_files_hold_what_is_printed(tmp_path: Path) -> None:
     assert [float(row["step_s"]) for row in rows] == [layout["step_s"] for layout in layouts]
     first = layouts[0]
     for name in ("plan.json", "plan.csv"):  # what mlm wrote is replaced
-        assert main([*LAYOUTS, f"out={tmp_path / name}"]) == 0
+        assert main([*OF_TP_2, f"out={tmp_path / name}"]) == 0
     parts = [name for name in first if name.endswith("_bytes") and name != "memory_bytes"]
     assert sum(first[name] for name in parts) == pytest.approx(first["memory_bytes"])
 
@@ -102,7 +101,7 @@ def test_goals_are_fronts_of_time_against_memory_and_gpu_hours(
     for goal, key in (("memory", "memory_bytes"), ("cost", "gpu_hours_per_billion")):
         out = tmp_path / f"{goal}.json"
         few = ["train.global_batch_size=16", "pipeline=1f1b", "zero=2", "sequence_parallel=false"]
-        assert main([*LAYOUTS, *few, f"goal={goal}", f"out={out}"]) == 0
+        assert main([*OF_TP_2, *few, f"goal={goal}", f"out={out}"]) == 0
         rows = json.loads(out.read_text())["layouts"]
         assert len(rows) > 1
         times = [row["step_s"] for row in rows]
@@ -179,7 +178,7 @@ def test_hardware_may_be_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "mine.yaml").write_text(
         yaml.safe_dump({**values, "name": "my, cluster: 'x'", "memory_gib": 40})
     )
-    assert main([*LAYOUTS, f"hardware={tmp_path / 'mine.yaml'}", "hardware.devices_per_node=4"]) == 0
+    assert main([*OF_TP_2, f"hardware={tmp_path / 'mine.yaml'}", "hardware.devices_per_node=4"]) == 0
     printed = capsys.readouterr().out
     assert "my, cluster: 'x'" in printed
     assert "40.0 GiB each" in printed
@@ -308,14 +307,17 @@ def test_half_a_hardware_file_names_what_is_missing(
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
-    [
-        ("memory_gbps", float("inf"), "hardware.memory_gbps=Infinity must be finite"),
-        ("memory_gbps", "1e400", "hardware.memory_gbps=Infinity must be finite"),
-        ("peak_tflops", {"bf16": float("inf")}, "hardware.peak_tflops.bf16=Infinity must be finite"),
-        ("peak_tflops", [312, 312], "has unknown keys: peak_tflops"),
-        ("name", "${oc.env:HOME}", "name: an interpolation (${…}) is not resolved here"),
-        ("name", "A100 \u202egpj.", "name: A100 \\u202egpj. holds characters that cannot be seen"),
-    ],
+    thinned(
+        [
+            ("memory_gbps", float("inf"), "hardware.memory_gbps=Infinity must be finite"),
+            ("memory_gbps", "1e400", "hardware.memory_gbps=Infinity must be finite"),
+            ("peak_tflops", {"bf16": float("inf")}, "hardware.peak_tflops.bf16=Infinity must be finite"),
+            ("peak_tflops", [312, 312], "has unknown keys: peak_tflops"),
+            ("name", "${oc.env:HOME}", "name: an interpolation (${…}) is not resolved here"),
+            ("name", "A100 \u202egpj.", "name: A100 \\u202egpj. holds characters that cannot be seen"),
+        ],
+        3,
+    ),
 )
 def test_hardware_that_cannot_be_is_one_line(
     key: str, value: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -327,6 +329,7 @@ def test_hardware_that_cannot_be_is_one_line(
     assert message in line
 
 
+@pytest.mark.slow
 def test_tp_across_nodes_is_worth_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["model=llama3_70b", "hardware=dgx_h100", "train.global_batch_size=16", "data.seq_length=8192"]
     for tp, crosses in ((16, True), (8, False)):

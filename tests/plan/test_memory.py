@@ -89,7 +89,7 @@ def test_pairs_in_flight_are_those_of_the_schedule(name: str, p: int, v: int, m:
     assert [in_flight(layout, rank) for rank in range(p)] == list(plan.peak_in_flight)
 
 
-@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("tp", thinned([1, 4], 2))
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_layer_keeps_what_autograd_saves(tp: int, dtype: Any) -> None:
     """Bytes of all that a real layer's graph keeps, parameters and their casts left out."""
@@ -148,7 +148,7 @@ def planned(words: str) -> tuple[PlanDryRunConfig, MemoryModel, PlannedLayout]:
     return config, MemoryModel(counts_of(config, "gpu")), layout
 
 
-@pytest.mark.parametrize("words", thinned(DRY_RUNS, 6))
+@pytest.mark.parametrize("words", thinned(DRY_RUNS, 12))
 def test_memory_is_what_a_dry_run_of_the_whole_rank_counts(words: str) -> None:
     """Parameters and state exactly; all of the peak within a twentieth, of a model whose layers are small."""
     config, memory, layout = planned(words)

@@ -31,12 +31,12 @@ def query(model: ModelConfig = SMALL, gpus: int = 8, batch: int = 32, seq: int =
 @pytest.mark.parametrize(
     ("model", "gpus", "batch", "fixed"),
     [
-        (SMALL, 1, 16, {}),
+        pytest.param(SMALL, 1, 16, {}, marks=pytest.mark.slow),
         pytest.param(SMALL, 4, 8, {}, marks=pytest.mark.slow),
-        (SMALL, 8, 32, {"cp": 1}),
+        pytest.param(SMALL, 8, 32, {"cp": 1}, marks=pytest.mark.slow),
         (SMALL, 12, 24, {"pp": 3, "cp": 1}),
         pytest.param(LARGE, 8, 8, {}, marks=pytest.mark.slow),
-        (LARGE, 16, 16, {"zero": 0}),
+        pytest.param(LARGE, 16, 16, {"zero": 0}, marks=pytest.mark.slow),
     ],
 )
 def test_best_layouts_equal_those_of_brute_force(

@@ -28,6 +28,7 @@ def test_rank_correlation_is_that_of_the_orders() -> None:
     assert spearman([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]) == pytest.approx(0.8)
 
 
+@pytest.mark.slow
 def test_targets_are_met_by_the_prediction_itself_and_missed_by_others() -> None:
     hardware = preset("rtx_4090")
     found = {

@@ -71,6 +71,7 @@ def test_toy_pipeline_equals_one_process() -> None:
     assert (silent, "as in one process; bubble 0.25" in printed) == ("", True)
 
 
+@pytest.mark.slow
 def test_training_loop_learns_alike_at_every_layout(tmp_path: Path) -> None:
     """At tp=2, and at cp=2 dp=2."""
     (tmp_path / "text").write_text(TEXT * 20)

@@ -18,6 +18,8 @@ from gpu.fake.build import UnavailableError, installed
 from gpu.runner import Ended
 from torch import Tensor
 
+from tests.slow import slow_but
+
 SCRIPT = Path(fake_gpu.__file__)
 CLOSE: Any = {"rtol": 1e-5, "atol": 1e-6}
 """Sums of a softmax are float32, as those of the kernels."""
@@ -247,7 +249,7 @@ def test_a_host_where_the_stub_cannot_be_built_says_why(
     assert capsys.readouterr().err == "fake_gpu.py: gcc is not installed\n"
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", slow_but({1}, ["SIGINT", "SIGTERM", "SIGHUP"]))
 def test_a_command_that_is_asked_to_end_may_save_first(name: str, tmp_path: Path) -> None:
     said = "import signal, sys, time\ndef save(*_):\n    time.sleep(1)\n    print('saved')\n    sys.exit(7)\n"
     said += f"signal.signal(signal.{name}, save)\nprint('begun', flush=True)\ntime.sleep(60)"

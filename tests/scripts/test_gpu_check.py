@@ -106,6 +106,7 @@ def test_step_over_its_limit_is_killed_and_keeps_its_rows(check: Check) -> None:
     assert record.steps["b"]["state"] == "ok"
 
 
+@pytest.mark.slow
 def test_children_in_sessions_of_their_own_die_with_their_step(check: Check) -> None:
     _, record = check.run(step("a", SPAWNING, limit_s=1.5))
     (pid,) = record.steps["a"]["tail"]
@@ -124,6 +125,7 @@ def test_step_that_does_not_fit_is_not_reached_and_runs_in_the_next_call(check: 
     assert check.begun() == ["a"]
 
 
+@pytest.mark.slow
 def test_step_cut_short_by_the_end_of_the_check_runs_in_the_next_call(check: Check) -> None:
     code, record = check.run(step("a", HANGING), seconds=1.0)
     assert (code, record.steps["a"]["state"]) == (0, "cut short")
@@ -308,6 +310,7 @@ class Compiled(Fake):
     layer = staticmethod(torch.compile(lambda x, n: x * n, backend="eager", dynamic=False))
 
 
+@pytest.mark.slow
 def test_compiled_steps_that_would_run_uncompiled_are_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ from reproduce.runner import Runner
 from mlm.config.cli.commands import COMMANDS
 from mlm.config.cli.compose import load_config
 from mlm.util.errors import CheckFailedError, UserError
+from tests.slow import thinned
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,7 +58,7 @@ def steps_of(experiment: Experiment, settings: Settings) -> list[Step]:
 # The catalogue.
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda each: each.name)
+@pytest.mark.parametrize("experiment", thinned(EXPERIMENTS, 2), ids=lambda each: each.name)
 def test_steps_are_commands_that_compose(experiment: Experiment, tmp_path: Path) -> None:
     """One of all steps that set the same keys: they differ in numbers alone."""
     steps = steps_of(experiment, replace(all_settings(tmp_path), seeds=1))
@@ -110,6 +111,7 @@ def test_an_unknown_name_is_an_error_that_lists_the_known() -> None:
     assert caught.value.code == 2
 
 
+@pytest.mark.slow
 def test_the_entry_runs_from_another_folder(tmp_path: Path) -> None:
     """The script and the package beside it have one name: Python must take the package."""
     command = [sys.executable, ROOT / "scripts" / "reproduce.py", "ptdp-bubble", "--dry-run"]
@@ -194,6 +196,7 @@ def test_an_unfinished_training_run_continues(tmp_path: Path) -> None:
     assert runner.is_complete(step, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_signal_stops_what_runs(tmp_path: Path) -> None:
     """SIGTERM reaches the step, and the script says how to continue."""
     program = (
@@ -424,6 +427,7 @@ def test_figure6_compares_perplexities_at_equal_tokens(tmp_path: Path) -> None:
     assert conclusion.tables[0].rows[2][1] == "149 (149 to 149)"
 
 
+@pytest.mark.slow
 def test_an_experiment_runs_from_end_to_end(tmp_path: Path) -> None:
     """A run of `mlm pretrain` and what follows from its step times; at the second call nothing runs."""
     tiny = small_gpt2(num_layers=1, hidden_size=8, num_heads=1, max_positions=8, vocab_size=32)

@@ -25,7 +25,7 @@ from mlm.training.config import PretrainConfig, TrainConfig
 from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
-from tests.slow import thinned
+from tests.slow import slow_but
 from tests.training.saving import save
 
 VOCAB, HIDDEN, HEADS, LAYERS, POSITIONS = 50257, 8, 8, 6, 8
@@ -129,7 +129,7 @@ def save_known(ctx: ParallelContext, out: Path, spec: PretrainConfig) -> Path:
     return save(trainer, out)
 
 
-@pytest.mark.parametrize("to", thinned(LAYOUTS, 8))
+@pytest.mark.parametrize("to", slow_but({0}, LAYOUTS))
 def test_a_layout_loads_what_every_other_saved(saved: dict[str, Path], to: str) -> None:
     """Into ranks whose state is 7.0 throughout: every true element is the known one, padding untouched."""
     others = {name: path for name, path in saved.items() if name != to}

@@ -55,7 +55,7 @@ def train(ctx: ParallelContext, spec: PretrainConfig) -> list[float]:
     return steps_of(started(ctx, spec), 4)
 
 
-@pytest.mark.parametrize("layout", slow_but({1, 2}, LAYOUTS), ids=str)
+@pytest.mark.parametrize("layout", slow_but({1}, LAYOUTS), ids=str)
 def test_adapters_of_experts_train_the_same_at_every_layout(layout: Layout) -> None:
     alone = train(shape_context(), adapting(Layout(moe="sigmoid", micro_batches=4)))
     assert len({round(loss, 6) for loss in alone}) == 4  # they learn
@@ -63,6 +63,7 @@ def test_adapters_of_experts_train_the_same_at_every_layout(layout: Layout) -> N
     assert split == pytest.approx(alone, abs=1e-10)
 
 
+@pytest.mark.slow
 def test_adapters_of_experts_alone_train_over_ep() -> None:
     """No trained parameter is replicated over all of dp then."""
     lora = replace(LORA, targets=("experts",))
@@ -79,7 +80,7 @@ def resumed(ctx: ParallelContext, spec: PretrainConfig, out: Path) -> list[float
     return losses + steps_of(second, 2)
 
 
-@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("layer", slow_but({0}, [0, 3]))
 @pytest.mark.parametrize("layout", slow_but({0, 1}, STAGES), ids=str)
 def test_a_stage_without_adapters_trains_and_resumes_as_one_process(
     layout: Layout, layer: int, tmp_path: Path

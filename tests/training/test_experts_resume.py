@@ -11,7 +11,7 @@ from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 from tests.ranks import run_on_ranks
-from tests.slow import thinned
+from tests.slow import slow_but
 from tests.training.saving import save
 from tests.training.test_trainer import steps_of
 from tests.verify.parity_layouts import Layout, parse_layouts
@@ -47,7 +47,7 @@ def load_and_train(ctx: ParallelContext, spec: PretrainConfig, path: Path) -> li
     return steps_of(trainer, 2)
 
 
-@pytest.mark.parametrize(("first", "second"), thinned(ROUTES, 2), ids=str)
+@pytest.mark.parametrize(("first", "second"), slow_but({0}, ROUTES), ids=str)
 def test_a_run_continues_at_another_layout_of_its_experts(
     tmp_path: Path, first: Layout, second: Layout
 ) -> None:

@@ -17,6 +17,7 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.training.config import PretrainConfig
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
+from tests.slow import thinned
 from tests.training.test_trainer import SEQ, VOCAB, config
 
 MICRO_BATCHES = 4
@@ -64,7 +65,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], ParallelConfig, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", thinned(LAYOUTS, 2))
 def test_sums_inside_products_are_those_after_them(name: str) -> None:
     """In float64 they differ by the order of sums alone."""
     sizes, layout, joined = LAYOUTS[name]
@@ -88,6 +89,7 @@ def test_sums_inside_products_of_half_precision_stay_float32() -> None:
     assert all(torch.equal(inside[name], grad) for name, grad in after.items())
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_adds_where_the_sum_is() -> None:
     """As a compiler traces it, whose own operators would write a new sum."""
     layers = [linear.linear, torch.compile(linear.linear, backend="aot_eager", fullgraph=True)]

@@ -15,7 +15,7 @@ from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError
 from tests.ranks import run_on_ranks
-from tests.slow import thinned
+from tests.slow import slow_but, thinned
 from tests.training.saving import save
 from tests.training.test_trainer import SEQ, VOCAB, config, steps_of
 
@@ -41,7 +41,7 @@ def sizes(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "parallel", thinned([ParallelConfig(), *LAYOUTS, ParallelConfig(tp=2, dp=2)], 4), ids=str
+    "parallel", slow_but({0, 4}, [ParallelConfig(), *LAYOUTS, ParallelConfig(tp=2, dp=2)]), ids=str
 )
 def test_resumed_losses_are_bit_equal(tmp_path: Path, parallel: ParallelConfig) -> None:
     """Four steps straight against two, save, a fresh trainer, load, two more; with dropout."""
@@ -63,6 +63,7 @@ def resume(ctx: ParallelContext, out: Path, spec: PretrainConfig) -> tuple[list[
     return straight, losses + steps_of(second, 2)
 
 
+@pytest.mark.slow
 def test_a_run_moves_through_layouts(tmp_path: Path) -> None:
     """Two steps at each layout in turn, a checkpoint between: the losses of one process, to rounding."""
     losses = []

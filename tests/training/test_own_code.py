@@ -113,6 +113,7 @@ def pretrain(out: Path, *more: str) -> int:
     return main(["pretrain", *family, "data=synthetic", *SHORT, *more, f"out={out}"])
 
 
+@pytest.mark.slow
 def test_own_family_trains_alike_at_tp_1_and_tp_2(tmp_path: Path) -> None:
     assert pretrain(tmp_path / "one", "tp=1") == 0
     assert pretrain(tmp_path / "two", "tp=2", "dp=1") == 0
@@ -121,6 +122,7 @@ def test_own_family_trains_alike_at_tp_1_and_tp_2(tmp_path: Path) -> None:
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_own_code_that_asks_for_numbers_trains_and_is_not_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +144,7 @@ def test_own_code_that_asks_for_numbers_trains_and_is_not_planned(
         assert "item() cannot be called on meta tensors" in line
 
 
+@pytest.mark.slow
 def test_option_of_own_family_changes_the_model(tmp_path: Path) -> None:
     assert pretrain(tmp_path / "two", "train.steps=1") == 0
     assert pretrain(tmp_path / "three", "train.steps=1", "model.options.power=3.0") == 0
@@ -234,19 +237,22 @@ def test_problem_of_own_code_is_one_line(
 
 @pytest.mark.parametrize(
     ("typed", "words"),
-    [
-        (
-            "optimizer.kind=torch.optim:LBFGS",
-            "it computes the loss several times a step; use adamw, or of",
-        ),
-        ("optimizer.kind=mine:build_nothing", "returned None"),
-        ("optimizer.kind=mine:build_badly", "building the optimizer fails (ValueError: Invalid learning"),
-        (
-            "optimizer.kind=mine:Signed tp=2",
-            "tp=2 gives each rank a part; use tp=1, or set elementwise = True",
-        ),
-        ("optimizer.kind=mine:Signed zero=3", "zero=3 gives each rank a part; use zero=0, or set"),
-    ],
+    thinned(
+        [
+            (
+                "optimizer.kind=torch.optim:LBFGS",
+                "it computes the loss several times a step; use adamw, or of",
+            ),
+            ("optimizer.kind=mine:build_nothing", "returned None"),
+            ("optimizer.kind=mine:build_badly", "building the optimizer fails (ValueError: Invalid learning"),
+            (
+                "optimizer.kind=mine:Signed tp=2",
+                "tp=2 gives each rank a part; use tp=1, or set elementwise = True",
+            ),
+            ("optimizer.kind=mine:Signed zero=3", "zero=3 gives each rank a part; use zero=0, or set"),
+        ],
+        2,
+    ),
 )
 def test_problem_of_an_optimizer_comes_before_the_forecast(
     typed: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -303,6 +309,7 @@ def test_commands_that_read_a_run_take_the_key_of_its_family(
     assert "unknown key 'data.sort'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_that_a_run_prints_names_own_code_however_it_was_started(tmp_path: Path) -> None:
     """Saved import paths are not followed: the second attempt's summary must name them again."""
     run = tmp_path / "run"

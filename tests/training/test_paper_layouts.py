@@ -20,6 +20,7 @@ from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.parallel.sharding import parameter_shards
 from mlm.training.config import PretrainConfig
 from mlm.training.pipelined import PipelinedModel
+from tests.slow import slow_but
 
 META = torch.device("meta")
 V1 = ["model=gpt2_8b", "parallel=v1_8_3b"]
@@ -105,7 +106,7 @@ def test_a_rank_of_the_trillion_layout_holds_two_layers_and_its_share_of_them() 
         assert count * 512 == pytest.approx(1008e9, rel=0.01)
 
 
-@pytest.mark.parametrize("rank", [0, 8 * 6 * 31, 3071])
+@pytest.mark.parametrize("rank", slow_but({2}, [0, 8 * 6 * 31, 3071]))
 def test_any_rank_of_the_trillion_layout_computes_a_step(rank: int) -> None:
     """Forward and backward of eight micro-batches: shapes fit at both ends, each weight gets a gradient."""
     config = config_of(SC21)
@@ -137,6 +138,7 @@ def transfers_of(schedule: str, p: int, v: int, m: int) -> Callable[[int], tuple
     return transfers
 
 
+@pytest.mark.slow
 def test_the_schedules_of_the_papers_layouts() -> None:
     """512 micro-batches through 64 stages, and 280 through 35 ranks of 3 chunks: bubble, sends, receives."""
     sc21, interleaved = config_of(SC21), config_of(INTERLEAVED)

@@ -23,7 +23,7 @@ from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.lock import single_writer
 from mlm.util.ownership import claim_folder, owner_of
 from tests.ranks import run_on_ranks
-from tests.slow import thinned
+from tests.slow import slow_but
 from tests.training.saving import save
 from tests.training.test_trainer import config, steps_of
 
@@ -74,7 +74,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", thinned(DAMAGES, 4))
+@pytest.mark.parametrize("damage", slow_but({1}, DAMAGES))
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_with_a_warning_that_names_it(
     out: Path, straight: tuple[Path, list[float]], caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:

@@ -24,6 +24,7 @@ from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from tests.data.corpora import counting_corpus
 from tests.ranks import run_on_ranks
+from tests.slow import thinned
 from tests.training.saving import save
 from tests.training.test_trainer import config
 
@@ -121,7 +122,7 @@ def test_one_process_reads_every_sample_once_across_epochs(uninterrupted: list[S
     assert ids[-1] * SEQ > 2 * sum(DOCUMENTS)  # in the third epoch
 
 
-@pytest.mark.parametrize("journey", JOURNEYS)
+@pytest.mark.parametrize("journey", thinned(JOURNEYS, 4))
 def test_each_step_has_the_samples_of_one_process_wherever_it_is_resumed(
     uninterrupted: list[Step], tmp_path: Path, journey: str
 ) -> None:

@@ -23,7 +23,7 @@ from mlm.training.saver import Saver
 from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
-from tests.slow import thinned
+from tests.slow import slow_but, thinned
 from tests.training.test_trainer import config, steps_of
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rank-00001.safetensors")
@@ -73,7 +73,7 @@ def slowed(file: StagedFile) -> Any:
     return mock.patch.object(file, "_fill", late)
 
 
-@pytest.mark.parametrize(("asynchronous", "aside"), thinned([(True, True), (True, False), (False, False)], 3))
+@pytest.mark.parametrize(("asynchronous", "aside"), thinned([(True, True), (True, False), (False, False)], 2))
 def test_a_checkpoint_holds_its_step_whatever_training_does_meanwhile(
     tmp_path: Path, asynchronous: bool, aside: bool
 ) -> None:
@@ -101,7 +101,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("parallel", thinned(LAYOUTS, 2), ids=str)
+@pytest.mark.parametrize("parallel", slow_but({0}, LAYOUTS), ids=str)
 def test_a_checkpoint_holds_its_step_at_every_kind_of_layout(
     tmp_path: Path, parallel: ParallelConfig
 ) -> None:
@@ -240,7 +240,7 @@ def one_rank_cannot_write(ctx: ParallelContext, out: Path) -> Any:
     return told.saved_steps, told.failures, losses
 
 
-@pytest.mark.parametrize("layout", thinned([{"tp": 2}, {"pp": 2}], 2), ids=str)
+@pytest.mark.parametrize("layout", slow_but({1}, [{"tp": 2}, {"pp": 2}]), ids=str)
 def test_a_rank_that_cannot_write_fails_the_save_everywhere_and_training_continues(
     tmp_path: Path, layout: dict[str, int]
 ) -> None:
@@ -270,6 +270,7 @@ def save_at_two_ranks(ctx: ParallelContext, out: Path, asynchronous: bool) -> No
         steps_of(trainer, 2)
 
 
+@pytest.mark.slow
 def test_both_ways_of_saving_write_the_same_tensors(tmp_path: Path) -> None:
     """The same pieces and bytes; only the save id differs, and with it the digest."""
     for name, asynchronous in (("a", True), ("b", False)):

@@ -119,6 +119,7 @@ def train_cast(ctx: ParallelContext, cast: str) -> tuple[list[float], list[float
     return losses, trainer.validate([Batch(tokens, tokens, 0)])
 
 
+@pytest.mark.slow
 def test_half_precision_learns_what_float32_does() -> None:
     """20 steps on the same eight samples: a fall of a nat, and the narrow formats within 0.05 of float32."""
     fp32, *others = (run_on_ranks(overfit, dtype)[0] for dtype in ("fp32", "tf32", "bf16", "fp16", "fp8"))

@@ -64,6 +64,7 @@ def reached(tmp_path_factory: pytest.TempPathFactory) -> set[Stop]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", walks())
 def test_a_run_reaches_every_stop(title: str, reached: set[Stop]) -> None:
     start = ("mlm/__main__.py", "main")  # of the command, which this process is not

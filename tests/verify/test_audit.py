@@ -13,6 +13,7 @@ from mlm.verify.audit.api import audit
 from mlm.verify.audit.host import Outcome, audit_layouts, load_build
 from mlm.verify.config import AuditConfig, check_audit
 from tests.ranks import run_on_ranks
+from tests.slow import slow_but, thinned
 from tests.verify import audited as audited_code
 
 SUBJECTS = Path(__file__).parent / "audited.py"
@@ -54,13 +55,16 @@ def test_audit_of_a_healthy_layout_finds_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("mistake", "layout", "place", "cause"),
-    [
-        ("forward", {"tp": 2}, "0.down", "missing all-reduce"),
-        ("backward", {"tp": 2}, "1.norm", "missing all-reduce of a gradient"),
-        ("replicas", {"dp": 2}, "all parameters", "gradients not reduced"),
-        ("norm", {"tp": 2}, "norm", "norm misses parameters"),
-        ("loss", {"dp": 2}, "loss", "wrong divisor"),  # alone: every gradient is right
-    ],
+    slow_but(
+        {1, 3},
+        [
+            ("forward", {"tp": 2}, "0.down", "missing all-reduce"),
+            ("backward", {"tp": 2}, "1.norm", "missing all-reduce of a gradient"),
+            ("replicas", {"dp": 2}, "all parameters", "gradients not reduced"),
+            ("norm", {"tp": 2}, "norm", "norm misses parameters"),
+            ("loss", {"dp": 2}, "loss", "wrong divisor"),  # alone: every gradient is right
+        ],
+    ),
 )
 def test_audit_names_the_place_and_the_cause(
     mistake: str, layout: dict[str, int], place: str, cause: str, tmp_path: Path
@@ -82,15 +86,21 @@ def test_axes_are_audited_alone_where_the_layout_parts() -> None:
 
 @pytest.mark.parametrize(
     ("subject", "words"),
-    [
-        ("needs_cuda", "the subject needs CUDA"),
-        ("random", "the subject is not deterministic: the output of the whole module in step 1"),
-        ("changes_batch", "the subject changes its batch in place"),
-        ("absent", " has no absent; type FILE.py:FUNCTION"),
-        ("HIDDEN", "the subject fails in build on one process: TypeError: 'int' object is not callable"),
-        ("not_finite", "the output of 1 in step 1 is not finite on one process either"),
-        ("no_loss", "fails in backward on one process: RuntimeError: grad can be implicitly created only"),
-    ],
+    thinned(
+        [
+            ("needs_cuda", "the subject needs CUDA"),
+            ("random", "the subject is not deterministic: the output of the whole module in step 1"),
+            ("changes_batch", "the subject changes its batch in place"),
+            ("absent", " has no absent; type FILE.py:FUNCTION"),
+            ("HIDDEN", "the subject fails in build on one process: TypeError: 'int' object is not callable"),
+            ("not_finite", "the output of 1 in step 1 is not finite on one process either"),
+            (
+                "no_loss",
+                "fails in backward on one process: RuntimeError: grad can be implicitly created only",
+            ),
+        ],
+        3,
+    ),
 )
 def test_a_subject_that_cannot_be_judged_gets_one_line(subject: str, words: str) -> None:
     error = outcomes(subject, tp=2)

@@ -126,6 +126,7 @@ def choose_freely(trainer: Trainer) -> Chooser:
     return chooser
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [replace(LAYOUTS[4], moe="softmax"), *map(slow, (LAYOUTS[0], LAYOUTS[3]))], ids=str
 )

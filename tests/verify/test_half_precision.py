@@ -15,7 +15,7 @@ from mlm.optim.precision import DTYPES
 from mlm.parallel.sharded import _Collective
 from mlm.training.trainer import StepOutcome, Trainer
 from tests.ranks import run_on_ranks
-from tests.slow import thinned
+from tests.slow import slow_but, thinned
 from tests.verify.half_precision import (
     AXES,
     FAMILIES,
@@ -37,7 +37,7 @@ TRIPLES = [a for a in draw(3, 50, most_ranks=8) if a not in PAIRS]
 """Most of every three."""
 
 
-@pytest.mark.parametrize("layout", thinned(map(layout_of, PAIRS), 3), ids=str)
+@pytest.mark.parametrize("layout", slow_but({6, 9, 27}, map(layout_of, PAIRS)), ids=str)
 def test_layout_equals_one_process_of_its_precision(layout: Layout) -> None:
     for half in run_on_ranks(compare_half, layout, **layout.sizes):
         assert list(problems(half, layout)) == []
@@ -193,7 +193,7 @@ SLIPS = (
 )
 
 
-@pytest.mark.parametrize("slip", SLIPS, ids=lambda slip: slip.plant.__name__)
+@pytest.mark.parametrize("slip", slow_but({1, 2, 5, 7}, SLIPS), ids=lambda slip: slip.plant.__name__)
 def test_slip_of_a_dtype_is_found(slip: Slip) -> None:
     half = run_on_ranks(compare_half, slip.layout, slip.plant, **slip.layout.sizes)[0]
     assert any(slip.found in problem for problem in problems(half, slip.layout))
@@ -215,7 +215,7 @@ def test_layouts_meet_every_pair() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, 2))
 def test_one_process_is_float64_to_rounding(family: str, precision: str) -> None:
     """A pass rounds some 20 results a layer, there and back: at random sqrt(20 L / 3) u."""
     layout = Layout(precision=precision, micro_batches=4, **FAMILIES[family])

@@ -35,6 +35,7 @@ def compare(folder: Path, *words: str) -> int:
     return main(["parity", *small, "steps=2", f"out={folder / 'out'}", *words])
 
 
+@pytest.mark.slow
 def test_an_equal_layout_ends_with_0_and_leaves_its_numbers(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -453,7 +453,7 @@ def compare_sabotaged(ctx: ParallelContext, case: Sabotage) -> Verdict:
         return verdict_of(ctx, case.layout)[0]
 
 
-@pytest.mark.parametrize("name", thinned(CASES, 4))
+@pytest.mark.parametrize("name", thinned(CASES, 8))
 def test_sabotage_is_noticed_and_placed(name: str) -> None:
     case = CASES[name]
     for verdict in run_on_ranks(compare_sabotaged, case, **case.layout.sizes):  # every rank says the same

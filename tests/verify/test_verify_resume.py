@@ -27,6 +27,7 @@ from mlm.verify.config import KillPlan, VerifyResumeConfig, check_verify_resume
 from mlm.verify.resume import Rehearsal, first_step, preflight
 from tests.checkpoint.native.helpers import edit_manifest, save, weights
 from tests.config.cli.doubles import Cli, make_cli
+from tests.slow import slow_but
 
 cli = pytest.fixture(make_cli)
 
@@ -71,6 +72,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_dropout_resumes_bit_for_bit(checked: Path) -> None:
     result = json.loads((checked / "verify-resume.json").read_text())
     assert result["equal"] is True
@@ -84,6 +86,7 @@ def test_a_killed_run_with_dropout_resumes_bit_for_bit(checked: Path) -> None:
     assert (result["tensors"]["compared"], result["tensors"]["differing"]) == (84, [])
 
 
+@pytest.mark.slow
 def test_the_run_was_killed_with_its_second_checkpoint_unpublished(checked: Path) -> None:
     folder = checked.parent / "killed/checkpoints"
     assert (folder / "latest").read_text().split()[0] == step_name(KILL)
@@ -206,7 +209,7 @@ def test_a_run_from_a_checkpoint_is_counted_from_its_step(tmp_path: Path) -> Non
     assert first_step(verify_resume(f"ckpt={tmp_path}")) == 0
 
 
-@pytest.mark.parametrize("decay_steps", ["null", "60"])
+@pytest.mark.parametrize("decay_steps", slow_but({1}, ["null", "60"]))
 @pytest.mark.parametrize("warmup_steps", ["null", "3"])
 def test_learning_rates_are_those_of_the_whole_run(warmup_steps: str, decay_steps: str) -> None:
     config = verify_resume(

@@ -15,9 +15,10 @@ from mlm.checkpoint.native.format import read_manifest
 from mlm.data.tokenizer import Tokenizer
 from tests.checkpoint.commands.hf_berts import FAMILIES, MODEL, add_vocabulary, add_word_pieces, make_bert
 from tests.checkpoint.commands.hf_models import edit_config, export_model, import_model
+from tests.slow import thinned
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, 2))
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

@@ -18,6 +18,7 @@ from mlm.checkpoint.commands.llama_cpp import LlamaCpp
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import UserError
 from tests.data.chats import TEXT, write_tokenizer
+from tests.slow import thinned
 
 LENGTH = 40
 SHAPE = {
@@ -83,7 +84,7 @@ def export(folder: Path, kind: str = "f32") -> Path:
     return folder / "model.gguf"
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", thinned(RIGHT, 3))
 def test_logits_in_llama_cpp_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     model = write_model(tmp_path, *RIGHT[name])
     ids = torch.randint(SHAPE["vocab_size"], (LENGTH,), generator=torch.Generator().manual_seed(2))

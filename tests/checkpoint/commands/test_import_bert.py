@@ -22,6 +22,7 @@ from tests.checkpoint.commands.hf_berts import FAMILIES, MODEL, add_vocabulary, 
 from tests.checkpoint.commands.hf_models import edit_config, edit_tensors, import_model
 from tests.inference.hf_on_ranks import outputs_on_rank, states_of_layers
 from tests.ranks import run_on_ranks
+from tests.slow import thinned
 
 LIMIT = 1e-5
 """Of the largest number; float32 sums of 60 numbers in another order differ by a tenth of it."""
@@ -42,7 +43,7 @@ def assert_near(found: Outputs, want: Outputs, limit: float = LIMIT) -> None:
         assert relative_difference(found[name], value) <= limit, name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, 3))
 @pytest.mark.parametrize(("name", "settings", "said"), CLASSES, ids=[c[0] for c in CLASSES])
 def test_imported_model_says_what_transformers_says(
     tmp_path: Path, family: str, name: str, settings: dict[str, Any], said: set[str]
@@ -71,7 +72,8 @@ def test_each_gelu_is_computed_as_it_is(tmp_path: Path, activation: str) -> None
     assert_near(our_outputs(run), reference_outputs(read_model(tmp_path / "model")))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", thinned(FAMILIES, 2))
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_model_folder_is_read_by_two_ranks(tmp_path: Path, family: str, axis: str) -> None:
     make_bert(tmp_path, family, "ForPreTraining")

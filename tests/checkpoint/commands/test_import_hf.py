@@ -110,6 +110,7 @@ def test_imported_model_has_the_logits_of_transformers(tmp_path: Path) -> None:
     assert difference(our_outputs(run)["logits"], reference(model)) <= LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_imported_model_splits_over_two_ranks(tmp_path: Path, axis: str) -> None:
     model = make_model(tmp_path / "model")

@@ -28,6 +28,7 @@ from tests.checkpoint.commands.reshard_runs import (
     trained,
 )
 from tests.ranks import run_on_ranks
+from tests.slow import slow_but
 from tests.training.saving import save
 from tests.training.test_trainer import steps_of
 
@@ -42,7 +43,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class TestBytes:
     """The output is a function of the saved state and the target layout alone."""
 
-    @pytest.mark.parametrize("target", [slow((4, 1)), (4, 2), slow((1, 3)), (4, 5)], ids=str)
+    @pytest.mark.parametrize("target", [slow((4, 1)), (4, 2), slow((1, 3)), slow((4, 5))], ids=str)
     def test_are_the_same_by_way_of_another_layout(
         self, tmp_path: Path, source: Path, target: tuple[int, ...]
     ) -> None:
@@ -75,7 +76,7 @@ class TestBytes:
         slow({}, {"tp": 4}),
         slow({}, {"pp": 3}),
         slow({"num_layers": 6}, {"pp": 2, "vp": 3}),
-        ({"vocab_multiple": 128}, {"tp": 4}),  # three ranks hold padding alone
+        slow({"vocab_multiple": 128}, {"tp": 4}),  # three ranks hold padding alone
     ],
     ids=str,
 )
@@ -105,7 +106,9 @@ def pieces(manifest: Manifest) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    "layout", [{"dp": 2, "zero": 3}, {"tp": 2, "dp": 2, "zero": 2}, {"tp": 2, "pp": 2}], ids=str
+    "layout",
+    slow_but({1}, [{"dp": 2, "zero": 3}, {"tp": 2, "dp": 2, "zero": 2}, {"tp": 2, "pp": 2}]),
+    ids=str,
 )
 def test_what_any_layout_saved_loads_into_one_process_bit_for_bit(
     tmp_path: Path, layout: dict[str, int]
@@ -164,6 +167,7 @@ def test_a_table_tells_what_became_of_it(
     assert str(tmp_path / "checkpoints" / STEP) in said
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
     """120 MB in tensors of 4 MB: the peak grows by less than the largest tensor and 64 MB."""
     done = subprocess.run(

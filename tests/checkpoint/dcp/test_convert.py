@@ -135,6 +135,7 @@ def test_tied_qwen_around_torchtitan_gives_the_same_bytes(tmp_path: Path) -> Non
     assert_equal(weights(converted(torch_dist, tmp_path / "3", "hf")), weights(tmp_path / "hf"))
 
 
+@pytest.mark.slow
 def test_export_commands_write_a_run(llama: Path, tmp_path: Path) -> None:
     run = converted(llama, tmp_path / "run", "native", tp=2)
     assert main(["export", "megatron", str(run), f"out={tmp_path / 'm'}", "format=torch", "tp=2"]) == 0
@@ -197,6 +198,7 @@ def test_difference_is_found(llama: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_bert_around_megatron_gives_the_same_bytes(tmp_path: Path) -> None:
     make_bert(tmp_path / "hf", "megatron-bert", "ForPreTraining")
     ranks = converted(tmp_path / "hf", tmp_path / "1", "torch", tp=2, pp=2)
@@ -206,6 +208,7 @@ def test_bert_around_megatron_gives_the_same_bytes(tmp_path: Path) -> None:
     assert_equal(back, {name: first[name] for name in back})
 
 
+@pytest.mark.slow
 def test_gpt2_around_megatron_gives_the_same_bytes(tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     make_model(folder)

@@ -19,6 +19,7 @@ from mlm.checkpoint.dcp.torch_file import DAMAGES, REBUILD, Saved
 from mlm.checkpoint.dcp.unpickled import Name, PersistentId, Record, read_pickle
 from mlm.checkpoint.native.slices import Region
 from mlm.util.errors import UserError
+from tests.slow import thinned
 
 TENSORS = {"a": torch.arange(12.0).view(4, 3), "b": torch.ones(5)}
 RAN = "ran"
@@ -105,7 +106,7 @@ def assert_one_line(folder: Path, match: str) -> None:
     assert not Path(RAN).exists()
 
 
-@pytest.mark.parametrize("name", PICKLES)
+@pytest.mark.parametrize("name", thinned(PICKLES, 2))
 def test_pickle_that_is_no_metadata_runs_nothing(folder: Path, name: str) -> None:
     (folder / ".metadata").write_bytes(PICKLES[name])
     assert_one_line(folder, "nothing was executed")
@@ -211,7 +212,7 @@ TENSORS_OF_AN_ADVERSARY: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", TENSORS_OF_AN_ADVERSARY)
+@pytest.mark.parametrize("name", thinned(TENSORS_OF_AN_ADVERSARY, 2))
 def test_tensor_of_an_adversary_is_not_found(name: str) -> None:
     with pytest.raises(DAMAGES):
         Saved(None, {"0": (100, 16)}).find(TENSORS_OF_AN_ADVERSARY[name]())

@@ -27,6 +27,7 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import CorruptFileError, UserError
 from tests.checkpoint.native.helpers import load, save, weights
 from tests.ranks import run_on_ranks
+from tests.slow import thinned
 
 
 def mean_of(path: Path) -> float:
@@ -35,6 +36,7 @@ def mean_of(path: Path) -> float:
     return float(tensors["w"].mean())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """Before each file operation of a save, of a new step and of the same one again; and at random."""
@@ -58,7 +60,7 @@ def failing_at(number: int, function: Callable[..., Any], calls: list[int]) -> C
     return wrapped
 
 
-@pytest.mark.parametrize("name", ["fsync", "rename", "replace", "mkdir"])
+@pytest.mark.parametrize("name", thinned(["fsync", "rename", "replace", "mkdir"], 2))
 @pytest.mark.parametrize("step", [1, 2])
 def test_disk_full_at_any_call_leaves_the_previous_and_no_partials(
     tmp_path: Path, name: str, step: int

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.cli.doubles import Cli, make_cli
+from tests.slow import thinned
 
 cli = pytest.fixture(make_cli)
 ON_GPUS = "pretrain model=gpt2_8b cluster=slurm data=synthetic"
@@ -22,21 +23,25 @@ LINES = sorted({re.sub(r" --check$", "", line) for line in re.findall(STARTS, TE
 
 @pytest.mark.parametrize(
     "words, line",
-    [
-        ("tp=8 dp=64 --check", "would start 512 ranks: tp=8 × pp=1 × dp=64; needs 64 nodes of 8 GPUs"),
-        ("tp=8 pp=2 --check=512", "would start 512 ranks: tp=8 × pp=2 × dp=32; needs 64 nodes of 8 GPUs"),
-        (
-            "tp=4 train.global_batch_size=1000 --check=500",
-            "would start 500 ranks: tp=4 × pp=1 × dp=125; needs 125 nodes of 4 GPUs",
-        ),
-        ("tp=16 --check=64", "would start 64 ranks: tp=16 × pp=1 × dp=4; needs 64 GPUs"),
-        ("tp=1 dp=1 --check", "would start 1 rank: tp=1 × pp=1 × dp=1; needs 1 GPU on one node"),
-        ("tp=8 dp=1 --check", "would start 8 ranks: tp=8 × pp=1 × dp=1; needs 8 GPUs on one node"),
-        (
-            "tp=2 dist.device=cpu dist.backend=gloo --check",
-            "would start 2 ranks: tp=2 × pp=1 × dp=1; dp takes what tp * pp leave: --check=N checks N GPUs",
-        ),
-    ],
+    thinned(
+        [
+            ("tp=8 dp=64 --check", "would start 512 ranks: tp=8 × pp=1 × dp=64; needs 64 nodes of 8 GPUs"),
+            ("tp=8 pp=2 --check=512", "would start 512 ranks: tp=8 × pp=2 × dp=32; needs 64 nodes of 8 GPUs"),
+            (
+                "tp=4 train.global_batch_size=1000 --check=500",
+                "would start 500 ranks: tp=4 × pp=1 × dp=125; needs 125 nodes of 4 GPUs",
+            ),
+            ("tp=16 --check=64", "would start 64 ranks: tp=16 × pp=1 × dp=4; needs 64 GPUs"),
+            ("tp=1 dp=1 --check", "would start 1 rank: tp=1 × pp=1 × dp=1; needs 1 GPU on one node"),
+            ("tp=8 dp=1 --check", "would start 8 ranks: tp=8 × pp=1 × dp=1; needs 8 GPUs on one node"),
+            (
+                "tp=2 dist.device=cpu dist.backend=gloo --check",
+                "would start 2 ranks: tp=2 × pp=1 × dp=1; dp takes what tp * pp leave: "
+                "--check=N checks N GPUs",
+            ),
+        ],
+        2,
+    ),
 )
 def test_check_of_sound_settings_says_what_would_start(cli: Cli, words: str, line: str) -> None:
     assert cli(f"{ON_GPUS} {words}") == 0

@@ -9,14 +9,11 @@ from pathlib import Path
 import pytest
 
 import mlm
-from mlm.config.build import build
 from mlm.config.cli.commands import COMMANDS, Command, resolve
-from mlm.config.cli.compose import compose_values
-from mlm.config.cli.groups import parameters_of, takes_task, task_names, task_summaries
-from mlm.config.paths import CONFIG_DIR
-from mlm.models.config import ModelConfig
+from mlm.config.cli.groups import takes_task, task_names, task_summaries
 from tests.config.cli.doubles import Cli, make_cli, write
 from tests.data.corpora import write_corpus
+from tests.slow import thinned
 from tests.tracking.page.made import started, stepped, write_run
 
 cli = pytest.fixture(make_cli)
@@ -99,7 +96,7 @@ class TestHelp:
         ):
             assert shown in cli.out
 
-    @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+    @pytest.mark.parametrize("command", thinned(COMMANDS, 3), ids=lambda command: command.name)
     def test_every_command_shows_examples_keys_and_exit_codes(self, cli: Cli, command: Command) -> None:
         assert cli(f"{command.name}{' race' * takes_task(command)} --help") == 0
         for heading in ("Usage: mlm", "Examples:", "Keys", "Flags:", "Exit codes:"):
@@ -143,7 +140,7 @@ class TestHelp:
         )
         assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
-    @pytest.mark.parametrize("line", EXAMPLES)
+    @pytest.mark.parametrize("line", thinned(EXAMPLES, 5))
     def test_example_composes(self, cli: Cli, tmp_path: Path, line: str) -> None:
         write(tmp_path / "my_configs/model/my_model.yaml", "num_layers: 1\nhidden_size: 8\nnum_heads: 2\n")
         task = "name: reviews\ncolumns: [text]\nlabels: [bad, good]\n"
@@ -178,21 +175,24 @@ def test_help_of_an_unknown_command_is_a_mistake(cli: Cli) -> None:
 
 @pytest.mark.parametrize(
     "line, shown",
-    [
-        ("pretrain --help model", "[24 layers, hidden size 1024, 16 heads, 336.2M parameters]"),
-        (
-            "pretrain --help optimizer",
-            "[lr=0.002 betas=[0.9,0.95] eps=1e-08 weight_decay=0.1 clip_grad_norm=1.0]",
-        ),
-        ("pretrain --help schedule", "optimizer.lr from the first step to the last."),
-        ("pretrain --help experiment", "[model=gpt2_demo parallel=cpu_tp2"),
-        ("pretrain --help pipeline", "(1f1b, gpipe or zb_h1) [default 1f1b]"),
-        (
-            "pretrain --help optimizer.betas",
-            "(a list of 2 numbers, at least 0 and below 1) [default [0.9,0.999]]",
-        ),
-        ("generate --help prompt", "(text) [default '']"),
-    ],
+    thinned(
+        [
+            ("pretrain --help model", "[24 layers, hidden size 1024, 16 heads, 336.2M parameters]"),
+            (
+                "pretrain --help optimizer",
+                "[lr=0.002 betas=[0.9,0.95] eps=1e-08 weight_decay=0.1 clip_grad_norm=1.0]",
+            ),
+            ("pretrain --help schedule", "optimizer.lr from the first step to the last."),
+            ("pretrain --help experiment", "[model=gpt2_demo parallel=cpu_tp2"),
+            ("pretrain --help pipeline", "(1f1b, gpipe or zb_h1) [default 1f1b]"),
+            (
+                "pretrain --help optimizer.betas",
+                "(a list of 2 numbers, at least 0 and below 1) [default [0.9,0.999]]",
+            ),
+            ("generate --help prompt", "(text) [default '']"),
+        ],
+        2,
+    ),
 )
 def test_help_of_a_group_or_key_shows_sizes_types_and_values(cli: Cli, line: str, shown: str) -> None:
     assert cli(line) == 0
@@ -214,6 +214,7 @@ for line in json.load(sys.stdin):
 """
 
 
+@pytest.mark.slow
 def test_these_commands_start_without_torch(tmp_path: Path) -> None:
     """Importing torch takes longer than all else that they do. Ranks start in `launch_ranks`."""
     write_corpus(tmp_path / "train", [range(300)] * 40)
@@ -232,13 +233,6 @@ def test_these_commands_start_without_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", WITHOUT_TORCH], input=json.dumps(lines), capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("path", sorted((CONFIG_DIR / "model").glob("*.yaml")), ids=lambda path: path.stem)
-def test_size_of_a_preset_is_that_of_its_modules(path: Path) -> None:
-    composed = compose_values("pretrain", [f"model={path.stem}"])
-    millions = build(ModelConfig, composed["model"]).num_parameters() / 1e6
-    assert parameters_of(path) == (f"{millions:.1f}M" if millions < 1000 else f"{millions / 1000:.1f}B")
 
 
 class TestShowing:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from mlm.config.cli import main
+from tests.slow import slow_but, thinned
 
 HOSTILE_YAML = {
     "object tag": "name: !!python/object/apply:os.mkdir [@]",
@@ -32,8 +33,10 @@ def write_experiment(folder: Path, text: str) -> list[str]:
     return ["pretrain", "--config-dir", "theirs", "data=synthetic", "--check"]
 
 
-@pytest.mark.parametrize("chosen", [["experiment=theirs"], ["-m", "experiment=theirs,laptop", "seed=1,2"]])
-@pytest.mark.parametrize("case", HOSTILE_YAML)
+@pytest.mark.parametrize(
+    "chosen", slow_but({0}, [["experiment=theirs"], ["-m", "experiment=theirs,laptop", "seed=1,2"]])
+)
+@pytest.mark.parametrize("case", thinned(HOSTILE_YAML, 3))
 def test_yaml_of_others_runs_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

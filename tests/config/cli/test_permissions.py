@@ -9,6 +9,7 @@ import pytest
 import mlm.config.cli.run
 import mlm.launch.start  # noqa: F401 - before a process that may not read the installation
 from mlm.config.cli import main
+from tests.slow import slow_but, thinned
 from tests.util.as_nobody import as_nobody, open_folder
 
 LINES = (
@@ -23,8 +24,8 @@ LINES = (
 )
 
 
-@pytest.mark.parametrize("line", LINES)
-@pytest.mark.parametrize("inside", ["", "/checkpoints/step-00000001"])
+@pytest.mark.parametrize("line", slow_but({1}, LINES))
+@pytest.mark.parametrize("inside", thinned(["", "/checkpoints/step-00000001"], 3))
 def test_run_of_another_user_is_one_line(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, inside: str
 ) -> None:

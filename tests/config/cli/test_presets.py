@@ -19,6 +19,7 @@ from mlm.plan.hardware import preset
 from mlm.training.checks import check_pretrain
 from mlm.training.config import PretrainConfig
 from mlm.util.errors import Absent
+from tests.slow import thinned
 
 RECIPES = groups(CONFIG_DIR)["recipe"]
 TASKS = groups(CONFIG_DIR)["task"]
@@ -50,7 +51,9 @@ def model(name: str) -> ModelConfig:
     return pretrain(f"model={name}").model
 
 
-@pytest.mark.parametrize("choice", [f"{group}={name}" for group, names in GROUPS.items() for name in names])
+@pytest.mark.parametrize(
+    "choice", thinned([f"{group}={name}" for group, names in GROUPS.items() for name in names], 3)
+)
 def test_shipped_choice_composes_into_a_run_spec_without_problem(choice: str) -> None:
     config = pretrain(choice, *model_of_layout(choice))
     layout = config.parallel
@@ -68,14 +71,14 @@ def test_shipped_recipe_composes_into_a_build_without_problem(name: str) -> None
     assert config.dedup.enabled == (name != "plain")
 
 
-@pytest.mark.parametrize("name", HARDWARE)
+@pytest.mark.parametrize("name", thinned(HARDWARE, 3))
 def test_shipped_hardware_composes_into_a_plan_without_problem(name: str) -> None:
     config = load_config("plan_layouts", [f"hardware={name}", "precision=fp16"])
     assert check_plan_layouts(config) == []
     assert config.hardware == preset(name)
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", thinned(TASKS, 3))
 def test_shipped_task_composes_into_a_finetuning_run_without_problem(name: str) -> None:
     config = load_config("finetune", ["ckpt=c", f"task={name}"])
     problems = check_finetune(config, world_size=None, local_devices=None)
@@ -96,7 +99,7 @@ def model_of_layout(choice: str) -> list[str]:
     return re.findall(r"for (model=\w+):", text) if group == "parallel" else []
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", thinned(SPECS, 5))
 def test_primary_config_holds_exactly_the_keys_of_its_dataclass(name: str) -> None:
     assert flatten(compose_values(name)).keys() == leaves(SPECS[name]).keys()
 
@@ -144,7 +147,7 @@ def test_sc21_vocabulary_pads_to_the_papers() -> None:
     assert model("gpt2_sc21_1t").padded_vocab_size(tp=8) == 51_200
 
 
-@pytest.mark.parametrize("name", SC21)
+@pytest.mark.parametrize("name", thinned(SC21, 3))
 def test_sc21_layout_fills_its_gpus_and_fits_its_model(name: str) -> None:
     config = load_config("pretrain", [f"model=gpt2_sc21_{name}", f"parallel=sc21_{name}", "data=synthetic"])
     gpus = SC21[name][1]
@@ -155,7 +158,7 @@ def test_sc21_layout_fills_its_gpus_and_fits_its_model(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, vp", [("39b", 1), ("76b", 3), ("145b", 2), ("310b", 2), ("530b", 3), ("1t", 1)]
+    "name, vp", thinned([("39b", 1), ("76b", 3), ("145b", 2), ("310b", 2), ("530b", 3), ("1t", 1)], 2)
 )
 def test_sc21_layout_interleaves_where_the_authors_script_does(name: str, vp: int) -> None:
     """--num-layers-per-virtual-pipeline-stage of examples/sc21/run_table_1.sh in NVIDIA/Megatron-LM."""
@@ -254,14 +257,17 @@ def test_shakespeare_needs_nothing_but_its_corpus(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("words", "out"),
-    [
-        ([], "runs/gpt2_124m"),
-        (["model=gpt2_tiny"], "runs/gpt2_tiny"),
-        (["experiment=laptop"], "runs/laptop"),
-        (["experiment=laptop", "model=gpt2_tiny"], "runs/laptop"),
-        (["experiment=moe_laptop"], "runs/moe_laptop"),
-        (["experiment=shakespeare", "name=mine"], "runs/mine"),
-    ],
+    thinned(
+        [
+            ([], "runs/gpt2_124m"),
+            (["model=gpt2_tiny"], "runs/gpt2_tiny"),
+            (["experiment=laptop"], "runs/laptop"),
+            (["experiment=laptop", "model=gpt2_tiny"], "runs/laptop"),
+            (["experiment=moe_laptop"], "runs/moe_laptop"),
+            (["experiment=shakespeare", "name=mine"], "runs/mine"),
+        ],
+        2,
+    ),
 )
 def test_run_is_named_by_its_experiment_else_by_its_model(words: list[str], out: str) -> None:
     assert load_config("pretrain", words).out == out

@@ -12,6 +12,7 @@ from mlm.config.cli import main
 from mlm.config.paths import CONFIG_DIR
 from mlm.util.errors import CorruptFileError, UserError
 from tests.config.cli.doubles import Cli, make_cli, write
+from tests.slow import thinned
 
 cli = pytest.fixture(make_cli)
 SOUND = "pretrain model=gpt2_tiny data=synthetic"
@@ -58,7 +59,10 @@ class TestRuns:
         assert "optimizer.lr=-1.0 must be greater than 0" in cli.err
 
     @pytest.mark.parametrize(
-        "text", ["To be, or not", "it's", "x=y", "'a' or 'b'", "{a: 1}", "a\\", "", "null", "1", "ROMEO:\n"]
+        "text",
+        thinned(
+            ["To be, or not", "it's", "x=y", "'a' or 'b'", "{a: 1}", "a\\", "", "null", "1", "ROMEO:\n"], 2
+        ),
     )
     def test_text_is_taken_literally(self, cli: Cli, tmp_path: Path, text: str) -> None:
         assert main(["generate", f"ckpt={tmp_path}", f"prompt={text}"]) == 0
@@ -116,7 +120,7 @@ class TestSweeps:
         outs = [str(config.out) for config in cli.launched.configs]
         assert outs == ["o/optimizer.lr=0.0001", "o/optimizer.lr=0.001"]
 
-    @pytest.mark.parametrize("flags", ["-m --config-dir own", "--config-dir=own --multirun"])
+    @pytest.mark.parametrize("flags", thinned(["-m --config-dir own", "--config-dir=own --multirun"], 2))
     def test_own_yaml_is_swept(self, cli: Cli, tmp_path: Path, flags: str) -> None:
         """Values, and choices that only the user's folder has; the folder's name is relative."""
         write(tmp_path / "own/model/mine.yaml", "num_layers: 1\nhidden_size: 32\nnum_heads: 2\n")
@@ -125,13 +129,14 @@ class TestSweeps:
         runs = [(c.optimizer.lr, c.model.hidden_size) for c in cli.launched.configs]
         assert runs == [(1e-4, 32), (1e-4, 64), (1e-3, 32), (1e-3, 64)]
 
-    @pytest.mark.parametrize("tasks", ["own_a,own_b", "task=glob(own_*)"])
+    @pytest.mark.parametrize("tasks", thinned(["own_a,own_b", "task=glob(own_*)"], 2))
     def test_own_tasks_are_swept(self, cli: Cli, tmp_path: Path, tasks: str) -> None:
         for name in ("own_a", "own_b"):
             write(tmp_path / f"own/task/{name}.yaml", (CONFIG_DIR / "task/race.yaml").read_text())
         assert cli(f"finetune {tasks} -m --config-dir own ckpt={tmp_path} optimizer.lr=1e-4,1e-3") == 0
         assert cli.err.count("job ") == len(cli.launched.configs) == 4
 
+    @pytest.mark.slow
     def test_slashes_and_long_names_stay_one_folder_each(self, cli: Cli) -> None:
         names = ",".join("x" * 200 + end for end in "ab")
         assert cli(f"{SOUND} -m out=o dist.device=cpu data.cache=a/b,a_b log.wandb_project={names}") == 0

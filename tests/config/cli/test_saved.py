@@ -16,6 +16,7 @@ from mlm.config.tree import flatten
 from mlm.training.config import PretrainConfig
 from mlm.training.loop import composed_yaml
 from mlm.util.errors import UserError
+from tests.slow import thinned
 
 HEAD = "command: pretrain\n"
 BOMB = "".join(
@@ -114,7 +115,7 @@ BUILT = {
 """Cases that are data, found where all values are checked, and what is said of them."""
 
 
-@pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.parametrize("case", thinned(HOSTILE, 2))
 def test_a_saved_config_that_is_not_data_is_an_error(
     theirs: Path, capfd: pytest.CaptureFixture[str], case: str
 ) -> None:

@@ -21,6 +21,7 @@ from mlm.finetune.config import SHIPPED, FinetuneConfig, PreferenceLoss, TaskCon
 from mlm.finetune.task_type import TaskType, task_type
 from mlm.training.config import PretrainConfig
 from tests.config.cli.doubles import Cli, make_cli, write
+from tests.slow import thinned
 
 cli = pytest.fixture(make_cli)
 NONE: frozenset[str] = frozenset()
@@ -56,7 +57,7 @@ def unread(config: Any) -> set[str]:
     return {key for key in known if any(unread_problems(config, {key}, NONE))}
 
 
-@pytest.mark.parametrize("task", task_names())
+@pytest.mark.parametrize("task", thinned(task_names(), 3))
 def test_keys_of_finetune_are_read_or_rejected_by_task(task: str) -> None:
     config = load_config("finetune", [f"task={task}", "ckpt=x"])
     kind = config.task.kind
@@ -124,7 +125,9 @@ FACTORS = {
 """What one choice of `mlm pretrain` leaves unread, by the key that decides."""
 
 
-@pytest.mark.parametrize("factor, choice", [(f, choice) for f, each in FACTORS.items() for choice in each])
+@pytest.mark.parametrize(
+    "factor, choice", thinned([(f, choice) for f, each in FACTORS.items() for choice in each], 3)
+)
 def test_keys_of_pretrain_are_read_or_rejected_by_choice(factor: str, choice: str) -> None:
     """Of keys that another choice leaves unread, only this choice's are rejected."""
     rejected, choices = unread(load_config("pretrain", [choice])), FACTORS[factor]
@@ -139,82 +142,110 @@ MOE = "pretrain model=moe_tiny model.options.num_experts=0"
 
 @pytest.mark.parametrize(
     "line, problem",
-    [
-        (
-            "finetune chat ckpt=x task.loss=simpo",
-            "task.loss=simpo: has no effect with task.kind=chat; remove it, or",
-        ),
-        ("finetune rte ckpt=x task.beta=0.1", "task.beta=0.1: has no effect with task.kind=classification"),
-        (
-            "finetune rte ckpt=x task.answers=all",
-            "task.answers=all: has no effect with task.kind=classification",
-        ),
-        ("finetune rte ckpt=x data.chat_template=chatml", "or set task.kind=chat or task.kind=preferences"),
-        (
-            "finetune chat ckpt=x task.doc_stride=128",
-            "task.doc_stride=128: has no effect with task.kind=chat",
-        ),
-        (
-            "finetune chat ckpt=x task.null_threshold=0",
-            "task.null_threshold=0.0: has no effect with task.kind=chat",
-        ),
-        (
-            "finetune preferences ckpt=x task.loss=orpo task.label_smoothing=0.1",
-            "task.label_smoothing=0.1: has no effect with task.loss=orpo; remove it, or set task.loss=dpo or",
-        ),
-        ("finetune preferences ckpt=x task.loss=orpo task.margin=3", "task.margin=3.0: has no effect with"),
-        (
-            "finetune rte ckpt=x lora.alpha=16",
-            "lora.alpha=16.0: has no effect with lora.rank=0; remove it, or set",
-        ),
-        ("finetune rte ckpt=x lora={alpha:16}", "lora.alpha=16.0: has no effect with lora.rank=0"),
-        ("eval rte ckpt=x task.lr=2e-5", "task.lr=2e-05: has no effect without optimizer.kind; remove it"),
-        ("pretrain lora.dropout=0", "lora.dropout=0.0: has no effect with lora.rank=0"),
-        ("pretrain zero_reduce=last", "zero_reduce=last: has no effect with zero=0"),
-        ("pretrain optimizer.muon.nesterov=true", "has no effect with optimizer.kind=adamw"),
-        (
-            "pretrain schedule.cooldown_share=0",
-            "schedule.cooldown_share=0.0: has no effect with schedule.decay=",
-        ),
-        (
-            "pretrain check.expert_steps=100",
-            "check.expert_steps=100: has no effect without model.options.num",
-        ),
-        (f"{MOE} model.options.z_loss=0.1", "z_loss=0.1: has no effect with model.options.num_experts=0"),
-        (
-            "pretrain model=llama_tiny model.options.rope_factor=2.0",
-            "has no effect with model.options.rope_scaling=default",
-        ),
-        (
-            "pretrain model=llama_tiny model.options.q_lora_rank=11",
-            "q_lora_rank=11: has no effect with model.options.kv_lora_rank=0",
-        ),
-        ("generate ckpt=x temperature=0 top_k=5", "top_k=5: has no effect with temperature=0.0; remove it"),
-        (
-            "generate ckpt=x system=hi",
-            "system=hi: has no effect with chat=false; remove it, or set chat=true",
-        ),
-        ("generate ckpt=x prompt=a prompts=b", "prompt=a: has no effect with prompts=b"),
-        ("eval lambada ckpt=x force=true", "force=true: has no effect with tokenizer=null"),
-        ("plan layouts price_per_gpu_hour=2", "price_per_gpu_hour=2.0: has no effect with tokens=null"),
-        ("plan layouts failures.restart_s=1", "has no effect with failures.mtbf_hours=null"),
-        ("convert a b to=hf tp=1", "tp=1: has no effect with to=hf; remove it, or set to=native or to=torch"),
-        (
-            "data build data=a tokenizer=t out=o hub_split=train",
-            "hub_split=train: has no effect with input=a",
-        ),
-        (
-            "data build data=a tokenizer=t out=o recipe=plain dedup.rows=6",
-            "has no effect with dedup.enabled=",
-        ),
-        (
-            "report runs every_s=5",
-            "every_s=5.0: has no effect with watch=false; remove it, or set watch=true",
-        ),
-        ("pretrain schedule=wsd schedule.decay=cosine", "schedule.decay=cosine: falls to the end of the run"),
-        ("data build data=a input=b tokenizer=t out=o", "input=a input=b: one input is taken; remove the"),
-        ("ckpt inspect a ckpt=b", "ckpt=a ckpt=b: one ckpt is taken; remove the other"),
-    ],
+    thinned(
+        [
+            (
+                "finetune chat ckpt=x task.loss=simpo",
+                "task.loss=simpo: has no effect with task.kind=chat; remove it, or",
+            ),
+            (
+                "finetune rte ckpt=x task.beta=0.1",
+                "task.beta=0.1: has no effect with task.kind=classification",
+            ),
+            (
+                "finetune rte ckpt=x task.answers=all",
+                "task.answers=all: has no effect with task.kind=classification",
+            ),
+            (
+                "finetune rte ckpt=x data.chat_template=chatml",
+                "or set task.kind=chat or task.kind=preferences",
+            ),
+            (
+                "finetune chat ckpt=x task.doc_stride=128",
+                "task.doc_stride=128: has no effect with task.kind=chat",
+            ),
+            (
+                "finetune chat ckpt=x task.null_threshold=0",
+                "task.null_threshold=0.0: has no effect with task.kind=chat",
+            ),
+            (
+                "finetune preferences ckpt=x task.loss=orpo task.label_smoothing=0.1",
+                "task.label_smoothing=0.1: has no effect with task.loss=orpo; "
+                "remove it, or set task.loss=dpo or",
+            ),
+            (
+                "finetune preferences ckpt=x task.loss=orpo task.margin=3",
+                "task.margin=3.0: has no effect with",
+            ),
+            (
+                "finetune rte ckpt=x lora.alpha=16",
+                "lora.alpha=16.0: has no effect with lora.rank=0; remove it, or set",
+            ),
+            ("finetune rte ckpt=x lora={alpha:16}", "lora.alpha=16.0: has no effect with lora.rank=0"),
+            (
+                "eval rte ckpt=x task.lr=2e-5",
+                "task.lr=2e-05: has no effect without optimizer.kind; remove it",
+            ),
+            ("pretrain lora.dropout=0", "lora.dropout=0.0: has no effect with lora.rank=0"),
+            ("pretrain zero_reduce=last", "zero_reduce=last: has no effect with zero=0"),
+            ("pretrain optimizer.muon.nesterov=true", "has no effect with optimizer.kind=adamw"),
+            (
+                "pretrain schedule.cooldown_share=0",
+                "schedule.cooldown_share=0.0: has no effect with schedule.decay=",
+            ),
+            (
+                "pretrain check.expert_steps=100",
+                "check.expert_steps=100: has no effect without model.options.num",
+            ),
+            (f"{MOE} model.options.z_loss=0.1", "z_loss=0.1: has no effect with model.options.num_experts=0"),
+            (
+                "pretrain model=llama_tiny model.options.rope_factor=2.0",
+                "has no effect with model.options.rope_scaling=default",
+            ),
+            (
+                "pretrain model=llama_tiny model.options.q_lora_rank=11",
+                "q_lora_rank=11: has no effect with model.options.kv_lora_rank=0",
+            ),
+            (
+                "generate ckpt=x temperature=0 top_k=5",
+                "top_k=5: has no effect with temperature=0.0; remove it",
+            ),
+            (
+                "generate ckpt=x system=hi",
+                "system=hi: has no effect with chat=false; remove it, or set chat=true",
+            ),
+            ("generate ckpt=x prompt=a prompts=b", "prompt=a: has no effect with prompts=b"),
+            ("eval lambada ckpt=x force=true", "force=true: has no effect with tokenizer=null"),
+            ("plan layouts price_per_gpu_hour=2", "price_per_gpu_hour=2.0: has no effect with tokens=null"),
+            ("plan layouts failures.restart_s=1", "has no effect with failures.mtbf_hours=null"),
+            (
+                "convert a b to=hf tp=1",
+                "tp=1: has no effect with to=hf; remove it, or set to=native or to=torch",
+            ),
+            (
+                "data build data=a tokenizer=t out=o hub_split=train",
+                "hub_split=train: has no effect with input=a",
+            ),
+            (
+                "data build data=a tokenizer=t out=o recipe=plain dedup.rows=6",
+                "has no effect with dedup.enabled=",
+            ),
+            (
+                "report runs every_s=5",
+                "every_s=5.0: has no effect with watch=false; remove it, or set watch=true",
+            ),
+            (
+                "pretrain schedule=wsd schedule.decay=cosine",
+                "schedule.decay=cosine: falls to the end of the run",
+            ),
+            (
+                "data build data=a input=b tokenizer=t out=o",
+                "input=a input=b: one input is taken; remove the",
+            ),
+            ("ckpt inspect a ckpt=b", "ckpt=a ckpt=b: one ckpt is taken; remove the other"),
+        ],
+        3,
+    ),
 )
 def test_a_key_that_nothing_reads_is_one_line(cli: Cli, line: str, problem: str) -> None:
     assert cli(f"{line} --check") == 2
@@ -248,7 +279,7 @@ def test_a_default_in_yaml_is_rejected_where_the_switch_is_forgotten(cli: Cli, t
     assert "lora.alpha=16.0: has no effect with lora.rank=0" in cli.err
 
 
-@pytest.mark.parametrize("task", task_names())
+@pytest.mark.parametrize("task", thinned(task_names(), 3))
 def test_shipped_tasks_set_no_unread_key(task: str) -> None:
     values = yaml.safe_load((CONFIG_DIR / f"task/{task}.yaml").read_text())
     keys = flatten(values, "task.").keys()

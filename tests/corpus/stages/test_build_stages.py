@@ -122,10 +122,7 @@ run_build(thorough(Path(sys.argv[1])), quiet())
 
 @pytest.mark.parametrize(
     "stage",
-    [
-        stage if stage in ("clean", "verify") else pytest.param(stage, marks=pytest.mark.slow)
-        for stage in STAGES
-    ],
+    [stage if stage == "clean" else pytest.param(stage, marks=pytest.mark.slow) for stage in STAGES],
 )
 def test_kill_in_a_stage_changes_nothing_and_loses_no_finished_task(
     source: Path, stage: str, monkeypatch: pytest.MonkeyPatch
@@ -160,6 +157,7 @@ def test_truncated_work_is_done_again(source: Path, monkeypatch: pytest.MonkeyPa
     assert output(source.parent / "first") == output(source.parent / "out")
 
 
+@pytest.mark.slow
 def test_a_build_with_other_settings_starts_anew(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         keep_work(patch)

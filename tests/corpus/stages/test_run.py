@@ -15,6 +15,7 @@ from mlm.corpus.stages import run
 from mlm.corpus.stages.plan import BuildPlan, BuildStage
 from mlm.corpus.stages.run import Workers
 from mlm.util.errors import UserError
+from tests.slow import slow_but
 
 
 @dataclass
@@ -85,7 +86,7 @@ with run.Workers(2) as workers:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=str)
+@pytest.mark.parametrize("number", slow_but({1}, [signal.SIGKILL, signal.SIGINT]), ids=str)
 def test_no_worker_outlives_the_command(tmp_path: Path, number: signal.Signals) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", COMMAND, str(tmp_path)], stderr=subprocess.DEVNULL

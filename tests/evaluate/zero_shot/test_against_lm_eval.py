@@ -96,6 +96,7 @@ def ours(folder: Path) -> dict[str, dict[str, Any]]:
     return {r["task"]: r["metrics"] for r in results if r["protocol"] == "lm-eval"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "metric"),
     [

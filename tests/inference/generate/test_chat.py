@@ -27,6 +27,7 @@ from mlm.parallel.mesh import shape_context
 from tests.data.chats import TALK, TEMPLATES, theirs, write_tokenizer
 from tests.finetune.chats import write_llama
 from tests.ranks import command, run_on_ranks
+from tests.slow import thinned
 
 COMMAND = ("generate", "dist.threads_per_rank=1", "chat=true", "temperature=0", "max_new_tokens=8")
 
@@ -124,6 +125,7 @@ def test_answers_do_not_depend_on_the_layout(llama: Path, tmp_path: Path, sizes:
     assert json.loads(out.read_text())["tokens"] == their_answer(llama, talk)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_an_answer_with_130_and_no_word(llama: Path) -> None:
     words = ["chat=true", "prompt=sat?", "max_new_tokens=1000000", "min_new_tokens=1000000"]
     process = subprocess.Popen(
@@ -143,14 +145,20 @@ def test_ctrl_c_ends_an_answer_with_130_and_no_word(llama: Path) -> None:
 
 @pytest.mark.parametrize(
     "settings, problem",
-    [
-        (["chat=true"], "chat=true: no message to answer"),
-        (["prompt=a\udcff"], "prompt: holds half a surrogate pair (U+DCFF), no UTF-8: correct it"),
-        (["system=be brief", "prompt=a"], "system=be brief: has no effect with chat=false"),
-        (["chat=true", "prompt=a", "special_tokens=true"], "special_tokens=true: in a message"),
-        (["chat=true", "prompts=bad.jsonl"], "bad.jsonl:1: message 1: role='bot' is unknown"),
-        (["chat=true", "prompts=empty.jsonl"], 'empty.jsonl:1: holds no prompt: write {"messages": […]} or'),
-    ],
+    thinned(
+        [
+            (["chat=true"], "chat=true: no message to answer"),
+            (["prompt=a\udcff"], "prompt: holds half a surrogate pair (U+DCFF), no UTF-8: correct it"),
+            (["system=be brief", "prompt=a"], "system=be brief: has no effect with chat=false"),
+            (["chat=true", "prompt=a", "special_tokens=true"], "special_tokens=true: in a message"),
+            (["chat=true", "prompts=bad.jsonl"], "bad.jsonl:1: message 1: role='bot' is unknown"),
+            (
+                ["chat=true", "prompts=empty.jsonl"],
+                'empty.jsonl:1: holds no prompt: write {"messages": […]} or',
+            ),
+        ],
+        2,
+    ),
 )
 def test_what_cannot_be_answered_is_an_error(
     llama: Path,

@@ -20,6 +20,7 @@ from mlm.inference.generate.prompts import Prompt
 from mlm.inference.generate.run import TextStream, show
 from mlm.util.terminal import safe_text
 from tests.checkpoint.commands.hf_models import SHAPE, add_tokenizer, make_model
+from tests.slow import thinned
 
 COMMAND = ("generate", "dist.threads_per_rank=1")
 
@@ -118,13 +119,16 @@ class TestPrompts:
 
     @pytest.mark.parametrize(
         ("name", "content", "problem"),
-        [
-            ("p.txt", b"\n\n", "holds no prompt"),
-            ("p.jsonl", b'{"prompt": "\\ud800"}', "half a surrogate pair"),
-            ("p.txt", b"a\n\xff", "is not UTF-8"),
-            ("p.jsonl", b'{"text": "a"}\n{"text": 3}\n', "p.jsonl:2: holds no prompt"),
-            ("p.jsonl", b'{"text": "a"}\n[', "p.jsonl:2: not a line of JSON"),
-        ],
+        thinned(
+            [
+                ("p.txt", b"\n\n", "holds no prompt"),
+                ("p.jsonl", b'{"prompt": "\\ud800"}', "half a surrogate pair"),
+                ("p.txt", b"a\n\xff", "is not UTF-8"),
+                ("p.jsonl", b'{"text": "a"}\n{"text": 3}\n', "p.jsonl:2: holds no prompt"),
+                ("p.jsonl", b'{"text": "a"}\n[', "p.jsonl:2: not a line of JSON"),
+            ],
+            2,
+        ),
     )
     def test_a_file_without_prompts_is_rejected(
         self, model: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, problem: str
@@ -134,18 +138,21 @@ class TestPrompts:
 
     @pytest.mark.parametrize(
         ("settings", "problem"),
-        [
-            (["prompt=a", "stop=['']"], 'stop="" would end'),
-            (["prompt=a", "repetition_penalty=0"], "repetition_penalty=0.0 must be greater than 0"),
-            (["prompts=none.txt"], "prompts=none.txt: no such file"),
-            (["prompt=a", "prompts=b"], "prompt=a: has no effect with prompts=b"),
-            (["prompt=a", "num_samples=0"], "num_samples=0 must be greater than 0"),
-            (["prompt=a", "temperature=-1"], "temperature=-1.0 must be 0 or more"),
-            (["prompt=a", "top_p=1.5"], "top_p=1.5 must be above 0"),
-            (["prompt=a", "min_new_tokens=9", "max_new_tokens=3"], "use min_new_tokens=3 or fewer"),
-            (["prompt=a", "out=none/a.jsonl"], "out=none/a.jsonl: none is no folder that can be written"),
-            (["prompt=a", "tokenizer=none.json"], "tokenizer=none.json: no such file"),
-        ],
+        thinned(
+            [
+                (["prompt=a", "stop=['']"], 'stop="" would end'),
+                (["prompt=a", "repetition_penalty=0"], "repetition_penalty=0.0 must be greater than 0"),
+                (["prompts=none.txt"], "prompts=none.txt: no such file"),
+                (["prompt=a", "prompts=b"], "prompt=a: has no effect with prompts=b"),
+                (["prompt=a", "num_samples=0"], "num_samples=0 must be greater than 0"),
+                (["prompt=a", "temperature=-1"], "temperature=-1.0 must be 0 or more"),
+                (["prompt=a", "top_p=1.5"], "top_p=1.5 must be above 0"),
+                (["prompt=a", "min_new_tokens=9", "max_new_tokens=3"], "use min_new_tokens=3 or fewer"),
+                (["prompt=a", "out=none/a.jsonl"], "out=none/a.jsonl: none is no folder that can be written"),
+                (["prompt=a", "tokenizer=none.json"], "tokenizer=none.json: no such file"),
+            ],
+            3,
+        ),
     )
     def test_mistakes_are_one_line(
         self, model: Path, capsys: pytest.CaptureFixture[str], settings: list[str], problem: str

@@ -113,6 +113,7 @@ def free_port() -> str:
         return str(one.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_ranks_that_a_launcher_starts_are_checked_together(tmp_path: Path) -> None:
     """As under srun: one process each, which find rank 0 by its address."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}

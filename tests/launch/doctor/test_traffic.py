@@ -100,6 +100,7 @@ def quiet(ctx: ParallelContext) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_over_a_network_too() -> None:
     said = run_on_ranks(quiet, dp=2)[0]
     assert said.startswith("rank 1 (host ")

@@ -21,6 +21,7 @@ from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import load_whole, parameter_shards
 from mlm.parallel.uncompiled import prepare_to_compile
 from tests.ranks import run_on_ranks
+from tests.slow import slow_but
 
 VOCAB, SEQ, BATCH = 997, 24, 3
 MODEL = ModelConfig(
@@ -72,7 +73,7 @@ def reference(activation: str = "gelu_new") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("tp", "recompute"), [(1, "none"), (2, "none"), (4, "none"), (1, "full"), (2, "full")]
+    ("tp", "recompute"), slow_but({2, 4}, [(1, "none"), (2, "none"), (4, "none"), (1, "full"), (2, "full")])
 )
 def test_gpt2_matches_transformers(tp: int, recompute: str) -> None:
     """Logits within 1e-5 absolute in float32; each gradient within 1e-4 of its own largest value."""

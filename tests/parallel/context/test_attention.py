@@ -23,6 +23,7 @@ from mlm.parallel.context import (
 from mlm.parallel.dropout import DropoutStream, draw_keep_mask, dropped, site_keys
 from mlm.parallel.mesh import Axis, ParallelContext
 from tests.ranks import run_on_ranks
+from tests.slow import thinned
 
 B, HEADS, KV_HEADS, D = 2, 4, 2, 8
 LONG = 1024
@@ -70,10 +71,13 @@ def test_ranks_beyond_the_window_are_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("cp", "length", "window", "dropout"),
-    [
-        *((2, LONG, 0, 0.0), (4, LONG, 0, 0.0)),
-        *((2, 32, 3, 0.0), (4, 32, 5, 0.0), (4, 32, 6, 0.0), (4, 32, 0, 0.3), (2, 36, 7, 0.3)),
-    ],
+    thinned(
+        [
+            *((2, LONG, 0, 0.0), (4, LONG, 0, 0.0)),
+            *((2, 32, 3, 0.0), (4, 32, 5, 0.0), (4, 32, 6, 0.0), (4, 32, 0, 0.3), (2, 36, 7, 0.3)),
+        ],
+        2,
+    ),
 )
 def test_attention_over_ranks_equals_one_process(cp: int, length: int, window: int, dropout: float) -> None:
     """Results and gradients of queries, keys and values in float64; fewer heads of keys than of queries."""

@@ -14,6 +14,7 @@ from mlm.parallel.pipeline.engine import ChunkGradients, Stages, run_plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
 from tests.ranks import run_on_ranks
+from tests.slow import thinned
 
 WIDTH = 5
 
@@ -103,7 +104,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "p", "v", "m"), CASES)
+@pytest.mark.parametrize(("name", "p", "v", "m"), thinned(CASES, 2))
 def test_results_and_gradients_are_those_of_running_in_order(name: str, p: int, v: int, m: int) -> None:
     """float64, two steps of different lengths with accumulation between them cleared."""
     run_on_ranks(check_step, name, v, m, pp=p)

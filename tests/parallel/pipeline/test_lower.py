@@ -22,6 +22,7 @@ from mlm.parallel.pipeline.actions import (
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
 from mlm.parallel.pipeline.simulate import consumer
+from tests.slow import slow_but
 
 F, B, W = Op
 F0, F1, B0, B1 = Action(F, 0, 0), Action(F, 0, 1), Action(B, 0, 0), Action(B, 0, 1)
@@ -246,7 +247,7 @@ def test_swapping_two_transfers_of_a_rank_is_found(
         assert not completes(ranks, plan.num_stages // len(schedule))
 
 
-@pytest.mark.parametrize("name, p, v, m", [("1f1b", 64, 1, 512), ("1f1b", 35, 3, 280)])
+@pytest.mark.parametrize("name, p, v, m", slow_but({0}, [("1f1b", 64, 1, 512), ("1f1b", 35, 3, 280)]))
 def test_layouts_of_the_largest_models_lower(name: str, p: int, v: int, m: int) -> None:
     """arXiv:2104.04473: the trillion-parameter model's 3072 / 6 micro-batches, and table 1's 35 stages."""
     plan = lower(build_schedule(name, stages=p, chunks=v, micro_batches=m))

@@ -16,6 +16,7 @@ from mlm.tracking.config import ReportConfig
 from mlm.tracking.page import report
 from mlm.tracking.page.report import make_page, run
 from mlm.tracking.runs import RunRecords, read_run
+from tests.slow import thinned
 from tests.tracking.page.made import some_run, stepped, write_run
 
 FIX = "name a run folder (out=… of mlm pretrain or mlm finetune)"
@@ -61,49 +62,55 @@ def test_a_page_goes_to_standard_output(desk: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(
     ("words", "line"),
-    [
-        (
-            [],
-            "runs is required: add runs=… (Run folders, at most 20; other paths among them are skipped)",
-        ),
-        (["runs=[]"], "runs=[]: no run; name a run folder: mlm report runs/shakespeare"),
-        (
-            ["runs/c"],
-            f"runs=runs/c: no such folder; {FIX}",
-        ),
-        (["runs"], "runs=runs: holds a sweep; name its runs: mlm report runs/*/"),
-        (["."], f"runs=.: holds no run; {FIX}"),
-        (
-            ["runs/a/config.yaml"],
-            f"runs=runs/a/config.yaml: is not a folder; {FIX}",
-        ),
-        (["runs/a", "runs/c"], f"runs=runs/c: no such folder; {FIX}"),
-        (
-            [f"many/{number}" for number in range(21)],
-            "runs: 21 runs; 20 is the limit; choose some, or write several pages",
-        ),
-        (
-            ["runs/a", "out=x.png"],
-            "out=x.png: a page ends in .html; use a file that ends in .html, such as out=x.html",
-        ),
-        (["runs/a", "out=runs"], "out=runs: is a directory; name a file in it, such as out=runs/result.json"),
-        (
-            ["runs/a", "out=no/x.html"],
-            "out=no/x.html: no is no folder that can be written; name a file in one that is, such as "
-            "out=x.html",
-        ),
-        (
-            ["runs/a", "out=mine.html"],
-            "out=mine.html: exists and was not written by mlm; name another file, or delete it",
-        ),
-        (["runs/a", "every_s=0"], "every_s=0.0 must be above 0 and at most 86400, a day"),
-        (["runs/a", "every_s=86401"], "every_s=86401.0 must be above 0 and at most 86400, a day"),
-        (
-            ["runs/a", "watch=true", "out=-"],
-            "out=-: watch=true writes the page again; name a file, such as out=report.html",
-        ),
-        (["runs/a", "watch=maybe"], "watch=maybe must be true or false"),
-    ],
+    thinned(
+        [
+            (
+                [],
+                "runs is required: add runs=… (Run folders, at most 20; other paths among them are skipped)",
+            ),
+            (["runs=[]"], "runs=[]: no run; name a run folder: mlm report runs/shakespeare"),
+            (
+                ["runs/c"],
+                f"runs=runs/c: no such folder; {FIX}",
+            ),
+            (["runs"], "runs=runs: holds a sweep; name its runs: mlm report runs/*/"),
+            (["."], f"runs=.: holds no run; {FIX}"),
+            (
+                ["runs/a/config.yaml"],
+                f"runs=runs/a/config.yaml: is not a folder; {FIX}",
+            ),
+            (["runs/a", "runs/c"], f"runs=runs/c: no such folder; {FIX}"),
+            (
+                [f"many/{number}" for number in range(21)],
+                "runs: 21 runs; 20 is the limit; choose some, or write several pages",
+            ),
+            (
+                ["runs/a", "out=x.png"],
+                "out=x.png: a page ends in .html; use a file that ends in .html, such as out=x.html",
+            ),
+            (
+                ["runs/a", "out=runs"],
+                "out=runs: is a directory; name a file in it, such as out=runs/result.json",
+            ),
+            (
+                ["runs/a", "out=no/x.html"],
+                "out=no/x.html: no is no folder that can be written; name a file in one that is, such as "
+                "out=x.html",
+            ),
+            (
+                ["runs/a", "out=mine.html"],
+                "out=mine.html: exists and was not written by mlm; name another file, or delete it",
+            ),
+            (["runs/a", "every_s=0"], "every_s=0.0 must be above 0 and at most 86400, a day"),
+            (["runs/a", "every_s=86401"], "every_s=86401.0 must be above 0 and at most 86400, a day"),
+            (
+                ["runs/a", "watch=true", "out=-"],
+                "out=-: watch=true writes the page again; name a file, such as out=report.html",
+            ),
+            (["runs/a", "watch=maybe"], "watch=maybe must be true or false"),
+        ],
+        2,
+    ),
 )
 def test_mistakes_are_one_line(
     desk: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str

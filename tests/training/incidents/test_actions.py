@@ -71,6 +71,7 @@ def test_looking_changes_no_bit_of_the_run(logged: Path, tmp_path: Path) -> None
     assert not (tmp_path / "run" / "incidents").exists()
 
 
+@pytest.mark.slow
 def test_a_skipped_update_is_that_of_the_incident_alone(logged: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert pretrain(out, "incident.action=skip", "train.steps=10", "schedule.decay_steps=14") == 0
@@ -135,6 +136,7 @@ def test_a_gpu_applies_the_update_before_the_host_reads(
     assert deferred == usual * STEP + ["apply"] + usual * (14 - STEP)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("deferred")
 def test_a_gpu_rewinds_as_a_cpu(rewound: Path, tmp_path: Path) -> None:
     assert pretrain(tmp_path / "run", "incident.action=rewind") == 0

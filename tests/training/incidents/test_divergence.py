@@ -16,6 +16,7 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.training.incidents.divergence import DivergenceStop
 from mlm.training.trainer import StepOutcome, Trainer
 from tests.ranks import run_on_ranks
+from tests.slow import slow_but
 from tests.training.incidents.runs import losses, pretrain
 from tests.training.records import records
 from tests.training.saving import save
@@ -54,12 +55,15 @@ def latest(out: Path) -> str | None:
 
 @pytest.mark.parametrize(
     "words",
-    [
-        [],
-        ["checkpoint.save_every=2", "checkpoint.asynchronous=false"],
-        ["precision=fp16", "precision.initial_loss_scale=4"],
-        ["train.steps=5"],
-    ],
+    slow_but(
+        {0},
+        [
+            [],
+            ["checkpoint.save_every=2", "checkpoint.asynchronous=false"],
+            ["precision=fp16", "precision.initial_loss_scale=4"],
+            ["train.steps=5"],
+        ],
+    ),
     ids=" ".join,
 )
 def test_a_run_that_ruins_its_weights_keeps_a_good_checkpoint(run: Path, words: list[str]) -> None:
@@ -132,7 +136,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> None:
     monkeypatch.setattr(Trainer, "clip_and_update", ruin)
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("value", slow_but({0}, [float("inf"), float("nan")]))
 def test_a_planted_number_is_kept_aside_named_and_left(
     run: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
@@ -150,12 +154,15 @@ def test_a_planted_number_is_kept_aside_named_and_left(
 
 @pytest.mark.parametrize(
     ("words", "cause"),
-    [
-        (["optimizer.lr=1e30", "train.steps=8"], "loss or gradients are not finite in precision=fp32"),
-        (["optimizer.lr=10", "train.steps=8"], "losses are above "),
-        (["optimizer.lr=10", "train.steps=5"], "losses are above "),
-        (["optimizer.lr=10", "train.steps=8", "checkpoint.asynchronous=false"], "losses are above "),
-    ],
+    slow_but(
+        {0, 1},
+        [
+            (["optimizer.lr=1e30", "train.steps=8"], "loss or gradients are not finite in precision=fp32"),
+            (["optimizer.lr=10", "train.steps=8"], "losses are above "),
+            (["optimizer.lr=10", "train.steps=5"], "losses are above "),
+            (["optimizer.lr=10", "train.steps=8", "checkpoint.asynchronous=false"], "losses are above "),
+        ],
+    ),
     ids=["not finite", "finite", "by its last update", "training waits for saves"],
 )
 def test_a_run_that_ends_in_ruin_fails_and_latest_is_the_good_checkpoint(
@@ -169,7 +176,7 @@ def test_a_run_that_ends_in_ruin_fails_and_latest_is_the_good_checkpoint(
     assert f"Newest good checkpoint: {run}/checkpoints/{step_name(4)}" in said
 
 
-@pytest.mark.parametrize("factor", [90.0, 0.0])
+@pytest.mark.parametrize("factor", slow_but({0}, [90.0, 0.0]))
 def test_weights_that_a_fault_ruins_after_the_last_step_are_not_the_latest(
     run: Path, monkeypatch: pytest.MonkeyPatch, factor: float
 ) -> None:
@@ -198,6 +205,7 @@ def test_a_spike_that_recovers_costs_nothing(run: Path, monkeypatch: pytest.Monk
     assert names(run) == [step_name(7)]
 
 
+@pytest.mark.slow
 def test_steps_that_are_not_finite_are_not_saved(run: Path) -> None:
     """The run is told to go on for ever: its end is judged."""
     assert pretrain(run, *RUINED, "incident.patience=0", "train.steps=30") == 1
@@ -205,6 +213,7 @@ def test_steps_that_are_not_finite_are_not_saved(run: Path) -> None:
     assert latest(run) == step_name(4)
 
 
+@pytest.mark.slow
 def test_overflows_of_float16_cost_no_checkpoint_and_stop_nothing(tmp_path: Path) -> None:
     """The scale is halved until it fits, in more steps than the patience."""
     out, scale = tmp_path / "run", "precision.initial_loss_scale=1e12"

@@ -23,6 +23,7 @@ from mlm.training.incidents.watcher import IncidentError
 from mlm.training.trainer import Trainer
 from tests.finetune.runs import finetune, finetuning, records, write_data, write_model
 from tests.ranks import run_on_ranks
+from tests.slow import slow_but
 
 BAD, MODULE = 7, "layers.0.mlp.up"
 """The row whose numbers one module spoils, in each of the two epochs."""
@@ -70,7 +71,7 @@ def incidents(out: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_bytes()) for path in sorted(out.glob("incidents/*/incident.json"))]
 
 
-@pytest.mark.parametrize("kind", ["classification", "choice"])
+@pytest.mark.parametrize("kind", slow_but({1}, ["classification", "choice"]))
 def test_the_row_that_spoils_a_step_is_named_and_its_tokens_are_kept(
     kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -129,6 +130,7 @@ def flipped(ctx: ParallelContext, config: FinetuneConfig) -> None:
         run.run(config, ctx)
 
 
+@pytest.mark.slow
 def test_replicas_that_differ_are_found_and_slow_ranks_are_reported(folder: Path, tmp_path: Path) -> None:
     checks = CheckConfig(every=2, ranks_every=2)
     config = finetuning(folder, out=str(tmp_path), check=checks, train={"epochs": 1})

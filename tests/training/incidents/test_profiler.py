@@ -18,6 +18,7 @@ def test_a_run_that_ends_before_the_last_profiled_step_has_a_profile_of_those_be
     assert (tmp_path / "run" / "profile" / "rank-00000.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_profile_names_the_phases_and_changes_no_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

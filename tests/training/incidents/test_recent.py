@@ -12,6 +12,7 @@ import torch.distributed as dist
 from mlm.parallel.mesh import Axis
 from mlm.training.incidents import numbers as findings
 from mlm.training.incidents.numbers import Recent, deviations, exceeds_limits, return_level
+from tests.slow import slow_but
 
 
 def test_one_spike_among_the_others_hides_no_second() -> None:
@@ -42,7 +43,7 @@ def clean_norms(kind: str, count: int) -> list[float]:
     return drawn
 
 
-@pytest.mark.parametrize("kind", ["normal", "exponential", "heavier"])
+@pytest.mark.parametrize("kind", slow_but({2}, ["normal", "exponential", "heavier"]))
 def test_clean_steps_of_any_tail_are_no_outliers_and_faults_are(kind: str) -> None:
     recent, alarms, found = Recent(512), 0, {100.0: 0, 1e4: 0}
     norms = clean_norms(kind, 20_000)

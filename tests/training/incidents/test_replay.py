@@ -118,6 +118,7 @@ def test_a_replay_of_experts_has_the_bits_of_its_layout_and_takes_another(
     assert f"sample {BAD}" in said
 
 
+@pytest.mark.slow
 def test_a_replay_of_a_rewound_run_leaves_out_the_same_samples(tmp_path: Path, capsys: Said) -> None:
     """A later incident of a run that has returned to a checkpoint before."""
     out = tmp_path / "run"
@@ -137,6 +138,7 @@ def replayed(out: Path, capsys: Said) -> str:
     return said.out.splitlines()[0] if code == 0 else said.err
 
 
+@pytest.mark.slow
 def test_a_replay_starts_from_an_ancestor_wherever_it_is(tmp_path: Path, capsys: Said) -> None:
     """Step 8 is trained again with other settings; the incident descends from the one that is set aside."""
     out, words = tmp_path / "run", ("checkpoint.save_every=4", "schedule.decay_steps=14")
@@ -153,6 +155,7 @@ def test_a_replay_starts_from_an_ancestor_wherever_it_is(tmp_path: Path, capsys:
     assert "replayed from initial weights on" in replayed(out, capsys)
 
 
+@pytest.mark.slow
 def test_a_replay_starts_from_no_state_before_a_change_of_settings(tmp_path: Path, capsys: Said) -> None:
     out, words = tmp_path / "run", ("checkpoint.save_every=2", "schedule.decay_steps=14")
     assert pretrain(out, *words, "train.steps=6") == 0
@@ -200,6 +203,7 @@ def large_layer(trainer: Trainer) -> None:
         trainer.model.chunks[0].layers["1"].mlp.up.bias.fill_(1e5)
 
 
+@pytest.mark.slow
 def test_an_overflow_of_one_layer_in_float16_is_named_and_float32_has_none(
     tmp_path: Path, capsys: Said
 ) -> None:

@@ -36,6 +36,7 @@ def test_rewinds_to_a_checkpoint_from_before_them_are_counted(
     assert max(losses(out)) == STEP - 1
 
 
+@pytest.mark.slow
 def test_each_rewind_leaves_out_the_samples_of_those_before_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ def test_a_stopped_blend_continues_bit_equal(blended: Path, made: Path, tmp_path
     assert segments(out) == segments(blended)
 
 
+@pytest.mark.slow
 def test_a_changed_blend_is_reported_when_resumed(
     blended: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_changed_blend_is_reported_when_resumed(
     assert [s["from_sample"] for s in segments(out)] == [0, 48]
 
 
+@pytest.mark.slow
 def test_a_single_corpus_is_reported_as_ever(made: Path, tmp_path: Path) -> None:
     pretrain(f"data.path={made}/wiki", f"out={tmp_path / 'run'}", "train.steps=1", "train.validate_every=1")
     (record,) = records(str(tmp_path / "run"), "validation")

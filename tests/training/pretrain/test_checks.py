@@ -16,6 +16,7 @@ from mlm.training.config import PretrainConfig
 from mlm.training.corpora import corpora, corpus_folders, validation_prefixes
 from mlm.training.pretrain.run import epochs_warning
 from mlm.util.errors import ConfigError
+from tests.slow import thinned
 
 SOUND = ["model=gpt2_tiny", "data=synthetic"]
 
@@ -33,61 +34,65 @@ def test_sound_config_has_no_problem() -> None:
 
 @pytest.mark.parametrize(
     "overrides, problem",
-    [
-        (
-            ["model.num_heads=7", "tp=7"],
-            "model.num_heads=7 does not divide model.hidden_size=64; use model.num_heads=8 tp=8",
-        ),
-        (
-            ["model.num_heads=7"],
-            "model.num_heads=7 does not divide model.hidden_size=64; "
-            "use model.num_heads=4 or model.num_heads=8",
-        ),
-        (["tp=3"], "tp=3 does not divide model.num_heads=4; use tp=2 or tp=4 (its divisors: 1, 2, 4)"),
-        (
-            ["tp=4", "model.ffn_hidden_size=10"],
-            "tp=4 does not divide model.ffn_hidden_size=10; use tp=2 (its divisors: 1, 2, 5, 10)",
-        ),
-        (
-            ["dp=3", "train.global_batch_size=100"],
-            "train.global_batch_size=100 is not a multiple of dp=3 * train.micro_batch_size=8 = 24; "
-            "use train.global_batch_size=96 or train.global_batch_size=120",
-        ),
-        (
-            ["data.seq_length=512"],
-            "data.seq_length=512 is more than model.max_positions=128; "
-            "use data.seq_length=128, or model.max_positions=512",
-        ),
-        (
-            ["schedule.warmup_steps=3000", "train.steps=100"],
-            "schedule.warmup_steps=3000 must be below train.steps=100, where the decay ends; "
-            "use schedule.warmup_steps=99 or fewer",
-        ),
-        (
-            ["schedule.decay_steps=3000", "schedule.warmup_steps=3000"],
-            "schedule.warmup_steps=3000 must be below schedule.decay_steps=3000, where the decay ends; "
-            "use schedule.warmup_steps=2999 or fewer",
-        ),
-        (
-            ["schedule.min_lr=0.1"],
-            "schedule.min_lr=0.1 is more than optimizer.lr=0.00015, the peak; use schedule.min_lr=1.5e-05",
-        ),
-        (
-            ["precision=fp16", "precision.initial_loss_scale=0.5"],
-            "precision.min_loss_scale=1 is more than precision.initial_loss_scale=0.5; "
-            "use precision.min_loss_scale=1",
-        ),
-        (["tp=0"], "tp=0 must be greater than 0"),
-        (
-            ["dist.backend=nccl"],
-            "dist.backend=nccl runs on GPUs, and this run is on CPU; use dist.backend=auto or gloo",
-        ),
-        (
-            ["ckpt=no/where"],
-            "ckpt=no/where: no such folder; give a run folder (runs/…) or one of its checkpoints "
-            "(…/step-00001000)",
-        ),
-    ],
+    thinned(
+        [
+            (
+                ["model.num_heads=7", "tp=7"],
+                "model.num_heads=7 does not divide model.hidden_size=64; use model.num_heads=8 tp=8",
+            ),
+            (
+                ["model.num_heads=7"],
+                "model.num_heads=7 does not divide model.hidden_size=64; "
+                "use model.num_heads=4 or model.num_heads=8",
+            ),
+            (["tp=3"], "tp=3 does not divide model.num_heads=4; use tp=2 or tp=4 (its divisors: 1, 2, 4)"),
+            (
+                ["tp=4", "model.ffn_hidden_size=10"],
+                "tp=4 does not divide model.ffn_hidden_size=10; use tp=2 (its divisors: 1, 2, 5, 10)",
+            ),
+            (
+                ["dp=3", "train.global_batch_size=100"],
+                "train.global_batch_size=100 is not a multiple of dp=3 * train.micro_batch_size=8 = 24; "
+                "use train.global_batch_size=96 or train.global_batch_size=120",
+            ),
+            (
+                ["data.seq_length=512"],
+                "data.seq_length=512 is more than model.max_positions=128; "
+                "use data.seq_length=128, or model.max_positions=512",
+            ),
+            (
+                ["schedule.warmup_steps=3000", "train.steps=100"],
+                "schedule.warmup_steps=3000 must be below train.steps=100, where the decay ends; "
+                "use schedule.warmup_steps=99 or fewer",
+            ),
+            (
+                ["schedule.decay_steps=3000", "schedule.warmup_steps=3000"],
+                "schedule.warmup_steps=3000 must be below schedule.decay_steps=3000, where the decay ends; "
+                "use schedule.warmup_steps=2999 or fewer",
+            ),
+            (
+                ["schedule.min_lr=0.1"],
+                "schedule.min_lr=0.1 is more than optimizer.lr=0.00015, the peak; "
+                "use schedule.min_lr=1.5e-05",
+            ),
+            (
+                ["precision=fp16", "precision.initial_loss_scale=0.5"],
+                "precision.min_loss_scale=1 is more than precision.initial_loss_scale=0.5; "
+                "use precision.min_loss_scale=1",
+            ),
+            (["tp=0"], "tp=0 must be greater than 0"),
+            (
+                ["dist.backend=nccl"],
+                "dist.backend=nccl runs on GPUs, and this run is on CPU; use dist.backend=auto or gloo",
+            ),
+            (
+                ["ckpt=no/where"],
+                "ckpt=no/where: no such folder; give a run folder (runs/…) or one of its checkpoints "
+                "(…/step-00001000)",
+            ),
+        ],
+        2,
+    ),
 )
 def test_problem_names_value_and_remedy(overrides: list[str], problem: str) -> None:
     assert problems_of(*overrides) == [problem]
@@ -205,16 +210,19 @@ def test_attention_that_no_kernel_computes_is_a_mistake(overrides: list[str], pr
 
 @pytest.mark.parametrize(
     "other, fix",
-    [
-        ("compile=false", "compile=true"),
-        ("tp=2", "tp=1"),
-        ("pp=2", "pp=1"),
-        ("pipeline=gpipe", "pipeline=1f1b"),
-        ("zero=2", "zero=0"),
-        ("recompute=full", "recompute=selective"),
-        ("fuse_accumulation=true", "fuse_accumulation=false"),
-        ("deterministic=true", "deterministic=false"),
-    ],
+    thinned(
+        [
+            ("compile=false", "compile=true"),
+            ("tp=2", "tp=1"),
+            ("pp=2", "pp=1"),
+            ("pipeline=gpipe", "pipeline=1f1b"),
+            ("zero=2", "zero=0"),
+            ("recompute=full", "recompute=selective"),
+            ("fuse_accumulation=true", "fuse_accumulation=false"),
+            ("deterministic=true", "deterministic=false"),
+        ],
+        2,
+    ),
 )
 def test_graphs_replay_one_rank_s_layers_in_one_order(other: str, fix: str) -> None:
     problem = f"cuda_graphs=true does not go with {other}; use cuda_graphs=false or {fix}"

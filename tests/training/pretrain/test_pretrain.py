@@ -250,6 +250,7 @@ def test_too_little_memory_of_the_host_is_one_line_with_what_still_helps(
     )
 
 
+@pytest.mark.slow
 def test_a_run_whose_steps_all_overflowed_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     words = ["model=gpt2_tiny", "data=synthetic", "precision=fp16", "train.steps=2"]
     sizes = ["train.global_batch_size=2", "train.micro_batch_size=2", "train.validate_every=0"]

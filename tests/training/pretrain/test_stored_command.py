@@ -9,6 +9,7 @@ from mlm.config.cli import main
 from mlm.data import receipt, stored_corpus
 from mlm.data.local_copy import copy_locally
 from mlm.util import files
+from tests.slow import slow_but, thinned
 from tests.stores import BUCKET, KEY, SECRET, Store, serve
 from tests.training.blended import segments, write_corpora
 from tests.training.pretrain.test_blended_command import TINY
@@ -42,6 +43,7 @@ def losses(out: Path) -> list[float]:
     return [record["loss"] for kind in ("step", "validation") for record in records(str(out), kind)]
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_the_corpus_on_a_disk_through_failures_and_a_resume(
     store: Store, corpora: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,10 +63,13 @@ def test_losses_are_those_of_the_corpus_on_a_disk_through_failures_and_a_resume(
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["data.blend=[0.3 {0}/wiki,0.7 {1}/web/train]"],
-        ["data.train={1}/wiki/train", "data.validation={1}/web/validation"],
-    ],
+    slow_but(
+        {0},
+        [
+            ["data.blend=[0.3 {0}/wiki,0.7 {1}/web/train]"],
+            ["data.train={1}/wiki/train", "data.validation={1}/web/validation"],
+        ],
+    ),
 )
 def test_a_blend_and_prefixes_in_a_store_are_those_on_a_disk(
     store: Store, corpora: Path, tmp_path: Path, words: list[str]
@@ -79,14 +84,20 @@ def test_a_blend_and_prefixes_in_a_store_are_those_on_a_disk(
 
 @pytest.mark.parametrize(
     ("word", "line"),
-    [
-        (f"data.validation={URL}", f"data.validation={URL}: a folder; give the prefix of .bin and .idx"),
-        (f"data.train={URL}", f"data.train={URL}: a folder; give the prefix of .bin and .idx"),
-        (f"data.blend=[1 {BUCKET}/none]", f"data: {BUCKET}/none: neither train.bin and train.idx in it"),
-        ("data.blend=[1 s3:/bucket/a]", "s3:/bucket/a: no URL of an object store; write data.blend=s3://"),
-        (f"data.tokenizer={URL}/t.json", f"data.tokenizer={URL}/t.json: not read from or written to a"),
-        (f"data.blend=[1 {URL}]", "data.cache is not set: a corpus in a store is read by way"),
-    ],
+    thinned(
+        [
+            (f"data.validation={URL}", f"data.validation={URL}: a folder; give the prefix of .bin and .idx"),
+            (f"data.train={URL}", f"data.train={URL}: a folder; give the prefix of .bin and .idx"),
+            (f"data.blend=[1 {BUCKET}/none]", f"data: {BUCKET}/none: neither train.bin and train.idx in it"),
+            (
+                "data.blend=[1 s3:/bucket/a]",
+                "s3:/bucket/a: no URL of an object store; write data.blend=s3://",
+            ),
+            (f"data.tokenizer={URL}/t.json", f"data.tokenizer={URL}/t.json: not read from or written to a"),
+            (f"data.blend=[1 {URL}]", "data.cache is not set: a corpus in a store is read by way"),
+        ],
+        3,
+    ),
 )
 def test_what_is_no_corpus_in_a_store_is_one_line(
     store: Store, corpora: Path, tmp_path: Path, word: str, line: str, capfd: pytest.CaptureFixture[str]
@@ -99,6 +110,7 @@ def test_what_is_no_corpus_in_a_store_is_one_line(
     assert "Traceback" not in printed
 
 
+@pytest.mark.slow
 def test_a_block_that_is_damaged_and_another_limit_leave_the_losses(
     store: Store, corpora: Path, tmp_path: Path
 ) -> None:
