@@ -110,7 +110,7 @@ def spec_of(parallel: ParallelConfig, **train: Any) -> PretrainConfig:
 
 def sampler_of(trainer: Trainer) -> PromptSampler:
     encode = lambda text: [ord(char) % VOCAB for char in text]  # noqa: E731
-    tokenizer = SimpleNamespace(encode=encode, eod_id=0)
+    tokenizer = SimpleNamespace(encode_prompt=encode, eod_id=0)
     return PromptSampler(trainer, cast(Reporter, None), cast(Tokenizer, tokenizer))
 
 
