@@ -274,9 +274,19 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write tokenizer.json byte for byte, what is declared, and its chat template. Raises OSError."""
         write_atomic(folder / "tokenizer.json", self.content)
-        self.declared.save(folder, {} if self.chat_template is None else self.chat_template.settings)
+        template = {} if self.chat_template is None else self.chat_template.settings
+        self.declared.save(folder, {**self.settings, **template})
         if self.chat_template is not None:
             self.chat_template.save_sources(folder)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What tokenizer_config.json declares, and the special tokens of its class that the vocabulary has.
+
+        `transformers` would add those that it lacks, beyond the rows of the model's token table.
+        """
+        usual = {role: name for role, name in self.declared.names.items() if name in self}
+        return {**usual, **self.declared.settings}
 
     @property
     def content(self) -> bytes:

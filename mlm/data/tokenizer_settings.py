@@ -43,7 +43,8 @@ class Declared:
     names: Mapping[str, str] = field(default_factory=dict)
     """Special tokens by role (bos_token, …), "" for one that there is not; see `named_tokens`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """tokenizer_config.json but NOT_CARRIED, with `names`."""
+    """tokenizer_config.json but NOT_CARRIED, with the special tokens that a file names; see
+    `Tokenizer.settings`."""
     generation: Mapping[str, Any] = field(default_factory=dict)
     """generation_config.json; what it lacks of token ids is that of config.json."""
     model_ends: tuple[int, ...] = ()
@@ -55,17 +56,18 @@ class Declared:
     def read(cls, folder: Path) -> "Declared":
         """Read them in a folder, which may have none of them. Raises UserError, CorruptFileError."""
         config, generation = read_config(folder / CONFIG), read_config(folder / GENERATION_CONFIG)
-        names, settings = named_tokens(folder) or {}, read_config(folder / SETTINGS)
+        names, said = named_tokens(folder) or {}, named_tokens(folder, of_class=False) or {}
+        settings = read_config(folder / SETTINGS)
         kept = {key: value for key, value in settings.items() if key not in NOT_CARRIED}
         keys = ("bos_token_id", "eos_token_id", "pad_token_id")
         ids = {key: config[key] for key in keys if config.get(key) is not None}
         ends = (*ids_of(config.get("eos_token_id")), *ids_of(generation.get("eos_token_id")))
-        declared = {name: token or None for name, token in names.items()}
+        declared = {name: token or None for name, token in said.items()}
         return cls(names, kept | declared, ids | generation, ends, (folder / CONFIG).is_file())
 
-    def save(self, folder: Path, names: Mapping[str, str | None]) -> None:
-        """Write them into a folder, with these special tokens. Raises OSError."""
-        for file, value in ((SETTINGS, {**self.settings, **names}), (GENERATION_CONFIG, self.generation)):
+    def save(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        """Write them into a folder, with these settings of the tokenizer. Raises OSError."""
+        for file, value in ((SETTINGS, settings), (GENERATION_CONFIG, self.generation)):
             if value:
                 write_atomic(folder / file, (json.dumps(value, indent=2) + "\n").encode())
 
@@ -76,12 +78,12 @@ def ids_of(value: Any) -> list[int]:
     return [id for id in items if type(id) is int and id >= 0]
 
 
-def named_tokens(folder: Path) -> dict[str, str] | None:
+def named_tokens(folder: Path, *, of_class: bool = True) -> dict[str, str] | None:
     """Return the special tokens of a folder by name (eos_token, …), in the order of `transformers`.
 
     special_tokens_map.json comes before tokenizer_config.json, unless that holds added_tokens_decoder; what
-    neither says is the default of the tokenizer's class, or of the type of model. None if nothing says any;
-    a null is "".
+    neither says is, with `of_class`, the default of the tokenizer's class, or of the type of model. None if
+    nothing says any; a null is "".
     """
     settings = read_config(folder / SETTINGS)
     if "added_tokens_decoder" not in settings:
@@ -92,7 +94,8 @@ def named_tokens(folder: Path) -> dict[str, str] | None:
     if not settings and defaults is None:
         return None
     extra = settings.get("extra_special_tokens")
-    values = {**(defaults or {}), **settings, **(extra if isinstance(extra, dict) else {})}
+    usual = (defaults if of_class else None) or {}
+    values = {**usual, **settings, **(extra if isinstance(extra, dict) else {})}
     texts = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in values.items()

@@ -72,10 +72,10 @@ def model_problem(source: Source) -> str | None:
     """Return why llama.cpp has no such model."""
     model = source.model
     settings = LlamaSettings.of(model) if model.kind == "llama" else None
-    if settings is None or model.head != "language_model" or model_type(model) not in ARCHITECTURES:
-        known = "supported are Llama, Mistral, Qwen, Mixtral and OLMoE"
-        return f"model.kind={model.kind} head={model.head}: {known}"
-    architecture = ARCHITECTURES[model_type(model)]
+    kind = model.kind if settings is None else model_type(model)
+    if settings is None or model.head != "language_model" or kind not in ARCHITECTURES:
+        return f"{kind} with head={model.head} is not supported; supported: {', '.join(ARCHITECTURES)}"
+    architecture = ARCHITECTURES[kind]
     if model.activation != "silu":
         return f"model.activation={model.activation} is not supported; supported: silu"
     if settings.rope_scaling == "llama3" and architecture != "LLAMA":

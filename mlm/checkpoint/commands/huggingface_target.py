@@ -170,7 +170,7 @@ def write_settings(source: Source, mapping: HuggingFaceMapping, folder: Path) ->
         template.save_sources(folder)
     declared = tokenizer.declared
     # GPT-2's classifiers pad with the end of a document where nothing declares a padding
-    kept = {key: value for key, value in declared.settings.items() if (key, value) != ("pad_token", None)}
+    kept = {key: value for key, value in tokenizer.settings.items() if (key, value) != ("pad_token", None)}
     settings = {
         "model_max_length": model.max_positions,
         "clean_up_tokenization_spaces": False,

@@ -19,7 +19,7 @@ from mlm.models import huggingface as hf
 from mlm.models.backbone import Transformer
 from mlm.models.bert.model import BERT
 from mlm.models.config import ModelConfig
-from mlm.util.errors import UserError
+from mlm.util.errors import ConfigError, UserError
 
 PREFIX = "bert."
 INPUTS = ("input_ids", "token_type_ids", "attention_mask")
@@ -132,6 +132,9 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
     """
     norm: Literal["pre", "post"] = "pre" if config.get("model_type") == "megatron-bert" else "post"
     values = _KEYS[norm].read(config, path, "BERT")
+    if values["type_vocab_size"] < 2:
+        one = "1 is not what our BERT computes, which reads two segments; supported: 2 or more"
+        raise ConfigError([f"{path}: type_vocab_size={one}"])
     settings = _KEYS[norm].settings(values)
     if settings["ffn_hidden_size"] == 4 * settings["hidden_size"]:
         settings["ffn_hidden_size"] = None

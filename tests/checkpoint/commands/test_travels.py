@@ -133,6 +133,17 @@ def test_declared_sampling_is_used_where_nothing_is_typed(
     assert "To be" + model.generate("To be", max_new_tokens=12) == said.out.removesuffix("\n")
 
 
+def test_no_token_of_a_class_is_declared_that_the_vocabulary_lacks(tmp_path: Path) -> None:
+    """`transformers` would add <unk> of Llama's, with an id beyond the rows of the token table."""
+    source = write_declared(tmp_path / "source", "deepseek")
+    settings = read(source / "tokenizer_config.json") | {"tokenizer_class": "LlamaTokenizerFast"}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    run = import_model(source, tmp_path / "run", verify=False)
+    exported = export_model(run, tmp_path / "exported", verify=False)
+    assert len(theirs(exported)) == len(theirs(source))
+    assert theirs(exported)("a <unk>")["input_ids"] == theirs(source)("a <unk>")["input_ids"]
+
+
 def test_a_corpus_says_how_its_sequences_begin(tmp_path: Path) -> None:
     """config.json is no part of the corpus: its receipt says it."""
     model = write_declared(tmp_path / "model", "qwen")

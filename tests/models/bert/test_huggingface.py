@@ -167,6 +167,7 @@ def test_dropout_of_the_classifier_that_differs_is_noted() -> None:
         ("num_hidden_layers", 10**15),
         ("hidden_size", True),
         ("type_vocab_size", 0),
+        ("type_vocab_size", 1),
         ("intermediate_size", None),
         ("vocab_size", "many"),
         ("hidden_dropout_prob", 1.0),

@@ -1,0 +1,30 @@
+"""The tables of models and tokenizers in the guide are those that the script makes."""
+
+import re
+
+import pytest
+from compare_conversions import TABLES, row
+from links import ROOT
+
+GUIDE = (ROOT / "scripts/docs/pages/guides/conversion.md").read_text().splitlines()
+QUICK = ("Llama, rotary llama3", "Qwen 2, tied, yarn", "Gemma", "Llama 2, LlamaTokenizer")
+
+
+def without_rounding(line: str) -> list[str]:
+    """Cells of a line, with the differences that a sum in another order makes as one word."""
+    return [re.sub(r"^(0|\d+e-\d+)\b", "rounding", cell.strip()) for cell in line.split("|")]
+
+
+@pytest.mark.parametrize(
+    ("table", "name"),
+    [
+        pytest.param(table, name, marks=() if name in QUICK else pytest.mark.slow)
+        for table, (_, rows, _) in enumerate(TABLES)
+        for name in rows
+    ],
+)
+def test_a_row_of_the_guide_is_made_again(table: int, name: str) -> None:
+    head, _, compare = TABLES[table]
+    lines = GUIDE[GUIDE.index(head) :]
+    kept = next(line for line in lines if line.startswith(f"| {name} |"))
+    assert without_rounding(row(compare, name)) == without_rounding(kept)
