@@ -93,8 +93,8 @@ class Tokenizer:
             return eod
         special, ends = self.special_names, self.declared.model_ends
         found = [self.name_of(id) for id in ends if id in self.special_ids]
-        named = [self.declared.names.get("eos_token", "")] if self.declared.is_model else []
-        for name in (*found, *named, *EOD_NAMES):
+        named = [self.declared.names.get("eos_token", "")]  # of a chat's tokenizer alone the end of a turn
+        for name in (*found, *(named if self.declared.is_model else ()), *EOD_NAMES, *named):
             if name in (special or self._vocabulary):
                 return self._vocabulary[name]
         marks = "|".join(("end", "eos", "eot", "/s", "sep"))

@@ -128,6 +128,13 @@ def test_gemma_ends_documents_with_its_eos(tmp_path: Path) -> None:
     assert [tokenizer.name_of(id) for id in (tokenizer.eod_id, tokenizer.bos_id)] == ["<eos>", "<bos>"]
 
 
+def test_an_end_of_no_known_name_is_the_declared_one(tmp_path: Path) -> None:
+    folder = write_words(tmp_path, "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<｜end▁of▁sentence｜>"}')
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.name_of(tokenizer.eod_id) == "<｜end▁of▁sentence｜>"
+
+
 def test_unknown_end_of_documents_is_named_by_eod(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_words(tmp_path / "in", "<start_of_turn>", "<end_of_turn>")
     with pytest.raises(UserError, match=r"no end-of-document token: set eod=<end_of_turn>, or add"):
