@@ -65,6 +65,11 @@ class Declared:
         declared = {name: token or None for name, token in said.items()}
         return cls(names, kept | declared, ids | generation, ends, (folder / CONFIG).is_file())
 
+    def of_another_model(self) -> "Declared":
+        """Return what is true of the tokenizer alone."""
+        settings = {key: value for key, value in self.settings.items() if key != "model_max_length"}
+        return Declared(self.names, settings)
+
     def save(self, folder: Path, settings: Mapping[str, Any]) -> None:
         """Write them into a folder, with these settings of the tokenizer. Raises OSError."""
         for file, value in ((SETTINGS, settings), (GENERATION_CONFIG, self.generation)):

@@ -206,6 +206,8 @@ def prepare_directory(config: PretrainConfig, out: Path) -> None:
         write_atomic(out / CONFIG, composed_yaml(saved, "pretrain").encode())
         tokenizer = tokenizer_of(config.data)
         if tokenizer is not None:
+            if config.ckpt is None:
+                tokenizer.declared = tokenizer.declared.of_another_model()
             tokenizer.save(out)
 
 

@@ -13,12 +13,15 @@ import mlm
 from mlm.config.cli.entry import main
 from mlm.corpus.build import run_build
 from mlm.corpus.config import DataBuildConfig
+from mlm.data.config import DataConfig
 from mlm.data.corpus_files import tokenizer_beside
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import Tokenizer
+from mlm.training.config import PretrainConfig
+from mlm.training.pretrain.run import prepare_directory
 from tests.checkpoint.commands.declared import CARD, STYLES, write_declared
-from tests.checkpoint.commands.hf_models import export_model, import_model
+from tests.checkpoint.commands.hf_models import MODEL, export_model, import_model
 
 PROMPTS = ["To be", "question: whether", "<s>old</s> x"]
 
@@ -82,6 +85,17 @@ def test_an_export_declares_what_the_import_did(folders: dict[str, Path]) -> Non
     assert models[0].eos_token_id == models[1].eos_token_id or "eos_token_id" not in generation[1]
     _, metadata, _ = (exported / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(CARD.split("---\n")[1]).items() <= yaml.safe_load(metadata).items()
+
+
+def test_a_model_with_anothers_tokenizer_declares_its_tokens_alone(tmp_path: Path) -> None:
+    source = write_declared(tmp_path / "source", "qwen")
+    data = DataConfig(seq_length=8, tokenizer=str(source))
+    config = PretrainConfig(out=str(tmp_path / "run"), model=MODEL, data=data)
+    prepare_directory(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "generation_config.json").exists()
+    found = read(tmp_path / "run" / "tokenizer_config.json")
+    assert "model_max_length" not in found
+    assert (found["bos_token"], found["eos_token"]) == (None, "<|endoftext|>")
 
 
 def test_what_is_not_carried_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
