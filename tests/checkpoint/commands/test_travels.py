@@ -90,7 +90,7 @@ def test_an_export_declares_what_the_import_did(folders: dict[str, Path]) -> Non
 def test_a_model_with_anothers_tokenizer_declares_its_tokens_alone(tmp_path: Path) -> None:
     source = write_declared(tmp_path / "source", "qwen")
     data = DataConfig(seq_length=8, tokenizer=str(source))
-    config = PretrainConfig(out=str(tmp_path / "run"), model=MODEL, data=data)
+    config = PretrainConfig(name="run", out=str(tmp_path / "run"), model=MODEL, data=data)
     prepare_directory(config, tmp_path / "run")
     assert not (tmp_path / "run" / "generation_config.json").exists()
     found = read(tmp_path / "run" / "tokenizer_config.json")
