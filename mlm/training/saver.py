@@ -62,18 +62,18 @@ class PendingSave:
     """Seconds that training has waited for it."""
     judged: threading.Event = field(default_factory=threading.Event)
     """Set when a later step, or the end of training, has shown what its weights are worth."""
-    is_sound: bool = False
-    """True if the numbers of that step are as usual; set before `judged`."""
+    wrong_since: int | None = None
+    """The trainer's, after that step; set before `judged`."""
     seconds: float = 0.0
     """Seconds until it was written; 0 before."""
     path: Path | None = None
     error: BaseException | None = None
 
-    def await_judgement(self) -> bool:
-        """Wait until the save, which is written, is judged; return the judgement."""
+    def await_judgement(self) -> int | None:
+        """Wait until the save, which is written, is judged; return the first step that may be wrong."""
         self.seconds = time.perf_counter() - self.begun
         self.judged.wait()
-        return self.is_sound
+        return self.wrong_since
 
 
 class Saver(Observer):
@@ -95,7 +95,7 @@ class Saver(Observer):
     Each checkpoint that is complete is passed to `mirror`, which returns at once.
 
     A save deletes the last good checkpoint only when the step after it is sound too, as its own weights may
-    be what ruins the next (`Trainer.is_sound`).
+    be what ruins the next (`Trainer.wrong_since`).
     """
 
     def __init__(
@@ -140,6 +140,7 @@ class Saver(Observer):
             ready = torch.cuda.Event()
             ready.record()  # on the device's queue after every update of the weights so far
         pending = PendingSave(trainer.step, save_id, owned_shards(trainer), counters(trainer), ready)
+        pending.wrong_since = trainer.wrong_since or trainer.step + 1  # until it is judged
         self._pending = pending
         if self._asynchronous:
             if not self._copies_aside:
@@ -220,12 +221,17 @@ class Saver(Observer):
         if save is None or not (is_judged or trainer.step > save.step):
             return
         if not save.judged.is_set():
-            save.is_sound = trainer.is_sound
+            save.wrong_since = trainer.wrong_since
             save.judged.set()
         elif save is self._unjudged:
             self._unjudged = None
-            if trainer.ctx.is_main and trainer.is_sound and save.path is not None:
-                prune(save.path.parent, keep_last=settings.keep_last, keep_every=settings.keep_every)
+            if trainer.ctx.is_main and save.path is not None:
+                prune(
+                    save.path.parent,
+                    keep_last=settings.keep_last,
+                    keep_every=settings.keep_every,
+                    since=trainer.wrong_since,
+                )
 
     def _copy(self, pending: PendingSave) -> None:
         """Copy the tensors to be written, on a GPU when its queue has got to `pending.ready`."""
@@ -255,7 +261,7 @@ class Saver(Observer):
                 keep_every=settings.keep_every,
                 save_id=pending.save_id,
                 staged=staged,
-                may_prune=pending.await_judgement,
+                wrong_since=pending.await_judgement,
             )
         except BaseException as error:
             pending.error = error

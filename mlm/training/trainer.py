@@ -104,7 +104,8 @@ class Trainer(Generic[B]):
         history: of which corpora; empty for synthetic data.
         left_out: sample numbers that the run leaves out, as incidents asked.
         is_finite: False if the newest step was not: its state is not worth a checkpoint.
-        is_sound: False if its weights are doubtful for that or another reason: no checkpoint is deleted then.
+        wrong_since: first of the newest steps that may have gone wrong; None if the newest is sound. No good
+            checkpoint from before it is deleted.
         observers: called at each point of a step.
         split_parts: whose attention masks this process draws where kernels draw them (`DropoutStream`).
         objective: what the model is trained for; None means what it is pretrained for.
@@ -167,7 +168,8 @@ class Trainer(Generic[B]):
         self.newest_samples = range(0)
         self.history: History = ()
         self.left_out: Ranges = ()
-        self.is_finite = self.is_sound = True
+        self.is_finite = True
+        self.wrong_since: int | None = None
         self.observers = Observers()
 
     def _build_reducers(self) -> Sequence[Reducer]:

@@ -195,7 +195,7 @@ def test_a_save_deletes_older_ones_only_if_the_next_step_is_finite(
         saver.after_step(None)
         saver.begin()
         steps_of(trainer, 1)
-        trainer.is_sound = sound
+        trainer.wrong_since = None if sound else trainer.step
         saver.after_step(None)
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == kept
 

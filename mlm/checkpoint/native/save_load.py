@@ -83,15 +83,15 @@ def save_checkpoint(
     ranks: Ranks = ONE_RANK,
     save_id: str | None = None,
     staged: StagedFile | None = None,
-    may_prune: Callable[[], bool] = lambda: True,
+    wrong_since: Callable[[], int | None] = lambda: None,
 ) -> Path:
     """Write `root/step-…` from the shards of all ranks, point `latest` at it and prune old ones.
 
     Collective over `ranks`. Over all of them, `shards` must hold each element of each tensor exactly once: a
     replicated one is passed by one of its owners. `state` is taken from rank 0. Returns the new directory. A
     kill at any instant leaves the previous checkpoint intact. `staged` holds a copy of `shards` filled under
-    `save_id`, the same on all ranks: it is written, and of `shards` only the shapes count. `may_prune` is
-    asked on rank 0 when all is written: False counts the new one as doubtful.
+    `save_id`, the same on all ranks: it is written, and of `shards` only the shapes count. `wrong_since` is
+    asked on rank 0 when all is written: the `since` of `prune`.
 
     Raises CheckpointError on every rank, leaving no files, if any rank cannot write or the shards
     do not tile their tensors; NotFiniteError on every rank if a tensor holds NaN or infinity, leaving the
@@ -125,7 +125,7 @@ def save_checkpoint(
             discard(staging)
         raise
     if ranks.is_main:
-        prune(root, keep_last=keep_last, keep_every=keep_every, since=None if may_prune() else step + 1)
+        prune(root, keep_last=keep_last, keep_every=keep_every, since=wrong_since())
     return root / step_name(step)
 
 

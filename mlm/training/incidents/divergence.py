@@ -52,19 +52,24 @@ class DivergenceStop(Observer):
         good = find_newest_good(trainer, memory.doubt)
         record = {"step": trainer.step, "since": memory.doubt, "good": good and good.name}
         self.reporter.event("diverged", record)
-        text = self.diagnosis(good)
+        advice = "another host" if memory.differ else f"a lower optimizer.lr, a higher {self.warmup_key}"
+        if memory.since and trainer.scaler.dynamic:
+            advice += " or precision=bf16"
+        text, is_latest = self.diagnosis(good), False
         if good is not None and trainer.ctx.is_main and (memory.since or memory.high):
             with suppress(UserError, OSError):
                 point_latest(good.parent, step_of(good))
-        raise IncidentError(text)
+                is_latest = True
+        is_latest = Ranks.of(trainer.ctx).broadcast(is_latest)
+        way_back = describe_way_back(trainer.config.out, good, advice, is_latest=is_latest)
+        raise IncidentError(f"{text}. {way_back}")
 
     def diagnosis(self, good: Path | None) -> str:
-        """Return a line on the cause, the step it began at and the way back. Collective."""
+        """Return a line on the cause and the step it began at. Collective."""
         trainer, config, memory = self.trainer, self.trainer.config, self.incidents.memory
-        advice = f"a lower optimizer.lr, a higher {self.warmup_key}"
         where = f"the run ends with {self.incidents.end}"
         if memory.differ:
-            cause, advice = "replicas differ", "another host"
+            cause = "replicas differ"
             where = "; ".join(self.incidents.torn) or where
         elif memory.since:
             probe = StepProbe(trainer)
@@ -75,13 +80,11 @@ class DivergenceStop(Observer):
             if trainer.scaler.dynamic:
                 floor = config.precision.min_loss_scale
                 cause = f"gradients still overflow at precision.min_loss_scale={floor:g}"
-                advice += " or precision=bf16"
         else:
-            cause = f"losses are above {memory.ceiling:.4g}, far from the best,"
+            cause = f"losses are above {memory.ceilings[1]:.4g}, far from the best,"
         lr = learning_rate(memory.doubt, config.optimizer, config.schedule, config.train.steps)
         text = f"step {trainer.step}: {cause} since step {memory.doubt}, where the learning rate was {lr:.4g}"
-        state = self.describe_state(good)
-        return f"{text}; {where}; {state}. {describe_way_back(config.out, good, advice)}"
+        return f"{text}; {where}; {self.describe_state(good)}"
 
     def describe_state(self, good: Path | None) -> str:
         """State of weights and moments in words: not finite, or grown since `good`. Collective."""

@@ -40,13 +40,17 @@ FEWEST_PEAKS, SHARE = 4, 16
 """The tail is one in SHARE of the excesses, at least FEWEST_PEAKS."""
 CEILING = math.log(1000)
 """Excess of a norm that is an outlier whatever the tail; clean runs had 400 times the level."""
-RARE, LEAST_RISE = 1e6, 0.25
-"""Weights are doubtful from a loss that is above the best level by what clean steps reach once in RARE, and
-by LEAST_RISE nats: of a model that knows its data by heart, losses rise a hundredfold by chance."""
+RARE, UNUSUAL, LEAST_RISE = 1e6, 1e4, 0.25
+"""Weights are doubtful from a loss that is above the best level by what clean steps reach once in RARE, or
+from two by what they reach once in UNUSUAL, and by LEAST_RISE nats: of a model that knows its data by heart,
+losses rise a hundredfold by chance. After one above all of the last losses by LEAST_RISE no good checkpoint
+is deleted."""
 LEAST_UPDATE_RISE = 1.0
 """Rise of the loss on the samples of an update, if a quarter too, from which the last update is doubtful."""
 RAMP = 8
 """Steps in which losses that grow do not make the next one usual."""
+DOUBTFUL, LONGEST = 3, 8
+"""Count of `Memory` from which weights are doubtful, and the highest: three usual losses end it."""
 TINY = 1e-30
 MOST_STEPS, MOST_RANGES, MOST_SAMPLES = 10_000, 10_000, (1 << 62) - 1
 
@@ -123,6 +127,11 @@ def return_level(excesses: Sequence[float], steps: float, least: float) -> float
     return start + mean * count * (max(steps * count / size, 1.0) ** (1 / count) - 1)
 
 
+def least_update_rise(loss: float) -> float:
+    """Return the rise of this loss from which an update is doubtful."""
+    return max(LEAST_UPDATE_RISE, abs(loss) / 4)
+
+
 class Tail:
     """Level of a number's last steps, and its excesses over the levels of `size` steps."""
 
@@ -132,7 +141,7 @@ class Tail:
         self.excesses = deque[float]()
         self.ordered: list[float] = []
         self.level = math.nan
-        self.levels, self.ceilings = deque[float](maxlen=size), deque[float](maxlen=RAMP)
+        self.levels, self.ceilings = deque[float](maxlen=size), deque([(math.inf,) * 3], maxlen=RAMP)
 
     def add(self, value: float) -> None:
         """Take note of a step."""
@@ -144,7 +153,7 @@ class Tail:
         self.values.append(value)
         self.level = median(self.values)
         self.levels.append(self.level)
-        self.ceilings.append(self.ceiling())
+        self.ceilings.append((self.ceiling(RARE), self.ceiling(UNUSUAL), max(self.values) + LEAST_RISE))
 
     def limit(self, steps: float, least: float) -> float:
         """Return the number that clean steps reach once in so many; infinite before it is known."""
@@ -153,15 +162,18 @@ class Tail:
         least *= self.size / len(self.excesses)  # few steps have not shown all that a young run does
         return self.level + return_level(self.ordered, steps, least)
 
-    def ceiling(self) -> float:
-        """Return the loss from which weights are doubtful by all steps so far.
+    def ceiling(self, steps: float) -> float:
+        """Return the loss that clean steps reach once in so many, RARE or UNUSUAL, by all so far.
 
-        Until the window is full, a loss of twice the highest level and a nat is doubtful too.
+        Until the window is full, twice the highest level and a nat is RARE, `least_update_rise` UNUSUAL.
         """
-        young = 2 * max(self.levels) + 1
+        highest = max(self.levels)
+        young = 2 * highest + 1
+        if steps == UNUSUAL and len(self.levels) >= FEWEST_PEAKS:
+            young = highest + least_update_rise(highest)
         if len(self.excesses) < self.fewest:
             return young
-        rise = max(return_level(self.ordered, RARE, LEAST_SPREAD * abs(self.level)), LEAST_RISE)
+        rise = max(return_level(self.ordered, steps, LEAST_SPREAD * abs(self.level)), LEAST_RISE)
         usual = min(self.levels) + rise
         return usual if len(self.excesses) == self.size else min(usual, young)
 
@@ -210,19 +222,26 @@ class Memory:
     """Step of the incident that training last returned from, and that of the checkpoint it returned to."""
     since: int = 0
     """First of the newest steps that are not finite, overflows of float16 too; 0 if the newest is finite."""
-    high: int = 0
-    """First of the newest steps whose loss is above `ceiling`; 0 if that of the newest is not."""
+    suspect: int = 0
+    """First of the newest steps whose loss is too high; 0 if the newest are usual."""
+    count: int = 0
+    """1 for such a loss, 1 more for each above UNUSUAL, 3 for one above RARE, 3 less for a usual one."""
     expires: int = 0
-    """Last step that is compared with `ceiling`: it is kept as it was before the first high loss."""
+    """Last step that is compared with `ceilings`: they are kept as they were before the doubt."""
     differ: int = 0
     """First step whose weights were not equal on all replicas; 0 if none is known."""
-    ceiling: float = 0.0
-    """Loss from which weights are doubtful."""
+    ceilings: tuple[float, ...] = (0.0, 0.0, 0.0)
+    """Losses that clean steps reach once in RARE, and in UNUSUAL, and LEAST_RISE above the last ones."""
 
     @property
     def doubt(self) -> int:
         """First of the newest steps that have gone wrong; 0 if the newest is sound."""
         return min(filter(None, (self.since, self.high, self.differ)), default=0)
+
+    @property
+    def high(self) -> int:
+        """First of the newest steps whose loss is far above the best; 0 while it may be chance."""
+        return self.suspect if self.count >= DOUBTFUL else 0
 
     def judge_loss(self, loss: float, step: int, *, is_repeated: bool = False) -> None:
         """Compare the loss of a step with the run's best, before it is added to `recent`.
@@ -230,16 +249,22 @@ class Memory:
         One that is repeated is of the samples of the last step, which its update has fitted: a rise that is
         usual of others is none of theirs, and a low one ends no doubt.
         """
-        ceiling = self.ceiling if step <= self.expires else min(self.recent.losses.ceilings, default=math.inf)
+        is_kept, losses = step <= self.expires, self.recent.losses
+        rare, unusual, usual = self.ceilings if is_kept else map(min, zip(*losses.ceilings, strict=True))
         if is_repeated and self.recent.pairs:
             before = self.recent.pairs[-1][0]
-            ceiling = min(ceiling, before + max(LEAST_UPDATE_RISE, abs(before) / 4))
-        if loss <= ceiling:
-            self.high = self.high if is_repeated else 0
-            return
-        if step > self.expires:
-            self.ceiling, self.expires = ceiling, step + self.recent.losses.size
-        self.high = self.high or step
+            rare = min(rare, before + least_update_rise(before))
+        if loss > (rare if is_repeated else min(unusual, usual)):
+            if not is_kept:
+                self.ceilings, self.expires = (rare, unusual, usual), step + LEVEL
+            self.suspect = self.suspect or step
+            more = DOUBTFUL if loss > rare else int(loss > unusual)
+            self.count = min(max(self.count, loss <= rare) + more, LONGEST)
+            if self.high:
+                self.expires = max(self.expires, self.suspect + losses.size + LEVEL)
+        elif not is_repeated:
+            self.count = max(0, self.count - DOUBTFUL)
+            self.suspect = self.suspect if self.count else 0
 
     def limit(self, step: int) -> int | None:
         """Return the step that an incident at `step` returns to one below of, None for any.
@@ -264,7 +289,7 @@ class Memory:
             "returned": list(self.returned),
             NOT_FINITE_SINCE: self.since,
             DOUBTFUL_SINCE: self.doubt,
-            "doubts": [self.high, self.expires, self.differ, self.ceiling],
+            "doubts": [self.suspect, self.count, self.expires, self.differ, *self.ceilings],
         }
 
 
@@ -282,10 +307,10 @@ def decode(saved: Any, window: int) -> Memory:
         recent = Recent(window, saved["recent"])
         failed, target = map(number, saved["returned"])
         rewinds, streak, since = (number(saved[k]) for k in ("rewinds", "streak", NOT_FINITE_SINCE))
-        *doubts, ceiling = saved.get("doubts", (0, 0, 0, 0.0))
-        high, expires, differ = map(number, doubts)
-        counts = (rewinds, streak, (failed, target), since, high, expires, differ)
-        return Memory(recent, ranges, steps, *counts, float(ceiling))
+        suspect, count, expires, differ = map(number, saved["doubts"][:4])
+        ceilings = tuple(map(float, saved["doubts"][4:]))
+        counts = (rewinds, streak, (failed, target), since, suspect, count, expires, differ)
+        return Memory(recent, ranges, steps, *counts, ceilings)
     except (AssertionError, KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(
             f"its state of incidents is damaged ({error!r}); take another checkpoint"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import step_name, step_of
+from mlm.checkpoint.native.folders import BEST, step_name, step_of
 from mlm.checkpoint.native.retention import newest_good
 from mlm.checkpoint.native.run_state import LINEAGE
 from mlm.checkpoint.native.save_load import CheckpointError
@@ -34,9 +34,9 @@ from mlm.training.incidents.record import (
     write_samples,
 )
 from mlm.training.observer import DeferredCheck, Observer, RewindRequested
-from mlm.training.resume import checkpoints_folder, rewind, rewind_candidates
+from mlm.training.resume import rewind, rewind_candidates
 from mlm.training.saver import Saver
-from mlm.training.state import FINETUNING, INCIDENTS
+from mlm.training.state import CHECKPOINTS, FINETUNING, INCIDENTS
 from mlm.training.trainer import StepOutcome, Trainer
 from mlm.util.errors import UserError
 
@@ -179,7 +179,9 @@ class Incidents(Observer):
 
     def note_doubt(self) -> None:
         """Tell the trainer what its weights are worth."""
-        self.trainer.is_finite, self.trainer.is_sound = not self.memory.since, not self.memory.doubt
+        memory = self.memory
+        self.trainer.is_finite = not memory.since
+        self.trainer.wrong_since = min(filter(None, (memory.doubt, memory.suspect)), default=None)
 
     def judge_end(self) -> None:
         """Judge the weights after the last update, by the batches of the last step. Collective."""
@@ -395,18 +397,22 @@ class Incidents(Observer):
 
 
 def find_newest_good(trainer: Trainer, since: int | None) -> Path | None:
-    """Return the newest good checkpoint before step `since` (None: of all). Collective."""
-    ranks, good = Ranks.of(trainer.ctx), None
-    with suppress(UserError, OSError):
-        if ranks.is_main:
-            good = str(newest_good(checkpoints_folder(trainer.config), since) or "")
-    name = ranks.broadcast(good)
+    """Return the newest good checkpoint before step `since` (None: of all), or the best one. Collective."""
+    ranks, good, out = Ranks.of(trainer.ctx), None, Path(trainer.config.out)
+    for root in (out / CHECKPOINTS, out / BEST / CHECKPOINTS) if ranks.is_main else ():
+        with suppress(UserError, OSError):
+            good = good or newest_good(root, since)
+    name = ranks.broadcast(good and str(good))
     return Path(name) if name else None
 
 
-def describe_way_back(out: str, good: Path | None, advice: str) -> str:
-    """The newest good checkpoint and the command that goes back to it, in words."""
+def describe_way_back(out: str, good: Path | None, advice: str, *, is_latest: bool = False) -> str:
+    """The newest good checkpoint and what continues from it, in words; `is_latest` if the run does."""
     if good is None:
         return f"No good checkpoint is left: start again with another out=… and {advice}"
+    if good.parent.parent.name == BEST:
+        return f"The best checkpoint is good, {good}: to train on, start with another out=… and {advice}"
+    if is_latest:
+        return f"Newest good checkpoint: {good}. latest names it: resume with {advice}"
     command = ["mlm", "ckpt", "rollback", out, str(step_of(good))]
     return f"Newest good checkpoint: {good}. Go back with `{shlex.join(command)}`, then resume with {advice}"

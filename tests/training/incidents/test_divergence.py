@@ -12,8 +12,9 @@ import torch
 
 from mlm.checkpoint.native.folders import EVIDENCE, latest_name, step_name
 from mlm.config.cli import main
-from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.incidents.divergence import DivergenceStop
+from mlm.training.incidents.watcher import describe_way_back, find_newest_good
 from mlm.training.trainer import StepOutcome, Trainer
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but
@@ -88,7 +89,9 @@ def test_it_stops_after_the_patience_and_says_why_and_how_to_go_back(run: Path, 
     assert "where the learning rate was 1e+30" in said
     assert "the first number that is not finite is in the " in said
     assert f"Newest good checkpoint: {run}/checkpoints/{step_name(4)}" in said
-    assert f"mlm ckpt rollback {run} 4`" in said
+    assert "latest names it: resume with a lower optimizer.lr" in said
+    assert "mlm ckpt rollback" not in said
+    assert latest(run) == step_name(4)
     (record,) = records(run, "diverged")
     assert (record["step"], record["since"], record["good"]) == (8, 6, step_name(4))
 
@@ -249,3 +252,47 @@ def test_another_incident_returns_to_the_newest_checkpoint() -> None:
     assert [memory.limit(step) for step in (9, 12, 13)] == [8, 8, None]
     again = decode(json.loads(json.dumps(memory.encode())), 8)
     assert again.returned == (12, 8)
+
+
+MILD = ["incident.window=512", "checkpoint.asynchronous=false"]
+
+
+def test_weights_that_a_fault_doubles_cost_no_good_checkpoint(
+    run: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss is 4.3 before and 6.2 after: no step alone is far from the best of so young a run."""
+    update = Trainer.clip_and_update
+
+    def ruin(self: Trainer[Any], parts: torch.Tensor) -> StepOutcome:
+        outcome = update(self, parts)
+        for shard in self.shards if self.step == 5 else ():
+            shard.parameter.data.mul_(2.0)
+        return outcome
+
+    monkeypatch.setattr(Trainer, "clip_and_update", ruin)
+    assert pretrain(run, *SANE, *MILD, "train.steps=7") == 1
+    assert 5 < losses(run)[6] < 7
+    assert names(run) == [step_name(4), step_name(7)]
+    assert latest(run) == step_name(4)
+    assert "losses are above " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_learning_rate_that_ruins_for_two_saves_costs_no_good_checkpoint(tmp_path: Path) -> None:
+    """Losses of 4.2, then 7.7, then between 4.4 and 5.6."""
+    out, saves = tmp_path / "run", [*SANE, *MILD, "checkpoint.save_every=4"]
+    assert pretrain(out, *saves, "train.steps=8") == 0
+    assert pretrain(out, *saves, "train.steps=16", "optimizer.lr=0.3") == 1
+    assert max(losses(out).values()) < 9
+    assert step_name(8) in names(out)
+    assert latest(out) == step_name(8)
+
+
+def test_a_best_checkpoint_that_is_good_is_named_where_no_other_is(run: Path) -> None:
+    """As of a finetuning run whose one checkpoint to resume from is its doubtful end."""
+    (run / "best").mkdir()
+    (run / "checkpoints").rename(run / "best" / "checkpoints")
+    trainer: Any = SimpleNamespace(config=SimpleNamespace(out=str(run)), ctx=shape_context())
+    assert find_newest_good(trainer, 5) is None  # what step 5 began with
+    good = find_newest_good(trainer, 6)
+    assert good == run / "best" / "checkpoints" / step_name(4)
+    assert f"The best checkpoint is good, {good}: to train on" in describe_way_back(str(run), good, "less")

@@ -22,6 +22,7 @@ from mlm.config.cli import main
 from mlm.training import mirror
 from mlm.training.config import CheckpointConfig
 from mlm.training.mirror import Mirror
+from mlm.training.trainer import Trainer
 from mlm.util import object_store
 from mlm.util.errors import UserError
 from mlm.util.object_store import list_objects, open_store
@@ -486,3 +487,35 @@ def test_a_list_of_another_program_is_rejected(store: Store) -> None:
 def test_a_mirror_is_in_a_store(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert pretrain(*WORDS, f"out={tmp_path}", "checkpoint.mirror=runs/copy") == 2
     assert "checkpoint.mirror=runs/copy: no URL of an object store" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("ruin", ["lr=1e30", "lr=1", "90", "0", "nan"])
+def test_a_ruin_costs_no_good_checkpoint_of_folder_or_mirror(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ruin: str
+) -> None:
+    """The factor is of all weights after step 10, the rate of step 9 on; an empty `out` continues from 8."""
+    url, out, update = f"{BUCKET}/ruin-{ruin}", tmp_path / "out", Trainer.clip_and_update
+    words = [*WORDS, f"checkpoint.mirror={url}", "checkpoint.keep_last=1", "incident.patience=3"]
+    assert pretrain(*words, f"out={out}", "train.steps=8") == 0
+
+    def spoil(self: Any, parts: torch.Tensor) -> Any:
+        outcome = update(self, parts)
+        for shard in self.shards if self.step == 10 else ():
+            shard.parameter.data.mul_(float(ruin))
+        return outcome
+
+    if not ruin.startswith("lr"):
+        monkeypatch.setattr(Trainer, "clip_and_update", spoil)
+    rate = [f"optimizer.{ruin}"] if ruin.startswith("lr") else []
+    code = pretrain(*words, *rate, f"out={out}", "train.steps=14")
+    monkeypatch.setattr(Trainer, "clip_and_update", update)
+    assert code == (ruin != "0")  # zeroed weights have the loss of a model that has learned nothing
+    assert 8 in listed(url)
+    assert (out / "checkpoints" / "step-00000008").is_dir()
+    again = [f"resume={url}", f"out={tmp_path / 'new'}", "optimizer.lr=1e-2", "train.steps=9"]
+    assert pretrain(*again) == 0
+    assert "step-00000008" in next(
+        record["resumed_from"]
+        for record in map(json.loads, (tmp_path / "new" / "metrics.jsonl").read_text().splitlines())
+        if record["kind"] == "run"
+    )
