@@ -149,7 +149,10 @@ class AnswerLoss(NextToken):
         if batch.ends is None:
             return tokens, labels, None
         ends = to_device(batch.ends, self.ctx.device)
-        return tokens, labels, Documents(document_positions(ends), document_spans(ends, self.dtype))
+        # padding may be longer than any text, and the positions that a model has
+        is_padding = ends.flip(1).cumsum(1).flip(1) == 0
+        positions = document_positions(ends).masked_fill(is_padding, 0)
+        return tokens, labels, Documents(positions, document_spans(ends, self.dtype))
 
     def scores(self, means: Sequence[float]) -> dict[str, float]:
         """Return the metrics of a validation: mean loss per token of the answers, and its perplexity."""

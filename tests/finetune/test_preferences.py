@@ -15,6 +15,7 @@ from mlm.finetune import run
 from mlm.finetune.batches import make_batcher
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import read_start, tokenize_split
+from mlm.finetune.packing import example_tokens
 from mlm.finetune.pairs import PairLoss, PairPacker, set_reference
 from mlm.finetune.splits import read_split
 from mlm.inference.hf_source import load_model_folder
@@ -315,3 +316,17 @@ def test_replacing_a_setting_of_the_loss_is_another_run(folder: Path) -> None:
     config = preferring(folder)
     (problem,) = run.preflight(replace(config, task=replace(config.task, beta=0.2)))
     assert problem.startswith("task.beta=0.2: out=")
+
+
+def test_padding_has_positions_that_every_model_has(folder: Path) -> None:
+    """A GPT-2 has none for the padding of a short pair beside a long one, if that is longer than any text."""
+    config = preferring(folder)
+    split = read_split(config.task, "train", path=str(folder / "pairs" / "train.jsonl"))
+    pairs = sorted(tokenize_split(config.task, split, read_start(config)).examples, key=example_tokens)
+    packer = PairPacker(rank=0, size=1, budget=1, length=POSITIONS)
+    batch = packer.batch([pairs[0], *pairs[-2:]], [[0], [1, 2]], 0, 0)
+    longest = max(len(text) for pair in pairs for text in pair.texts)
+    assert batch.tokens.shape[1] - example_tokens(pairs[0]) > longest
+    _, _, documents = PairLoss(ParallelContext(), torch.float32, config.task).inputs(batch)
+    assert documents is not None
+    assert int(documents.positions.max()) < longest

@@ -51,6 +51,8 @@ RAMP = 8
 """Steps in which losses that grow do not make the next one usual."""
 DOUBTFUL, LONGEST = 3, 8
 """Count of `Memory` from which weights are doubtful, and the highest: three usual losses end it."""
+SUSPICION = "suspicion"
+"""Key of what `judge_loss` knows in saved numbers."""
 TINY = 1e-30
 MOST_STEPS, MOST_RANGES, MOST_SAMPLES = 10_000, 10_000, (1 << 62) - 1
 
@@ -289,7 +291,7 @@ class Memory:
             "returned": list(self.returned),
             NOT_FINITE_SINCE: self.since,
             DOUBTFUL_SINCE: self.doubt,
-            "doubts": [self.suspect, self.count, self.expires, self.differ, *self.ceilings],
+            SUSPICION: [self.suspect, self.count, self.expires, self.differ, *self.ceilings],
         }
 
 
@@ -307,8 +309,9 @@ def decode(saved: Any, window: int) -> Memory:
         recent = Recent(window, saved["recent"])
         failed, target = map(number, saved["returned"])
         rewinds, streak, since = (number(saved[k]) for k in ("rewinds", "streak", NOT_FINITE_SINCE))
-        suspect, count, expires, differ = map(number, saved["doubts"][:4])
-        ceilings = tuple(map(float, saved["doubts"][4:]))
+        suspicion = saved.get(SUSPICION, (0, 0, 0, 0, 0.0, 0.0, 0.0))  # older runs have none
+        suspect, count, expires, differ = map(number, suspicion[:4])
+        ceilings = tuple(map(float, suspicion[4:]))
         counts = (rewinds, streak, (failed, target), since, suspect, count, expires, differ)
         return Memory(recent, ranges, steps, *counts, ceilings)
     except (AssertionError, KeyError, TypeError, ValueError) as error:
