@@ -20,6 +20,7 @@ from mlm.finetune.splits import TaskSplit, TokenizedSplit
 from mlm.finetune.task_type import Output, Prediction, TaskType, task_type
 from mlm.models.backbone import Inputs, Transformer
 from mlm.models.documents import padding_spans
+from mlm.optim.precision import DTYPES
 from mlm.parallel.collectives import all_reduce, to_device
 from mlm.parallel.cross_entropy import loss_dtype
 from mlm.parallel.dropout import DropoutStream
@@ -187,7 +188,7 @@ def compute_predictions(
     outputs = compute_outputs(model, objective, examples, batcher, advance)
     for example, output in zip(examples, outputs, strict=True):
         if not np.isfinite(output).all():
-            precision = str(model.dtype).removeprefix("torch.")
+            precision = next(name for name, dtype in DTYPES.items() if dtype == model.dtype)
             place = split.places[example.row]  # the first; rows are not to blame
             raise CheckFailedError(
                 f"the model's outputs of {place} are not finite in precision={precision}{NOT_FINITE}"
