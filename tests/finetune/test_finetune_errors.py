@@ -189,6 +189,6 @@ class TestRefused:
 
     def test_outputs_that_are_no_numbers(self, folder: Path, tmp_path: Path) -> None:
         config = finetuning(folder, out=str(tmp_path), optimizer=OptimizerConfig(lr=1e300))
-        with pytest.raises(UserError, match="not finite in precision=fp32:") as error:
+        with pytest.raises(UserError, match="not finite in precision=fp64:") as error:
             run.run(config, ParallelContext())
         assert "\n" not in str(error.value)
