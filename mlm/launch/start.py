@@ -43,7 +43,7 @@ from mlm.launch.failure import (
     report,
 )
 from mlm.launch.network import LOOPBACK, check_interface
-from mlm.launch.stop import SIGNAL_NAMES, Relay, interrupt_exit_code, is_noting, signal_exit_code
+from mlm.launch.stop import SIGNAL_NAMES, Relay, Stopped, interrupt_exit_code, is_noting, signal_exit_code
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.layout_checks import Launch, num_replicas
 from mlm.util.errors import UserError
@@ -90,6 +90,8 @@ def run_job(target: str, config: Any, *, out: Path | None) -> int:
             return launch_ranks(target, config, out=out, world_size=world_size)
         return int(resolve(f"{RANK}:run_rank")(target, config))
     except KeyboardInterrupt as error:
+        if not isinstance(error, Stopped):  # which has said it
+            print(f"mlm: Ctrl-C: stopped at once{what_is_kept(out)}", file=sys.stderr)
         return interrupt_exit_code(error)
 
 
@@ -120,7 +122,8 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
         cores = available_cores()
         threads = num_threads(dist.threads_per_rank, os.environ, cores=cores, local_ranks=world_size)
         variables = worker_environment(os.environ, threads=threads) | flight_recorder(os.environ, logs)
-        relay, held = Relay(saves=is_noting()), SIGNAL_NAMES if is_noting() else (signal.SIGINT,)
+        saves = is_noting()
+        relay, held = Relay(saves=saves), SIGNAL_NAMES if saves else (signal.SIGINT,)
         with relay.receiving():
             ranks = _start_ranks(job, world_size, listener, variables, held=held)
             ends = _watch_ranks(ranks, relay, folder)
@@ -129,7 +132,7 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
         if stopped:
             word = SIGNAL_NAMES.get(stopped, stopped.name)
             print(f"mlm: {word}: stopped at once{what_is_kept(out)}", file=sys.stderr)
-            return 128 + stopped if relay.killed else signal_exit_code(stopped)
+            return signal_exit_code(stopped) if saves and not relay.killed else 128 + stopped
         if not any(codes):
             return noted_exit_code(folder)
         failures = load_failures(folder)

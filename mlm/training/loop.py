@@ -7,7 +7,7 @@ import math
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -88,7 +88,7 @@ class Loop(ABC):
             self.throughput.start()
             if VALIDATION_DUE in trainer.extra_state:  # the stop before cut it short
                 self.validate()
-                if self.is_done() and not self.is_stopping:
+                if self.is_done() and VALIDATION_DUE not in trainer.extra_state:
                     self.save(awaited=True)
             while not (self.is_done() or self.is_stopping):
                 self.stops_after = trainer.step + 1
@@ -102,7 +102,6 @@ class Loop(ABC):
                 is_due = self.is_done() or is_step_due(trainer.step, self.validate_every)
                 if validated := self.validate_every > 0 and is_due:
                     self.validate()
-                    self.poll()
                 self.stops_after = trainer.step + 1
                 is_last = self.is_done() or self.is_stopping
                 save_due |= self.is_save_due(validated)  # waits for a step that is finite
@@ -193,19 +192,22 @@ class Loop(ABC):
         self.throughput.count()
 
     def validate(self) -> None:
-        """Validate with the clock stopped. A stop requested meanwhile leaves it to the start that follows."""
+        """Validate with the clock stopped. A stop requested meanwhile leaves the rest to the next start."""
         self.throughput.pause()
         trainer, model = self.trainer, self.trainer.model
-        trainer.extra_state[VALIDATION_DUE], model.polled = True, self.vote.polled
+        state, model.polled = trainer.extra_state, self.vote.polled
         try:
-            with trainer.observers.phase("validation"):
-                self.score()
-                del trainer.extra_state[VALIDATION_DUE]
+            with suppress(StopAgreed), trainer.observers.phase("validation"):
+                if state.setdefault(VALIDATION_DUE, True):
+                    self.score()
+                    state[VALIDATION_DUE] = False
                 trainer.observers.after_validation()
-        except StopAgreed:
-            self.poll()
+                # a request made after the last batch's vote stops the run before the next step, too
+                self.vote.begin()
+                del state[VALIDATION_DUE]
         finally:
             model.polled = iter
+        self.poll()
         self.throughput.start()
 
     def save(self, *, awaited: bool) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlm.config.cli import main
+from mlm.launch.stop import ECHO_S
 
 RUN = [
     *("pretrain", "model=gpt2_tiny", "model.vocab_size=64", "model.num_layers=1", "data=synthetic"),
@@ -146,3 +147,18 @@ def test_signals_of_any_phase_save_and_kill_nothing(
     out = tmp_path / "run"
     assert main([*RUN, f"out={out}"]) == code
     assert saved(out)[-1] == f"step-{steps:08d}"
+
+
+def test_a_second_ctrl_c_says_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of one process, as of ranks."""
+
+    def interrupted(*args: object, **kwargs: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(ECHO_S)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("mlm.training.loop.Loop.save", interrupted)
+    assert main([*RUN, f"out={tmp_path / 'run'}"]) == 130
+    assert capfd.readouterr().err.endswith("\nmlm: Ctrl-C: stopped at once; no checkpoint was saved\n")

@@ -47,6 +47,15 @@ def test_a_signal_to_every_process_ends_a_command_that_saves_nothing(tmp_path: P
     assert (command.returncode, error) == (143, "mlm: SIGTERM: stopped at once\n")
 
 
+def test_a_rank_that_dies_of_the_signal_before_a_time_limit_and_saves_nothing_fails(
+    tmp_path: Path, start: Start
+) -> None:
+    command = start("wait", tmp_path, JOB_SAVES_NOTHING="1")
+    os.kill(told(tmp_path)[1]["pid"], signal.SIGUSR1)
+    _, error = command.communicate(timeout=DEADLINE_S)
+    assert (command.returncode, error) == (138, "mlm: SIGUSR1: stopped at once\n")
+
+
 @pytest.mark.slow
 def test_second_ctrl_c_stops_at_once(tmp_path: Path, start: Start) -> None:
     command = start("never_save", tmp_path)

@@ -172,6 +172,47 @@ def test_a_stop_between_batches_saves_and_leaves_the_validation_to_the_next_star
     assert VALIDATION_DUE in loop.trainer.extra_state
 
 
+@pytest.mark.parametrize("is_due", [False, True])
+def test_a_stop_in_the_last_batch_of_a_validation_comes_before_the_next_step(is_due: bool) -> None:
+    """Of several processes, whose vote on that batch has begun; also where a start begins with it."""
+    loop, said = Quiet(validate=1, steps=3), list[str]()
+    loop.vote.is_open = False
+    if is_due:
+        loop.trainer.step, loop.trainer.extra_state = 1, {VALIDATION_DUE: True}
+
+    def validate(_: object) -> list[float]:
+        for _ in loop.trainer.model.polled([1.0]):
+            said.append(loop.last_step())
+            loop.stop.request(signal.SIGTERM)
+        return [2.0]
+
+    loop.trainer.validate = validate  # type: ignore[method-assign]
+    assert not loop.run()
+    assert (said, loop.trainer.step) == (["the batch of validation after step 1"], 1)
+    assert VALIDATION_DUE not in loop.trainer.extra_state
+
+
+def test_a_stop_while_prompts_are_continued_leaves_them_alone_to_the_next_start() -> None:
+    """The words promise the batch in progress, and no step."""
+    loop, said, continued = Quiet(validate=1, steps=2), list[str](), list[int]()
+
+    class Prompts(Observer):
+        def after_validation(self) -> None:
+            for number in loop.trainer.model.polled(range(2)):
+                if not said and number == 0:
+                    said.append(loop.last_step())
+                    loop.stop.request(signal.SIGTERM)
+            continued.append(loop.trainer.step)
+
+    watching = loop.observers
+    loop.observers = lambda: [*watching(), Prompts()]  # type: ignore[method-assign]
+    assert not loop.run()
+    assert (said, loop.steps_of("validate")) == (["the batch of validation after step 1"], [1])
+    loop.is_stopping, loop.stop.number = False, None
+    assert loop.run()
+    assert (loop.steps_of("validate"), continued) == ([1, 2], [1, 2])
+
+
 def test_a_validation_that_is_due_comes_before_the_next_step() -> None:
     loop = Quiet(steps=2, validate=2)
     loop.trainer.step, loop.trainer.extra_state = 1, {VALIDATION_DUE: True}
