@@ -51,6 +51,22 @@ def test_a_compiled_layer_is_one_graph(name: str) -> None:
     assert x.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_compiled_layer_reads_texts_of_another_length(name: str) -> None:
+    """From the second length on, the compiler's length is a symbol."""
+    family, config = FAMILIES[name]
+    model = family(replace(config, hidden_dropout=0.0, attention_dropout=0.0), dtype=torch.bfloat16)
+    init_parameters(model, 1)
+    (layer,) = model.layers.values()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    for length in (S, S - 3, S - 5):
+        x = torch.randn(length, B, config.hidden_size, dtype=torch.bfloat16)
+        rotary = model.rotary(x, None)
+        arguments = (x, None, None, None, *(() if rotary is None else (rotary,)))
+        torch.testing.assert_close(compiled(*arguments), layer(*arguments), rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("name", slow_but({3}, FAMILIES))
 def test_layers_that_read_cast_parameters_share_one_graph(name: str) -> None:
     """Also in a second step, when other values are in the same copies."""
