@@ -165,6 +165,9 @@ def test_adapters_of_fused_weights_are_those_of_separate_ones() -> None:
     model = build_model(replace(spec, precision=PrecisionConfig()), shape_context()).chunks[0]
     add_adapters(model, LoraConfig(rank=3))
     kv = model.layers["0"].attention.kv.lora  # rows of B: two heads of keys and values of width 4
+    torch.manual_seed(1)
+    for x in (kv.a, kv.b):  # no run has begun that gives them values
+        nn.init.normal_(x)
     a, b = [kv.a.detach().chunk(2), kv.b.detach().unflatten(0, (2, 2, 4)).unbind(1)]
     apart = [nn.Parameter(x.flatten(0, -2).clone()) for x in (*a, *b)]
     theirs = torch.optim.Muon(apart, lr=spec.optimizer.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
