@@ -31,7 +31,7 @@ def query(model: ModelConfig = SMALL, gpus: int = 8, batch: int = 32, seq: int =
 @pytest.mark.parametrize(
     ("model", "gpus", "batch", "fixed"),
     [
-        pytest.param(SMALL, 1, 16, {}, marks=pytest.mark.slow),
+        (SMALL, 1, 16, {}),
         pytest.param(SMALL, 4, 8, {}, marks=pytest.mark.slow),
         pytest.param(SMALL, 8, 32, {"cp": 1}, marks=pytest.mark.slow),
         pytest.param(SMALL, 12, 24, {"pp": 3, "cp": 1}, marks=pytest.mark.slow),
