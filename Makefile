@@ -43,10 +43,10 @@ demo: $(VENV)/.installed  ## train a GPT-2 on Shakespeare, its layers split over
 	$(BIN)/mlm generate ckpt=$(RUN) prompt="ROMEO." min_new_tokens=160 max_new_tokens=200
 	@echo; echo "Everything is in $(RUN): read $(RUN)/README.md to go on from here."
 
-test: $(VENV)/.installed-dev  ## the tests, seven to eight minutes on two cores
+test: $(VENV)/.installed-dev  ## the tests, eight to nine minutes on two cores
 	$(PYTEST)
 
-test-slow: $(VENV)/.installed-dev  ## the long tests that `make test` leaves out, twenty-one minutes
+test-slow: $(VENV)/.installed-dev  ## the long tests that `make test` leaves out, twenty-five minutes
 	$(PYTEST) -m slow
 
 lint: $(VENV)/.installed-dev  ## ruff, mypy, import-linter
