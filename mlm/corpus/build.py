@@ -33,7 +33,7 @@ from mlm.util.errors import UserError, writing_to
 from mlm.util.files import digest_bytes, write_atomic
 from mlm.util.lock import Lock
 from mlm.util.ownership import claim_folder, claim_problems, delete_owned
-from mlm.util.terminal import Screen
+from mlm.util.terminal import Screen, one_line
 
 __all__ = ["check_corpus", "run_build"]
 
@@ -51,16 +51,13 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
     parse_split(config.split)
     tokenizer = Tokenizer.load(config.tokenizer, eod=config.eod)
     if config.prepend_bos and tokenizer.bos_id is None:
-        begin = tokenizer.name_of(tokenizer.eod_id)
-        console.print(
-            f"documents begin with {begin}: the tokenizer declares no beginning of a sequence", markup=False
-        )
+        begin = one_line(tokenizer.name_of(tokenizer.eod_id))
+        note = f"documents begin with {begin}: the tokenizer declares no beginning of a sequence"
+        console.print(note, soft_wrap=True, markup=False, highlight=False)
     if tokenizer.opening and not config.prepend_bos:
-        begin = tokenizer.decode(tokenizer.opening)
-        console.print(
-            f"the tokenizer puts {begin} before a text, these documents begin without: prepend_bos=true",
-            markup=False,
-        )
+        begin = one_line(tokenizer.decode(tokenizer.opening))
+        note = f"the tokenizer puts {begin} before a text, and these documents begin without it"
+        console.print(f"{note}: prepend_bos=true adds it", soft_wrap=True, markup=False, highlight=False)
     listing, out, work = find_inputs(config), Path(config.out), work_folder(config)
     if (warning := listing.warning()) is not None:
         console.print(warning, soft_wrap=True, markup=False)

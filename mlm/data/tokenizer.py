@@ -77,7 +77,7 @@ class Tokenizer:
         self.eod_id = self._find_eod(eod, source)
         self.cls_id, self.sep_id = self._named("cls_token", CLS), self._named("sep_token", SEP)
         self.mask_id, self.pad_id = self._named("mask_token", MASK), self._named("pad_token", PAD)
-        self.bos_id = bos if bos is not None and bos < self.vocab_size else self._find_bos()
+        self.bos_id = bos if self._is_token(bos) else self._find_bos()
         ends = ids_of(self.declared.generation.get("eos_token_id"))
         self.end_ids = frozenset({self.eod_id, *(id for id in ends if id < self.vocab_size)})
         self.digest = digest_bytes(content.encode())
@@ -89,7 +89,7 @@ class Tokenizer:
             if eod not in self._vocabulary:
                 raise UserError(f"eod={eod} is not a token of {source}; name one of its vocabulary")
             return self._vocabulary[eod]
-        if eod is not None and self._backend.id_to_token(eod) is not None:
+        if eod is not None and self._is_token(eod):
             return eod
         special, ends = self.special_names, self.declared.model_ends
         found = [self.name_of(id) for id in ends if id in self.special_ids]
@@ -104,6 +104,10 @@ class Tokenizer:
             f"{source} has no end-of-document token: set {fix or 'eod=NAME of one of its tokens'}, "
             f"or add one of {', '.join(EOD_NAMES)} to its special tokens"
         )
+
+    def _is_token(self, id: int | None) -> bool:
+        """True for an id of the vocabulary; a receipt can hold any number."""
+        return id is not None and 0 <= id < self.vocab_size and self._backend.id_to_token(id) is not None
 
     def _find_bos(self) -> int | None:
         """Return the declared beginning of a sequence, else what the tokenizer itself puts before a text."""
@@ -281,7 +285,7 @@ class Tokenizer:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What tokenizer_config.json declares, and the special tokens of its class that the vocabulary has.
+        """Settings of tokenizer_config.json, and the special tokens of its class that the vocabulary has.
 
         `transformers` would add those that it lacks, beyond the rows of the model's token table.
         """

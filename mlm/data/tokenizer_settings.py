@@ -1,4 +1,4 @@
-"""What the files beside a tokenizer declare: its special tokens, and settings of reading and generating."""
+"""Declarations of the files beside a tokenizer: special tokens, settings of reading and of generating."""
 
 import json
 import os
@@ -38,7 +38,7 @@ says; a chat template has its own file."""
 
 @dataclass(frozen=True)
 class Declared:
-    """What the files beside a tokenizer say."""
+    """Declarations of the files beside a tokenizer."""
 
     names: Mapping[str, str] = field(default_factory=dict)
     """Special tokens by role (bos_token, …), "" for one that there is not; see `named_tokens`."""

@@ -34,8 +34,8 @@ class GenerateConfig:
     ckpt: CheckpointPath
     """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
     prompt: Annotated[str, OnlyIf("prompts", None), Also("start", "text")] = ""
-    """Text to continue; - reads it from standard input. Empty begins a document: after an end-of-document
-    token."""
+    """Text to continue; - reads it from standard input. Empty begins a document: after what the tokenizer
+    itself puts before a text, else an end-of-document token."""
     prompts: InputPath | None = None
     """File of prompts to continue, in place of prompt: one per line, or rows with `prompt` or `text` (.jsonl,
     .json, .parquet, .csv, .tsv, packed or not)."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlm.data.tokenizer import Tokenizer
+from mlm.data.tokenizer_settings import GENERATION_CONFIG
 from mlm.inference.chat import end_of_turn_tokens, load_chat_template
 from mlm.inference.generate.config import STDIN, GenerateConfig
 from mlm.inference.generate.prompts import Prompt, read_prompts, share_prompts
@@ -40,6 +41,8 @@ def preflight(config: GenerateConfig) -> list[str]:
         named = check_source(config.ckpt, config.parallel)
         tokenizer = tokenizer_of(config, named.path, named.config.model)
         problems = [*filter(None, [folder_problem(config.out)])]
+        wrong = sampling_of(config, tokenizer).problems()  # those that are typed are checked before
+        problems += [f"{GENERATION_CONFIG}: {p}" for p in wrong if getattr(config, p.keys[0]) is None]
         if "" in config.stop:
             problems.append('stop="" would end every text at once; give texts of one character or more')
         if config.prompt != STDIN:  # which can be read once
@@ -66,10 +69,7 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
     tokens = continuations(
         trained,
         [prompt.ids for prompt, _ in texts],
-        as_declared(
-            tokenizer.declared.generation,
-            {each.name: getattr(config, each.name) for each in fields(Sampling)},
-        ),
+        sampling_of(config, tokenizer),
         ctx=ctx,
         eod_id=ends_of(tokenizer),
         numbers=numbers,
@@ -107,11 +107,17 @@ def tokenizer_of(config: GenerateConfig, path: Path, model: ModelConfig) -> Toke
     return tokenizer
 
 
+def sampling_of(config: GenerateConfig, tokenizer: Tokenizer) -> Sampling:
+    """Return the settings that are typed, else declared by the model, else the usual ones."""
+    typed = {each.name: getattr(config, each.name) for each in fields(Sampling)}
+    return as_declared(tokenizer.declared.generation, typed)
+
+
 def declared_line(tokenizer: Tokenizer, config: GenerateConfig) -> str:
     """Return the sampling settings that the model declares and the user leaves open, in a line."""
     found = declared_sampling(tokenizer.declared.generation)
     said = ", ".join(f"{key}={value}" for key, value in found.items() if getattr(config, key) is None)
-    return f"as generation_config.json declares: {said}" if said else ""
+    return f"as {GENERATION_CONFIG} declares: {said}" if said else ""
 
 
 def ends_of(tokenizer: Tokenizer) -> Collection[int]:

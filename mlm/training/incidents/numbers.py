@@ -311,9 +311,9 @@ def decode(saved: Any, window: int) -> Memory:
         rewinds, streak, since = (number(saved[k]) for k in ("rewinds", "streak", NOT_FINITE_SINCE))
         suspicion = saved.get(SUSPICION, (0, 0, 0, 0, 0.0, 0.0, 0.0))  # older runs have none
         suspect, count, expires, differ = map(number, suspicion[:4])
-        ceilings = tuple(map(float, suspicion[4:]))
+        rare, unusual, usual = map(float, suspicion[4:])
         counts = (rewinds, streak, (failed, target), since, suspect, count, expires, differ)
-        return Memory(recent, ranges, steps, *counts, ceilings)
+        return Memory(recent, ranges, steps, *counts, (rare, unusual, usual))
     except (AssertionError, KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(
             f"its state of incidents is damaged ({error!r}); take another checkpoint"

@@ -158,6 +158,33 @@ def test_no_token_of_a_class_is_declared_that_the_vocabulary_lacks(tmp_path: Pat
     assert theirs(exported)("a <unk>")["input_ids"] == theirs(source)("a <unk>")["input_ids"]
 
 
+@pytest.mark.parametrize(
+    ("declared", "problem"),
+    [
+        ({"do_sample": True, "temperature": -1.0}, "temperature=-1.0: must be finite and 0 or more"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0: must be above 0"),
+    ],
+)
+def test_a_declared_setting_that_is_none_is_named_with_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], declared: dict[str, Any], problem: str
+) -> None:
+    ckpt = write_declared(tmp_path / "source", "qwen")
+    (ckpt / "generation_config.json").write_text(json.dumps(declared))
+    asked = ("generate", f"ckpt={ckpt}", "prompt=To be", "max_new_tokens=2", "dist.threads_per_rank=1")
+    capsys.readouterr()
+    assert main([*asked]) == 2
+    assert capsys.readouterr().err == f"mlm generate: generation_config.json: {problem}\n"
+    assert main([*asked, "temperature=0", "repetition_penalty=1"]) == 0
+
+
+@pytest.mark.parametrize("id", [-1, 1 << 40])
+def test_ids_that_are_no_tokens_are_left(tmp_path: Path, id: int) -> None:
+    folder = write_declared(tmp_path / "source", "qwen")
+    usual = Tokenizer.load(folder)
+    damaged = Tokenizer.load(folder, eod=id, bos=id)
+    assert (damaged.eod_id, damaged.bos_id) == (usual.eod_id, usual.bos_id)
+
+
 def test_a_corpus_says_how_its_sequences_begin(tmp_path: Path) -> None:
     """config.json is no part of the corpus: its receipt says it."""
     model = write_declared(tmp_path / "model", "qwen")
