@@ -597,8 +597,8 @@ def test_groups_are_destroyed_as_the_program_ends(tmp_path: Path) -> None:
     """Threads of gloo that outlive it abort it now and then: exit code 134."""
     program = tmp_path / "program.py"
     program.write_text(
-        "import atexit, torch.distributed as d, mlm\n"
-        "atexit.register(lambda: print('initialised', d.is_initialized()))\n"
+        "import atexit, os, torch.distributed as d, mlm\n"
+        "atexit.register(lambda: os.write(1, f'initialised {d.is_initialized()}\\n'.encode()))\n"
         "mlm.build_mesh(tp=2, device='cpu')\n"
     )
     command = [

@@ -90,7 +90,7 @@ def run_job(target: str, config: Any, *, out: Path | None) -> int:
             return launch_ranks(target, config, out=out, world_size=world_size)
         return int(resolve(f"{RANK}:run_rank")(target, config))
     except KeyboardInterrupt as error:
-        if not isinstance(error, Stopped):  # which has said it
+        if is_noting() and not isinstance(error, Stopped):  # which has said it
             print(f"mlm: Ctrl-C: stopped at once{what_is_kept(out)}", file=sys.stderr)
         return interrupt_exit_code(error)
 
