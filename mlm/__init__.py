@@ -13,10 +13,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlm.checkpoint.commands.export_hf import export_hf
-    from mlm.checkpoint.commands.import_hf import import_hf
+    from mlm.api import Model, load
+    from mlm.cli.export_hf import export_hf
+    from mlm.cli.import_hf import import_hf
     from mlm.config.imports import trust
-    from mlm.inference.api import Model, load
     from mlm.launch.join import build_mesh
     from mlm.models.bert.model import BERT
     from mlm.models.config import ModelConfig
@@ -84,10 +84,10 @@ __all__ = [
 
 _MODULES = {
     "mlm.config.imports": ("trust",),
-    "mlm.checkpoint.commands.export_hf": ("export_hf",),
-    "mlm.checkpoint.commands.import_hf": ("import_hf",),
+    "mlm.cli.export_hf": ("export_hf",),
+    "mlm.cli.import_hf": ("import_hf",),
     "mlm.launch.join": ("build_mesh",),
-    "mlm.inference.api": ("Model", "load"),
+    "mlm.api": ("Model", "load"),
     "mlm.models.bert.model": ("BERT",),
     "mlm.models.config": ("ModelConfig",),
     "mlm.models.family": ("ModelFamily",),

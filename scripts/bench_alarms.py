@@ -26,7 +26,7 @@ from mlm.models.config import ModelConfig
 from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.config import IncidentConfig, PretrainConfig, TrainConfig
+from mlm.runs.config import IncidentConfig, PretrainConfig, TrainConfig
 from mlm.training.incidents.numbers import Recent
 from mlm.training.trainer import Trainer
 

@@ -16,7 +16,7 @@ import torch
 from bench.machine import status_bytes
 from torch.profiler import ProfilerActivity, profile
 
-from mlm.config.cli.compose import load_config
+from mlm.cli.compose.composition import load_config
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan.config import PlanDryRunConfig
 from mlm.plan.dry_run import CPU, PROCESS

@@ -28,8 +28,8 @@ from mlm.optim.auto_precision import CPUINFO, has_fast_bfloat16
 from mlm.optim.config import MuonConfig, OptimizerConfig, PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.config import DataConfig, PretrainConfig, TrainConfig
-from mlm.training.corpora import train_dataset
+from mlm.runs.config import DataConfig, PretrainConfig, TrainConfig
+from mlm.runs.corpora import train_dataset
 from mlm.training.memory import reuse_large_blocks
 from mlm.training.trainer import Trainer
 

@@ -39,7 +39,7 @@ from mlm.plan.hardware import HardwareConfig, hardware_of
 from mlm.plan.layer_counts import LayerCounts, counts_of
 from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import MemoryModel
-from mlm.training.config import PretrainConfig, TrainConfig
+from mlm.runs.config import PretrainConfig, TrainConfig
 from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
 

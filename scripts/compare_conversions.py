@@ -24,9 +24,9 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import mlm
-from mlm.checkpoint.commands import export_gguf
-from mlm.checkpoint.commands.config import ExportGGUFConfig
-from mlm.checkpoint.commands.llama_cpp import LlamaCpp
+from mlm.cli.conversion_settings import ExportGGUFConfig
+from mlm.convert.gguf import export as export_gguf
+from mlm.convert.gguf.llama_cpp import LlamaCpp
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.generation import generate
 from mlm.inference.sampling import as_declared

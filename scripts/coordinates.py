@@ -22,7 +22,7 @@ from mlm.data.sampler import Batch
 from mlm.models.config import ModelConfig
 from mlm.optim.config import OptimizerConfig, ScheduleConfig
 from mlm.parallel.mesh import shape_context
-from mlm.training.config import PretrainConfig, TrainConfig
+from mlm.runs.config import PretrainConfig, TrainConfig
 from mlm.training.trainer import Trainer
 
 mpl.use("Agg")

@@ -44,7 +44,7 @@ from mlm.plan.cost import CostModel, Software, Times
 from mlm.plan.hardware import HardwareConfig, preset, preset_of_gpu
 from mlm.plan.layer_counts import counts_of
 from mlm.plan.layout import PlannedLayout, hardware_flops
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ROOT / "scripts/results/published"

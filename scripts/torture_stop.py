@@ -48,7 +48,7 @@ PHASES = {
     "steps": "mlm.training.trainer:Trainer.train_step:4",
     "last": "mlm.training.trainer:Trainer.train_step:{steps}",
     "scoring": "mlm.training.pipelined:PipelinedModel.evaluate:1",
-    "prompts": "mlm.training.pretrain.samples:PromptSampler.logits:2",
+    "prompts": "mlm.cli.pretrain.samples:PromptSampler.logits:2",
     "saving": "mlm.checkpoint.native.save_load:save_checkpoint:1",
     "predicting": "mlm.finetune.scoring:score_split:1",
 }

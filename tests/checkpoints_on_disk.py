@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from mlm.cli.commands import COMMANDS, resolve
+from mlm.cli.entry import report
 from mlm.config.build import build, to_dict
-from mlm.config.cli.commands import COMMANDS, resolve
-from mlm.config.cli.entry import report
 from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 from mlm.util.ownership import claim_folder
 from tests.checkpoint.native.helpers import save
 

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 import mlm
-from mlm.config.cli.entry import main
+from mlm.cli.entry import main
 from mlm.inference.scoring import Request, score
 from mlm.parallel.mesh import ParallelContext
-from tests.checkpoint.commands.hf_berts import add_word_pieces, make_bert
-from tests.checkpoint.commands.hf_models import TEXT, add_tokenizer, make_model
+from tests.convert.hf_berts import add_word_pieces, make_bert
+from tests.convert.hf_models import TEXT, add_tokenizer, make_model
 from tests.data.chats import TALK
 from tests.finetune.chats import write_llama
 from tests.ranks import run_on_ranks

@@ -20,11 +20,11 @@ from pip._internal.commands import create_command
 from torch.distributed.run import get_args_parser
 
 import mlm
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.corpus.train_tokenizer import train_wordpiece
 from mlm.data.indexed import IndexedWriter, token_dtype
 from mlm.evaluate.lm_eval import main as lm_eval
-from tests.checkpoint.commands.hf_models import TEXT, add_tokenizer, import_model, make_model
+from tests.convert.hf_models import TEXT, add_tokenizer, import_model, make_model
 from tests.pages import ROOT, SHELL, Block, blocks, pages
 from tests.slow import slow
 

@@ -34,13 +34,13 @@ from mlm.inference.trained import (
     result_file,
     window_length,
 )
+from mlm.launch.rules.layout import CONTEXT_FITS, Launch
+from mlm.launch.rules.nearest import layout_problems
 from mlm.models.bert.model import PARTS
-from mlm.parallel.layout_checks import CONTEXT_FITS, Launch
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.nearest_layout import layout_problems
-from mlm.training.checks import context_problem
-from mlm.training.config import PretrainConfig
-from mlm.training.corpora import validation_prefixes
+from mlm.runs.checks import context_problem
+from mlm.runs.config import PretrainConfig
+from mlm.runs.corpora import validation_prefixes
 from mlm.training.pipelined import evaluate
 from mlm.training.state import read_history
 from mlm.util.errors import CorruptFileError, UserError

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mlm.config.command import resolve
+from mlm.cli.command import resolve
 from mlm.finetune.examples import Example
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.training.pipelined import PipelinedModel

@@ -9,15 +9,15 @@ from mlm.config.suggest import nearest
 from mlm.data import files_present as present
 from mlm.data.chat_builtin import TURNS
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, TaskConfig
-from mlm.launch.checks import (
+from mlm.launch.rules.checks import (
     checkpoint_exists,
     devices_exist,
     loss_scale_can_fall,
     lr_falls,
     problems_of,
 )
-from mlm.parallel.layout_checks import FINETUNE_LAYOUT_RULES, READER_RULES, Launch
-from mlm.training.checks import optimizer_fits_layout, optimizer_works
+from mlm.launch.rules.layout import FINETUNE_LAYOUT_RULES, READER_RULES, Launch
+from mlm.runs.checks import optimizer_fits_layout, optimizer_works
 from mlm.util.errors import Absent, Problem, UserError, show
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from mlm.launch.config import DistConfig
 from mlm.models.config import LoraConfig
 from mlm.optim.config import DECAY_NAMES, WARMUP_NAMES, MinLearningRate, OptimizerConfig, PrecisionConfig
 from mlm.parallel.config import ParallelConfig
+from mlm.runs.config import CheckConfig, IncidentConfig
 from mlm.tracking.config import LogConfig
-from mlm.training.config import CheckConfig, IncidentConfig
 
 SHIPPED = {
     "classification": "mlm.finetune.classification:CLASSIFICATION",

@@ -14,6 +14,7 @@ from mlm.checkpoint.native.save_load import Manifest, read_manifest
 from mlm.checkpoint.parameters import parameters
 from mlm.config.build import to_dict
 from mlm.config.tree import flatten
+from mlm.convert.huggingface.mapping import Note
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, TaskConfig
 from mlm.finetune.rows import RowError
@@ -28,7 +29,6 @@ from mlm.inference.trained import (
     resolve_checkpoint,
 )
 from mlm.models.config import ModelConfig
-from mlm.models.huggingface import Note
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
 from mlm.training.state import CHECKPOINTS, FINETUNING

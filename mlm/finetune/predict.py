@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlm.checkpoint.huggingface.folder import read_model
 from mlm.checkpoint.native.format import RESTORE
 from mlm.checkpoint.native.run_state import as_strings as strings
 from mlm.config.build import from_dict
+from mlm.convert.huggingface.folder import read_model
+from mlm.convert.huggingface.mapping import label_entries
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.batches import make_batcher
 from mlm.finetune.checks import check_task
@@ -17,7 +18,6 @@ from mlm.finetune.scoring import Finetuning, compute_predictions, label_probabil
 from mlm.finetune.splits import TaskSplit, tokenize
 from mlm.finetune.task_type import task_type
 from mlm.inference.trained import Trained, is_model_folder
-from mlm.models.huggingface import label_entries
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.state import FINETUNING
 from mlm.util.errors import ConfigError, CorruptFileError, UserError, type_of

@@ -35,13 +35,13 @@ from mlm.launch.stop import stopping_at_once
 from mlm.optim.config import ScheduleConfig
 from mlm.optim.precision import DTYPES
 from mlm.parallel.mesh import ParallelContext
+from mlm.runs.config import CheckpointConfig, PretrainConfig, TrainConfig
+from mlm.runs.tokenizer import digests_of_tokenizer
 from mlm.tracking.metrics import Parts, Rates
 from mlm.tracking.peak import peak_flops
-from mlm.training.config import CheckpointConfig, PretrainConfig, TrainConfig
 from mlm.training.loop import CONFIG, Loop, composed_yaml, is_step_due, training_session
 from mlm.training.memory import torch_errors_as_user_errors, trim_memory
 from mlm.training.resume import claim, resume
-from mlm.training.run_tokenizer import digests_of_tokenizer
 from mlm.training.state import FINETUNING, load_weights, stored_shards
 from mlm.training.trainer import Trainer
 from mlm.util.errors import writing_to

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlm.checkpoint.huggingface.folder import CONFIG
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.format import MANIFEST, canonical
 from mlm.checkpoint.native.run_state import LORA
 from mlm.checkpoint.native.save_load import Manifest, TensorShard, load_checkpoint, read_manifest
 from mlm.config.build import from_dict
+from mlm.convert.huggingface.folder import CONFIG
 from mlm.data.files_present import hub_id
 from mlm.inference.hf_source import find_model, load_model_folder, open_tensors
 from mlm.models.lora import adapter_shards, merged_changes
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import ParameterShard
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 from mlm.training.state import model_shards
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import digest_bytes

@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 
-from mlm.checkpoint.huggingface.folder import (
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.format import JSON, CheckpointError, Manifest, canonical
+from mlm.checkpoint.native.slices import Region
+from mlm.convert.huggingface.folder import (
     CONFIG,
     EXPORTED_AGAIN,
     SAVE_AGAIN,
@@ -20,16 +23,13 @@ from mlm.checkpoint.huggingface.folder import (
     read_model,
     read_settings,
 )
-from mlm.checkpoint.huggingface.tensors import HFTensors
-from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.format import JSON, CheckpointError, Manifest, canonical
-from mlm.checkpoint.native.slices import Region
+from mlm.convert.huggingface.tensors import HFTensors
 from mlm.data.files_present import hub_id
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import init_shard
 from mlm.parallel.sharding import ParameterShard
-from mlm.training.config import PretrainConfig
-from mlm.training.run_folder import imported_state, run_config
+from mlm.runs.config import PretrainConfig
+from mlm.runs.folder import imported_state, run_config
 from mlm.util.errors import UserError
 from mlm.util.extras import go_offline_without_hub
 from mlm.util.files import digest_bytes

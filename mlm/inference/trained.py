@@ -15,33 +15,33 @@ from typing import Any
 import torch
 
 import mlm
-from mlm.checkpoint.huggingface.folder import CONFIG, read_model
 from mlm.checkpoint.native.folders import locate
 from mlm.checkpoint.native.format import MANIFEST, canonical
 from mlm.checkpoint.native.run_state import TOKENIZER_FILE, TokenizerDigest, check_run_tokenizer
 from mlm.checkpoint.native.save_load import Manifest, read_manifest, resolve
 from mlm.config.build import from_dict
 from mlm.config.imports import OwnCodeError, is_path
+from mlm.convert.huggingface.folder import CONFIG, read_model
+from mlm.convert.huggingface.mapping import Note
 from mlm.data.receipt import version_of
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.base import Base, base_digest, load_any_weights
 from mlm.inference.hf_source import find_model, model_name, open_tensors, run_spec
+from mlm.launch.rules.layout import SPLIT_RULES, Launch
+from mlm.launch.rules.nearest import layout_problems
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Boundaries
 from mlm.models.family import SHIPPED, count_parameters, family_of
-from mlm.models.huggingface import Note
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
-from mlm.parallel.layout_checks import SPLIT_RULES, Launch
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.nearest_layout import layout_problems
 from mlm.parallel.sharding import parameter_shards
-from mlm.training.checks import saved_problems
-from mlm.training.config import PretrainConfig
+from mlm.runs.checks import saved_problems
+from mlm.runs.config import PretrainConfig
+from mlm.runs.tokenizer import digests_of_tokenizer, receipt_tokenizer, vocabulary_problem
 from mlm.training.kernels import choose_products
 from mlm.training.memory import reuse_large_blocks
 from mlm.training.pipelined import PipelinedModel
-from mlm.training.run_tokenizer import digests_of_tokenizer, receipt_tokenizer, vocabulary_problem
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
 from mlm.util.files import digest_bytes
 

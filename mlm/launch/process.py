@@ -16,8 +16,8 @@ import torch
 import torch.distributed as distributed
 from torch.distributed import PrefixStore, Store
 
+from mlm.cli.command import resolve
 from mlm.config.build import from_dict, streams_for
-from mlm.config.command import resolve
 from mlm.launch.config import DistConfig
 from mlm.launch.devices import device_kind
 from mlm.launch.environment import RankPlace, num_threads, place_variables, read_rank_place

@@ -22,8 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mlm.cli.command import resolve
 from mlm.config.build import to_dict
-from mlm.config.command import resolve
 from mlm.launch.config import DistConfig
 from mlm.launch.devices import count_gpus, device_kind
 from mlm.launch.environment import (
@@ -43,9 +43,9 @@ from mlm.launch.failure import (
     report,
 )
 from mlm.launch.network import LOOPBACK, check_interface
+from mlm.launch.rules.layout import Launch, num_replicas
 from mlm.launch.stop import SIGNAL_NAMES, Relay, Stopped, interrupt_exit_code, is_noting, signal_exit_code
 from mlm.parallel.config import ParallelConfig
-from mlm.parallel.layout_checks import Launch, num_replicas
 from mlm.util.errors import UserError
 from mlm.util.lock import held_folder, remove_abandoned
 from mlm.util.system import available_cores
@@ -78,7 +78,7 @@ def run_job(target: str, config: Any, *, out: Path | None) -> int:
     rank of torchrun or SLURM that saved.
 
     With one rank, the function runs in this process and its exceptions pass through. The layout is checked
-    before (mlm/parallel/layout_checks.py). Raises UserError for a port in use, or an `out` that cannot be
+    before (mlm/launch/rules/layout.py). Raises UserError for a port in use, or an `out` that cannot be
     written.
     """
     place = read_rank_place(os.environ)

@@ -20,13 +20,13 @@ if TYPE_CHECKING:  # settings know their family, so nothing here may need them, 
     import torch
     from torch import Tensor
 
+    from mlm.convert.huggingface.mapping import HuggingFaceMapping
+    from mlm.convert.megatron.mapping import MegatronMapping
     from mlm.data.config import DataConfig
     from mlm.data.sampler import Dataset, MicroBatch
     from mlm.data.tokenizer import Tokenizer
     from mlm.models.backbone import Transformer
     from mlm.models.config import ModelConfig
-    from mlm.models.huggingface import HuggingFaceMapping
-    from mlm.models.megatron import MegatronMapping
     from mlm.parallel.dropout import DropoutStream
     from mlm.parallel.mesh import ParallelContext
 

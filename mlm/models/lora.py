@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mlm.convert.huggingface.mapping import Location
 from mlm.models.backbone import Transformer
 from mlm.models.config import ALL_LINEAR, LoraConfig, ModelConfig
-from mlm.models.huggingface import Location
 from mlm.parallel.expert.experts import Experts
 from mlm.parallel.expert.router import routers
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear

@@ -30,7 +30,7 @@ from mlm.parallel.collectives import (
 from mlm.parallel.linear import linear
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.plan.dry_run_rank import batches_of
-from mlm.training.config import PretrainConfig, TrainConfig
+from mlm.runs.config import PretrainConfig, TrainConfig
 from mlm.training.trainer import Trainer
 
 FORMATS = {"cpu": ("fp32", "bf16", "fp64"), "cuda": ("bf16", "fp16", "fp32", "fp64")}

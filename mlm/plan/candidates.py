@@ -1,6 +1,6 @@
 """Every valid layout of a number of devices, without torch.
 
-A layout is valid if the rules of `mlm pretrain` (parallel/layout_checks.py) hold; they are called, not
+A layout is valid if the rules of `mlm pretrain` (launch/rules/layout.py) hold; they are called, not
 repeated.
 """
 
@@ -12,14 +12,14 @@ from typing import Any
 
 from mlm.config.suggest import divisors
 from mlm.config.tree import values_of
+from mlm.launch.rules.layout import TRAIN_RULES, Breach, Launch, LayoutRule, LayoutValues
 from mlm.parallel.config import ParallelConfig
-from mlm.parallel.layout_checks import TRAIN_RULES, Breach, Launch, LayoutRule, LayoutValues
 from mlm.plan.config import PlanLayoutsConfig
 from mlm.plan.hardware import HardwareConfig
 from mlm.plan.layout import BATCH_NAMES, PlannedLayout
 from mlm.plan.memory import GIB
-from mlm.training.checks import context_problem
-from mlm.training.config import PretrainConfig
+from mlm.runs.checks import context_problem
+from mlm.runs.config import PretrainConfig
 
 CONTEXT_SIZES = (1, 2, 4, 8)
 """Values of cp that are searched."""

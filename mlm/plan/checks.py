@@ -6,8 +6,8 @@ from typing import Any
 
 from mlm.config.suggest import either, multiples_around, nearest
 from mlm.config.tree import out_of_range, values_of
-from mlm.launch.checks import Rule, problems_of
-from mlm.parallel.layout_checks import (
+from mlm.launch.rules.checks import Rule, problems_of
+from mlm.launch.rules.layout import (
     RANK_RULES,
     SCHEDULE_RULES,
     TRAIN_RULES,
@@ -25,7 +25,7 @@ from mlm.plan.config import (
 )
 from mlm.plan.goodput import LEAST_SHARE, goodput
 from mlm.plan.layout import BATCH_NAMES, DEFAULTS, PlannedLayout
-from mlm.training.checks import SETTINGS_RULES, context_problem
+from mlm.runs.checks import SETTINGS_RULES, context_problem
 from mlm.util.errors import Problem
 from mlm.util.results import folder_problem, is_stream
 

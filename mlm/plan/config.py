@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY, Also, Bound, OnlyIf, ResultFile
 from mlm.launch.config import DistConfig
+from mlm.launch.rules.layout import MAX_CPU_RANKS
 from mlm.parallel.config import (
     ContextSize,
     ExpertSize,
@@ -17,10 +18,9 @@ from mlm.parallel.config import (
     Zero,
     ZeroReduce,
 )
-from mlm.parallel.layout_checks import MAX_CPU_RANKS
 from mlm.plan.goodput import FailureConfig
 from mlm.plan.hardware import HardwareConfig
-from mlm.training.config import MicroBatchSize, PretrainConfig, TrainConfig
+from mlm.runs.config import MicroBatchSize, PretrainConfig, TrainConfig
 
 HOST_RANKS = Bound(lambda x: x > 0, "greater than 0", most=MAX_CPU_RANKS)
 

@@ -33,8 +33,8 @@ from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.pipeline.actions import SENDS_KEPT
 from mlm.plan.dry_run_memory import CASTS, GRADIENTS, STATE, TABLES, WEIGHTS, Log
 from mlm.plan.dry_run_meter import BACKWARD, OPTIMIZER, Meter, StepCounts
-from mlm.training.config import AttentionKernel, PretrainConfig
-from mlm.training.corpora import train_dataset
+from mlm.runs.config import AttentionKernel, PretrainConfig
+from mlm.runs.corpora import train_dataset
 from mlm.training.trainer import StopVote, Trainer
 
 META = torch.device("meta")

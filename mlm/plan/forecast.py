@@ -18,8 +18,8 @@ from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import GIB, gib
 from mlm.plan.report import as_row, format_seconds, spread, time_error
 from mlm.plan.search import Models
+from mlm.runs.config import PretrainConfig
 from mlm.tracking.summary import Predicted
-from mlm.training.config import PretrainConfig
 from mlm.util.system import host_memory
 
 GPU_RESERVED_GIB, CPU_RESERVED_GIB = 1.5, 0.3

@@ -35,8 +35,8 @@ from mlm.plan.dry_run_meter import BACKWARD, HEAD, OPTIMIZER, OUTSIDE, RECOMPUTE
 from mlm.plan.dry_run_rank import META, MetaAttention, batches_of, countable, tag_state
 from mlm.plan.layout import BOTH, FIRST, LAST, split_of_state
 from mlm.plan.trace import Place, TracedWatch, Work, joined
+from mlm.runs.config import PretrainConfig
 from mlm.training import pipelined
-from mlm.training.config import PretrainConfig
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 

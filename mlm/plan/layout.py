@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig, Recompute, Schedule
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 
 ALWAYS_SET = ("tp", "pp", "dp", "micro_batch", "global_batch")
 """Fields of a layout that are named at their defaults too."""

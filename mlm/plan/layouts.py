@@ -33,8 +33,8 @@ from mlm.plan.report import (
     write_rows,
 )
 from mlm.plan.search import LayoutForecast, Models, SearchResult, search, search_cheapest, search_leanest
+from mlm.runs.config import PretrainConfig
 from mlm.tracking.panel import format_count
-from mlm.training.config import PretrainConfig
 from mlm.util.errors import UserError, format_settings
 
 PLAN_KEYS = {HOISTED, "out", *leaves(SearchedLayoutConfig)}

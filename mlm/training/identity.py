@@ -12,8 +12,8 @@ from mlm.checkpoint.native.run_state import LINEAGE, Lineage, Save
 from mlm.config.build import to_dict
 from mlm.config.tree import HOISTED, flatten, leaves
 from mlm.models.config import ModelConfig
-from mlm.training.config import PretrainConfig
-from mlm.training.corpora import SWITCHES, fill_eod_id
+from mlm.runs.config import PretrainConfig
+from mlm.runs.corpora import SWITCHES, fill_eod_id
 from mlm.util.errors import Problem, format_settings, show
 
 OPTIONS = "model.options"

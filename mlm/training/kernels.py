@@ -12,14 +12,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from mlm.launch.rules.layout import Launch
 from mlm.models.documents import pack_sequences
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.cross_entropy import use_compiler
-from mlm.parallel.layout_checks import Launch
 from mlm.parallel.matmul import prepare_products
 from mlm.parallel.uncompiled import prepare_to_compile
-from mlm.training.checks import graphs_replay
-from mlm.training.config import AttentionKernel, PretrainConfig
+from mlm.runs.checks import graphs_replay
+from mlm.runs.config import AttentionKernel, PretrainConfig
 from mlm.util.errors import UserError
 
 ADA, HOPPER = (8, 9), (9, 0)

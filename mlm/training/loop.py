@@ -340,7 +340,7 @@ def training_session(
 
 
 def composed_yaml(config: Any, command: str) -> str:
-    """The configuration of a run of `command`, as `resume={out}` reads it back (mlm/config/cli/saved.py)."""
+    """The configuration of a run of `command`, as `resume={out}` reads it back (mlm/cli/compose/saved.py)."""
     values = to_dict(config)
     values.update(values.pop("parallel"))
     return OmegaConf.to_yaml({"command": command, **values})

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 from mlm.training.kernels import kernel_problem
 from mlm.util.errors import UserError
 

@@ -36,10 +36,10 @@ from mlm.checkpoint.native.run_state import TOKENIZER_FILE, Lineage, Save, doubt
 from mlm.checkpoint.native.verify import check_whole
 from mlm.launch.stop import StopRequest
 from mlm.parallel.mesh import ParallelContext, host_group
-from mlm.training.config import CheckpointConfig, PretrainConfig
+from mlm.runs.config import CheckpointConfig, PretrainConfig
+from mlm.runs.folder import check_space
 from mlm.training.incidents.watcher import IncidentError
 from mlm.training.loop import CONFIG
-from mlm.training.run_folder import check_space
 from mlm.training.saver import SaveFailedError
 from mlm.training.state import CHECKPOINTS
 from mlm.util import object_store as store

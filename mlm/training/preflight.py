@@ -6,13 +6,13 @@ Torch is imported only where there is a checkpoint, or a model folder, to read.
 import os
 from pathlib import Path
 
+from mlm.cli.command import resolve
 from mlm.config.build import protected_from
-from mlm.config.command import resolve
 from mlm.launch.environment import read_rank_place
+from mlm.runs.config import PretrainConfig
+from mlm.runs.corpora import corpus_problems
+from mlm.runs.tokenizer import corpus_tokenizer_errors, tokenizer_of, vocabulary_problem
 from mlm.tracking.config import missing_extras
-from mlm.training.config import PretrainConfig
-from mlm.training.corpora import corpus_problems
-from mlm.training.run_tokenizer import corpus_tokenizer_errors, tokenizer_of, vocabulary_problem
 from mlm.util.errors import Problem, UserError
 from mlm.util.lock import LOCK, single_writer
 from mlm.util.ownership import CHECKPOINTS, claim_problems

@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from mlm.checkpoint.huggingface.folder import CONFIG, read_model
-from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import candidates, checkpoint_problem, locate, step_directory_name
 from mlm.checkpoint.native.retention import checkpoint_doubt
 from mlm.checkpoint.native.save_load import CheckpointError, latest_checkpoint, read_manifest, resolve
 from mlm.config.build import protected_from, to_dict
+from mlm.convert.huggingface.folder import CONFIG, read_model
+from mlm.convert.huggingface.tensors import HFTensors
 from mlm.data.blend_history import changed_corpus_problem, continue_history, decode, describe_change, encode
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.config import PretrainConfig
-from mlm.training.corpora import sources
+from mlm.runs.config import PretrainConfig
+from mlm.runs.corpora import sources
+from mlm.runs.folder import run_config
+from mlm.runs.tokenizer import tokenizer_errors
 from mlm.training.identity import function_errors
-from mlm.training.run_folder import run_config
-from mlm.training.run_tokenizer import tokenizer_errors
 from mlm.training.state import CHECKPOINTS, check_identity, is_weights_only, load
 from mlm.training.trainer import Trainer
 from mlm.training.upcycle import dense_config

@@ -27,7 +27,7 @@ from mlm.data.blend_history import History, decode, encode
 from mlm.optim.adamw import applied_steps, ensure_state, moment, moments
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 from mlm.training.identity import (
     MAX_CHANGES,
     Past,

@@ -35,8 +35,8 @@ from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import CPU, ParallelContext
 from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import DP_SLICES, ParameterShard, parameter_shards, shard_of
-from mlm.training.config import PretrainConfig
-from mlm.training.corpora import fill_eod_id
+from mlm.runs.config import PretrainConfig
+from mlm.runs.corpora import fill_eod_id
 from mlm.training.identity import Past
 from mlm.training.kernels import choose_kernels, compile_layers, should_compile
 from mlm.training.observer import Observer, Observers

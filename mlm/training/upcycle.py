@@ -15,7 +15,7 @@ from torch import nn
 from mlm.models.config import ModelConfig
 from mlm.models.llama.settings import num_blocks
 from mlm.parallel.sharding import ParameterShard
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 
 T = TypeVar("T")
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, NamedTuple, TypeVar
 
 from mlm.config.fields import POSITIVE, Also, CheckpointPath, OutFolder, ResultFile
+from mlm.launch.rules.layout import MAX_CPU_RANKS, Launch
 from mlm.parallel.config import ParallelConfig, PipelineSize, TensorSize
-from mlm.parallel.layout_checks import MAX_CPU_RANKS, Launch
+from mlm.runs.checks import check_pretrain, pretraining_problems
+from mlm.runs.config import PretrainConfig
 from mlm.tracking.config import LogConfig
-from mlm.training.checks import check_pretrain, pretraining_problems
-from mlm.training.config import PretrainConfig
 from mlm.util.errors import Problem, format_settings
 
 FIRST_LOSS_SCALE = 2.0**14

@@ -23,7 +23,7 @@ from mlm.data.sampler import MicroBatch
 from mlm.launch.devices import device_kind
 from mlm.optim.precision import parameter_dtype
 from mlm.parallel.mesh import ParallelContext, shape_context
-from mlm.training.corpora import corpus_problems, train_dataset
+from mlm.runs.corpora import corpus_problems, train_dataset
 from mlm.training.state import load_weights
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CheckFailedError, attempt

@@ -17,10 +17,10 @@ from mlm.checkpoint.native.run_state import LINEAGE
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.launch.child_run import child_run, command_failure, kill
 from mlm.launch.environment import read_rank_place
+from mlm.runs.corpora import corpus_problems
+from mlm.runs.tokenizer import tokenizer_of
 from mlm.tracking.history import FILE_NAME, read_records
-from mlm.training.corpora import corpus_problems
 from mlm.training.loop import composed_yaml
-from mlm.training.run_tokenizer import tokenizer_of
 from mlm.training.state import CHECKPOINTS, is_weights_only
 from mlm.util.errors import CheckFailedError, UserError, attempt, writing_to
 from mlm.util.files import write_atomic

@@ -15,8 +15,8 @@ from rich.text import Text
 
 import mlm
 from mlm.config.build import to_dict
+from mlm.runs.config import PretrainConfig
 from mlm.tracking.history import replace_nonfinite
-from mlm.training.config import PretrainConfig
 from mlm.util.errors import writing_to
 from mlm.util.results import write_result
 from mlm.util.terminal import console

@@ -31,7 +31,7 @@ from mlm.parallel import matmul
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import load_whole
-from mlm.training.config import PretrainConfig, TrainConfig
+from mlm.runs.config import PretrainConfig, TrainConfig
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 

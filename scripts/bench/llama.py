@@ -8,9 +8,9 @@ from torch import Tensor
 
 from bench.contenders import TransformersTrainee, imported
 from bench.shapes import Shape
+from mlm.convert.huggingface.llama import write_config
+from mlm.convert.huggingface.mapping import TokenIds
 from mlm.models.config import ModelConfig
-from mlm.models.huggingface import TokenIds
-from mlm.models.llama.huggingface import write_config
 
 NUM_EXPERTS = 8
 BLOCK = "block_sparse_moe"

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from mlm.checkpoint.commands.gguf_vocabulary import PATTERNS
+from mlm.convert.gguf.vocabulary import PATTERNS
 
 TEXTS = (
     *("", " ", "a", "Hello world", " Hello  World ", "HELLO WORLD", "It's they'll I'M WE'RE don't", "…"),

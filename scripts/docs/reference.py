@@ -9,10 +9,10 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-from mlm.config.cli.command_help import composed_leaves
-from mlm.config.cli.commands import COMMANDS, Command
-from mlm.config.cli.groups import command_groups, effect_of, takes_task
-from mlm.config.cli.help import EXIT_CODES, FLAGS, SPELLINGS
+from mlm.cli.commands import COMMANDS, Command
+from mlm.cli.compose.command_help import composed_leaves
+from mlm.cli.compose.groups import command_groups, effect_of, takes_task
+from mlm.cli.compose.help import EXIT_CODES, FLAGS, SPELLINGS
 from mlm.config.fields import Role
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.tree import MISSING_VALUE, Leaf, choices, describe_values

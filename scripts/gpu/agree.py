@@ -24,8 +24,8 @@ from mlm.optim.precision import DTYPES
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.expert.experts import grouped_linear
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.config import PretrainConfig, TrainConfig
-from mlm.training.corpora import train_dataset
+from mlm.runs.config import PretrainConfig, TrainConfig
+from mlm.runs.corpora import train_dataset
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 from mlm.verify.verdict import FLOOR, TOLERANCES

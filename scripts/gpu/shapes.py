@@ -12,8 +12,8 @@ from bench.shapes import PADDED_VOCAB, Shape
 from bench.spec import Spec
 from torch import nn
 
+from mlm.runs.config import PretrainConfig
 from mlm.training import trainer
-from mlm.training.config import PretrainConfig
 
 SIZES = {
     "124m": (12, 768, 12),

@@ -13,7 +13,7 @@ from mlm.parallel.config import ParallelConfig
 from mlm.plan.config import PlanDryRunConfig
 from mlm.plan.dry_run_memory import ACTIVATIONS
 from mlm.plan.dry_run_rank import META, dry_run
-from mlm.training.config import TrainConfig
+from mlm.runs.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ from typing import Any
 
 from bench.machine import free_port
 
+from mlm.cli.pretrain import run as pretrain
 from mlm.training import resume, saver
-from mlm.training.pretrain import run as pretrain
 from mlm.util import lock
 from mlm.util.system import die_with_parent
 

@@ -15,15 +15,15 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
-from mlm.checkpoint.commands import reshard
-from mlm.checkpoint.commands.config import ReshardConfig
 from mlm.checkpoint.native.folders import checkpoints
 from mlm.checkpoint.native.format import read_manifest
-from mlm.config.cli.arguments import find_command
-from mlm.config.cli.compose import load_config
-from mlm.config.cli.entry import report
+from mlm.cli import reshard
+from mlm.cli.compose.arguments import find_command
+from mlm.cli.compose.composition import load_config
+from mlm.cli.conversion_settings import ReshardConfig
+from mlm.cli.entry import report
 from mlm.launch.start import run_job
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 from mlm.training.preflight import preflight
 from mlm.training.state import CHECKPOINTS
 from mlm.util.errors import ConfigError
@@ -112,7 +112,7 @@ def as_command(name: str, work: Callable[[], int]) -> int:
 def _pretrain(config: PretrainConfig) -> int:
     if problems := preflight(config):
         raise ConfigError(problems)
-    return run_job("mlm.training.pretrain.run:run", config, out=Path(config.out))
+    return run_job("mlm.cli.pretrain.run:run", config, out=Path(config.out))
 
 
 def start_reshard(source: Path, out: Path, *, tp: int, manner: Manner = PLAIN) -> Job:

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from mlm.cli.commands import SPECS
+from mlm.cli.compose.composition import load_config
 from mlm.config.build import build, config_digest, from_dict, to_dict
-from mlm.config.cli.commands import SPECS
-from mlm.config.cli.compose import load_config
 from mlm.config.tree import defaults, out_of_range
 from mlm.inference.generate.config import GenerateConfig
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 from mlm.util.errors import ConfigError, Problem
 
 

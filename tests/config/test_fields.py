@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import pytest
 
+from mlm.cli.command import no_problems
+from mlm.cli.commands import SPECS
 from mlm.config.build import build
-from mlm.config.cli.commands import SPECS
-from mlm.config.command import no_problems
 from mlm.config.fields import FRACTION, POSITIVE, READ, Also, InputPath, Role, path_argument, path_problem
 from mlm.config.suggest import nearest_key
 from mlm.config.tree import Leaf, choices, defaults, leaves

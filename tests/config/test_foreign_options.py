@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from mlm.checkpoint.commands.config import ReshardConfig
-from mlm.config.cli.arguments import parse
-from mlm.config.cli.commands import COMMANDS
-from mlm.config.cli.overrides import prepare
+from mlm.cli.commands import COMMANDS
+from mlm.cli.compose.arguments import parse
+from mlm.cli.compose.overrides import prepare
+from mlm.cli.conversion_settings import ReshardConfig
 from mlm.config.suggest import foreign_options, keys_meant, plain_name, unknown_key
 from mlm.config.tree import leaves
 from mlm.inference.generate.config import GenerateConfig
 from mlm.plan.config import PlanLayoutsConfig
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 
 PRETRAIN = COMMANDS[0]
 PAGE = Path(__file__).parents[2] / "scripts/docs/pages/tutorials/from-megatron.md"

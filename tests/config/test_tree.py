@@ -4,10 +4,10 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from mlm.config.cli.commands import SPECS
+from mlm.cli.commands import SPECS
 from mlm.config.tree import defaults, field_docs, flatten, leaves
 from mlm.parallel.config import ParallelConfig
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 
 
 def test_parallel_fields_are_top_level_keys() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.corpus.build import run_build
 from mlm.corpus.config import DataInspectConfig, DataVerifyConfig, DecontaminateConfig, FilterConfig
 from mlm.corpus.inspect import run_inspect

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.corpus.build import preflight, run_build
 from mlm.util.errors import UserError
 from tests.corpus.texts import plain, quiet, write_jsonl

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlm.config.cli.compose import load_config
+from mlm.cli.compose.composition import load_config
 from mlm.corpus.build import print_split_of_one_text, with_min_tokens
 from mlm.corpus.config import DataBuildConfig
 from mlm.util.terminal import console

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from mlm.config.cli.compose import load_config
+from mlm.cli.compose.composition import load_config
 from mlm.data.blend_checks import corpus_names, parse_entry
-from mlm.training.checks import check_pretrain
+from mlm.runs.checks import check_pretrain
 from tests.slow import thinned
 
 

@@ -9,7 +9,7 @@ import transformers
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.data.chat_template import ChatError, ChatTemplate
 from mlm.data.chat_tokens import encode
 from mlm.data.conversation import Conversation

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.data.indexed import IndexedDataset
 from mlm.data.tokenizer import Tokenizer
 

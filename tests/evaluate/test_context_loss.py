@@ -12,7 +12,7 @@ from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import shape_context
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 from tests.data.corpora import write_corpus
 from tests.finetune.chats import POSITIONS, write_llama
 from tests.finetune.runs import BERT, GPT2, read, write_model

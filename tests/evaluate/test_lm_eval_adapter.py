@@ -16,8 +16,8 @@ from mlm.evaluate.lm_eval import ranks as lm_eval_ranks
 from mlm.evaluate.zero_shot.sources import EvalTexts
 from mlm.evaluate.zero_shot.wikitext103 import per_article
 from mlm.util.errors import CheckFailedError, UserError
-from tests.checkpoint.commands.declared import write_declared
-from tests.checkpoint.commands.hf_models import TEXT, add_tokenizer, export_model, import_model, make_model
+from tests.convert.declared import write_declared
+from tests.convert.hf_models import TEXT, add_tokenizer, export_model, import_model, make_model
 from tests.finetune.chats import write_llama
 
 lm_eval = pytest.importorskip("lm_eval", reason="pip install 'mlm[lm-eval]'")

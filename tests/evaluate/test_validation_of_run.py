@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from mlm.config.cli.compose import load_config
+from mlm.cli.compose.composition import load_config
 from mlm.evaluate.loss import corpus_prefix
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 from mlm.util.errors import UserError
-from tests.config.cli.doubles import write
+from tests.cli.doubles import write
 
 
 class TestValidationSetOfARun:

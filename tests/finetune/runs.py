@@ -36,9 +36,9 @@ from mlm.optim.config import OptimizerConfig, PrecisionConfig
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import parameter_shards
+from mlm.runs.config import PretrainConfig
+from mlm.runs.tokenizer import digests_of_tokenizer
 from mlm.tracking.config import LogConfig
-from mlm.training.config import PretrainConfig
-from mlm.training.run_tokenizer import digests_of_tokenizer
 from mlm.util.ownership import claim_folder
 from tests.checkpoint.native.helpers import save
 from tests.finetune.material import WORDS, bert, gpt2, pairs, shipped, write_rows

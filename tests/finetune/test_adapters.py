@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mlm.checkpoint.native.save_load import resolve
+from mlm.cli.pretrain import run as pretrain_run
 from mlm.data.config import DataConfig
 from mlm.finetune import run
 from mlm.finetune.config import FinetuneConfig
@@ -17,11 +18,10 @@ from mlm.models.config import LoraConfig
 from mlm.optim.config import OptimizerConfig, PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
+from mlm.runs.checks import check_pretrain
+from mlm.runs.config import PretrainConfig, TrainConfig
 from mlm.tracking.config import LogConfig
-from mlm.training.checks import check_pretrain
-from mlm.training.config import PretrainConfig, TrainConfig
 from mlm.training.pipelined import PipelinedModel
-from mlm.training.pretrain import run as pretrain_run
 from mlm.util.errors import UserError
 from tests.checkpoint.native.helpers import edit_manifest
 from tests.finetune.chats import chatting, write_chats, write_llama

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.finetune import run
 from mlm.finetune.batches import Order
 from mlm.finetune.config import FinetuneConfig, FinetuneScheduleConfig, TaskConfig

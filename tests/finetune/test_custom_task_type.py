@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.config.imports import TRUST
 from mlm.finetune.task_type import task_type
 from mlm.util.errors import UserError

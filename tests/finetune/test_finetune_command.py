@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.finetune import run, training
 from mlm.finetune.config import FinetuneConfig
 from mlm.launch.child_run import child_run

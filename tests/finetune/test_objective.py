@@ -10,13 +10,13 @@ import torch
 import transformers
 from torch import Tensor
 
+from mlm.convert.huggingface.gpt2 import MAPPING
 from mlm.finetune.batches import TaskBatch, mask_labels, stack_labels
 from mlm.finetune.examples import Example
 from mlm.finetune.scoring import Finetuning
 from mlm.finetune.task_type import task_type
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
-from mlm.models.gpt2.huggingface import MAPPING
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_whole, parameter_shards

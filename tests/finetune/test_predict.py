@@ -11,12 +11,12 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 import mlm
-from mlm.config.cli.entry import main
+from mlm.cli.entry import main
 from mlm.finetune import predict as module
 from mlm.inference.trained import resolve_checkpoint
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.state import FINETUNING
-from tests.checkpoint.commands.hf_berts import make_bert
+from tests.convert.hf_berts import make_bert
 from tests.finetune.material import bert
 from tests.finetune.runs import (
     GPT2,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from mlm.cli.entry import main
 from mlm.config.build import to_dict
-from mlm.config.cli.entry import main
 from tests.finetune.runs import finetune, finetuning, read, task_of, write_data, write_model
 
 STARS = replace(task_of("classification"), name="stars")

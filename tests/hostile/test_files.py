@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from mlm.checkpoint.native.folders import latest_checkpoint
 from mlm.checkpoint.native.format import MANIFEST, decode_manifest, read_manifest
 from mlm.checkpoint.native.reader import CheckedFile
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.epochs import load_checked
 from mlm.data.indexed import IndexedDataset

@@ -16,22 +16,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlm.checkpoint.commands import inspect as ckpt_inspect
-from mlm.checkpoint.commands import verify as ckpt_verify
-from mlm.checkpoint.commands.config import CkptInspectConfig, CkptVerifyConfig
 from mlm.checkpoint.native.format import read_manifest
 from mlm.checkpoint.native.shard_file import write_shard_file
 from mlm.checkpoint.parameters import parameters
+from mlm.cli.ckpt import inspect as ckpt_inspect
+from mlm.cli.ckpt import verify as ckpt_verify
+from mlm.cli.conversion_settings import CkptInspectConfig, CkptVerifyConfig
 from mlm.config.build import to_dict
+from mlm.convert.huggingface.gpt2 import locations
 from mlm.data.config import DataConfig
 from mlm.inference.trained import checkpoint_problems, load_trained
 from mlm.models.config import ModelConfig
-from mlm.models.gpt2.huggingface import locations
 from mlm.optim.adamw import MOMENTS
 from mlm.optim.config import PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import shape_context
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError, UserError, escape_controls

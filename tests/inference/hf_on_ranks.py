@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mlm.checkpoint.commands.hf_verify import inputs_of, our_outputs
+from mlm.convert.huggingface.mapping import Outputs, ProbeSamples
 from mlm.inference.trained import load_trained
-from mlm.models.huggingface import Outputs, ProbeSamples
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
+from mlm.verify.huggingface import inputs_of, our_outputs
 
 
 def outputs_on_rank(ctx: ParallelContext, folder: Path) -> Outputs:

@@ -12,7 +12,7 @@ from mlm.inference.trained import Trained, load_trained
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from tests.checkpoint.commands.hf_models import MODEL, import_model, make_model
+from tests.convert.hf_models import MODEL, import_model, make_model
 
 ALONE = ParallelContext()
 LONGEST = MODEL.max_positions

@@ -15,7 +15,7 @@ from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.util.errors import UserError
-from tests.checkpoint.commands.hf_models import SHAPE, make_model
+from tests.convert.hf_models import SHAPE, make_model
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but, thinned
 

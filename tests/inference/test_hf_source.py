@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.checkpoint.commands.hf_verify import our_outputs, reference_outputs
-from mlm.checkpoint.huggingface.folder import read_model
 from mlm.checkpoint.native.format import canonical
-from mlm.config.cli.entry import main
+from mlm.cli.entry import main
+from mlm.convert.huggingface.folder import read_model
 from mlm.data.files_present import hub_id
 from mlm.inference.trained import (
     checkpoint_problems,
@@ -26,14 +25,15 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import digest_bytes, digest_file
-from tests.checkpoint.commands.hf_models import (
+from mlm.verify.huggingface import our_outputs, reference_outputs
+from tests.checkpoints_on_disk import write_run
+from tests.convert.hf_models import (
     MODEL,
     add_tokenizer,
     edit_config,
     hub_cache,
     make_model,
 )
-from tests.checkpoints_on_disk import write_run
 from tests.data.corpora import write_corpus
 from tests.ranks import run_on_ranks
 from tests.slow import thinned

@@ -13,9 +13,9 @@ from mlm.data.config import DataConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.data.tokenizer_settings import EOD
 from mlm.inference.trained import load_tokenizer
-from mlm.training.run_folder import imported_state, run_config, write_run
-from mlm.training.run_tokenizer import digests_of_tokenizer, tokenizer_now
-from tests.checkpoint.commands.hf_models import MODEL, TEXT
+from mlm.runs.folder import imported_state, run_config, write_run
+from mlm.runs.tokenizer import digests_of_tokenizer, tokenizer_now
+from tests.convert.hf_models import MODEL, TEXT
 
 NAME = "[DOC]"
 

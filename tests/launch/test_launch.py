@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from mlm.launch.config import DistConfig
+from mlm.launch.rules.layout import Launch
 from mlm.launch.start import choose_world_size, launch_facts, listen
 from mlm.parallel.config import ParallelConfig
-from mlm.parallel.layout_checks import Launch
 from mlm.util.errors import UserError
 from tests.launch import jobs as launch_jobs
 from tests.launch.ranks_of_jobs import told, wait_gone

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.launch.stop import ECHO_S
 
 RUN = [
@@ -34,7 +34,7 @@ def signal_at(name):
 
 class Signals:  # an import hook: repeats the signal whenever one of these modules is about to be imported
     def find_spec(self, name, path=None, target=None):
-        if name in ("mlm.launch.stop", "hydra", "torch", "mlm.training.pretrain.run"):
+        if name in ("mlm.launch.stop", "hydra", "torch", "mlm.cli.pretrain.run"):
             signal_at(name)
 
 def at_the_summary(event, values):
@@ -57,8 +57,7 @@ def test_signals_from_the_first_import_to_the_summary_are_one_request(tmp_path: 
     said = done.stdout.decode()
     assert done.returncode == 0, done.stderr.decode()
     assert [line for line in said.splitlines() if line.startswith("at ")] == [
-        f"at {name}"
-        for name in ("mlm.launch.stop", "hydra", "torch", "mlm.training.pretrain.run", "README.md")
+        f"at {name}" for name in ("mlm.launch.stop", "hydra", "torch", "mlm.cli.pretrain.run", "README.md")
     ]
     assert saved(tmp_path / "run") == ["step-00000001"]
 
@@ -103,11 +102,11 @@ def wait_for_server(port: int, process: "subprocess.Popen[str]") -> None:
 
 
 PHASES = {
-    "loading": "mlm.training.pretrain.run.resume",
+    "loading": "mlm.cli.pretrain.run.resume",
     "compiling": "mlm.training.trainer.compile_layers",
     "validating": "mlm.training.trainer.Trainer.validate",
     "saving": "mlm.training.loop.Loop.save",
-    "finishing": "mlm.training.pretrain.run.finish_directory",
+    "finishing": "mlm.cli.pretrain.run.finish_directory",
 }
 
 

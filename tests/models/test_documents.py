@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from mlm.convert.huggingface.gpt2 import MAPPING
 from mlm.models import documents as module
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Boundaries, Spans, document_bias, document_positions
-from mlm.models.gpt2.huggingface import MAPPING
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import all_reduce, gather_rows
 from mlm.parallel.cross_entropy import full_logits

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import DeepseekV3Config, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from mlm.checkpoint.huggingface.peft import stored_adapters
+from mlm.convert.huggingface.peft import stored_adapters
 from mlm.models.config import LoraConfig, ModelConfig
 from mlm.models.lora import add_adapters, freeze_base
 from mlm.optim.config import PrecisionConfig

@@ -20,8 +20,8 @@ from mlm.parallel.expert.router import Router
 from mlm.parallel.layers import ColumnParallelLinear
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.parallel.sharding import parameter_shards
-from mlm.training.checks import check_pretrain
-from mlm.training.config import PretrainConfig
+from mlm.runs.checks import check_pretrain
+from mlm.runs.config import PretrainConfig
 from mlm.training.trainer import Trainer, build_model
 from tests.ranks import run_on_ranks
 from tests.training.test_trainer import config, steps_of, train

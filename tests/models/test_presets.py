@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import mlm
-from mlm.config.cli.compose import load_config
-from mlm.config.cli.groups import parameters_of
+from mlm.cli.compose.composition import load_config
+from mlm.cli.compose.groups import parameters_of
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.models.llama.settings import LlamaSettings

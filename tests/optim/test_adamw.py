@@ -94,7 +94,7 @@ def test_ensure_state_keeps_moments_that_exist() -> None:
 
 TRAIN_STEP = """
 import sys
-from mlm.config.cli import main
+from mlm.cli import main
 words = ["model=gpt2_tiny", "data=synthetic", "train.global_batch_size=8", "train.micro_batch_size=4"]
 assert main(["pretrain", *words, "train.steps=1", "train.validate_every=0", f"out={sys.argv[1]}"]) == 0
 print(*sorted({"torch._dynamo", "torch.distributed.fsdp", "sympy"} & set(sys.modules)))

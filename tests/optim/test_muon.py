@@ -20,8 +20,8 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import Axis, ParallelContext, shape_context
 from mlm.parallel.sharding import parameter_shards
 from mlm.plan.dry_run_rank import dry_run
-from mlm.training.checks import check_pretrain
-from mlm.training.config import PretrainConfig
+from mlm.runs.checks import check_pretrain
+from mlm.runs.config import PretrainConfig
 from mlm.training.trainer import Trainer, build_model
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but

@@ -2,9 +2,9 @@
 
 import pytest
 
-from mlm.config.cli.compose import load_config
-from mlm.parallel import layout_checks
-from mlm.training.checks import check_pretrain
+from mlm.cli.compose.composition import load_config
+from mlm.launch.rules import layout as layout_checks
+from mlm.runs.checks import check_pretrain
 from tests.slow import thinned
 
 SOUND = ["model=gpt2_tiny", "model.num_layers=12", "data=synthetic"]  # 4 heads, 128 positions

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mlm.parallel.layout_checks import RANK_RULES, SPLIT_RULES, TRAIN_RULES, Launch
-from mlm.parallel.nearest_layout import layout_problems
+from mlm.launch.rules.layout import RANK_RULES, SPLIT_RULES, TRAIN_RULES, Launch
+from mlm.launch.rules.nearest import layout_problems
 from mlm.util.errors import Problem
 
 SIZE = st.integers(1, 12)

@@ -7,7 +7,7 @@ from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig
 from mlm.plan.layer_counts import counts_of
 from mlm.plan.memory import MemoryModel
-from mlm.training.config import PretrainConfig, TrainConfig
+from mlm.runs.config import PretrainConfig, TrainConfig
 
 GPT2 = ModelConfig(
     num_layers=7,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext

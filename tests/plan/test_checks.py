@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.config.cli.compose import load_config
+from mlm.cli.compose.composition import load_config
 from mlm.plan.checks import (
     MAX_COMPUTATIONS,
     check_plan_layouts,

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from mlm.config.cli.compose import load_config
+from mlm.cli.compose.composition import load_config
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.plan.checks import check_plan_dry_run
 from mlm.plan.config import PlanDryRunConfig

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mlm.config.cli import main
-from mlm.config.cli.compose import load_config
+from mlm.cli import main
+from mlm.cli.compose.composition import load_config
 from mlm.plan.candidates import layouts, query_of
 from mlm.plan.checks import check_plan_layouts, check_plan_memory
 from mlm.plan.config import PlanDryRunConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan import forecast as module
 from mlm.plan.forecast import (
@@ -20,11 +20,11 @@ from mlm.plan.forecast import (
 from mlm.plan.hardware import preset
 from mlm.plan.memory import GIB
 from mlm.plan.report import UNKNOWN_ERROR, format_seconds, spread, time_error
+from mlm.runs.config import PretrainConfig
 from mlm.tracking.runs import RunRecords, read_run
 from mlm.tracking.summary import Predicted, compare_prediction
-from mlm.training.config import PretrainConfig
 from mlm.util.errors import UserError
-from tests.config.cli.test_presets import load_config
+from tests.cli.test_presets import load_config
 from tests.slow import thinned
 
 A100 = preset("dgx_a100_80g")
@@ -156,7 +156,7 @@ def test_pretrain_says_what_it_needs_before_it_takes_memory(
         raise UserError("the model is built")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("mlm.training.pretrain.run.Trainer", fail)
+    monkeypatch.setattr("mlm.cli.pretrain.run.Trainer", fail)
     assert main(["pretrain", *TINY, f"out={tmp_path / 'run'}"]) == 2
     needs, built = capsys.readouterr().err.splitlines()
     assert needs.startswith("mlm pretrain: needs 0.")

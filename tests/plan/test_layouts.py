@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.config.paths import CONFIG_DIR
 from mlm.plan.cost import PARTS
 from mlm.plan.hardware import PeakConfig, preset, preset_of_gpu

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mlm.config.cli.compose import load_config
+from mlm.cli.compose.composition import load_config
 from mlm.models.config import ModelConfig
 from mlm.models.transformer import TransformerLayer
 from mlm.optim.config import PrecisionConfig

@@ -52,7 +52,7 @@ def test_write_that_fails_names_out(tmp_path: Path) -> None:
 
 def test_command_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys, mlm.config.cli; code = mlm.config.cli.main(['plan', 'schedule', 'pp=2', 'out=a.json']); "
+        "import sys, mlm.cli; code = mlm.cli.main(['plan', 'schedule', 'pp=2', 'out=a.json']); "
         "sys.exit(code or 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=False)

@@ -14,8 +14,8 @@ from mlm.plan.candidates import Query, layouts
 from mlm.plan.hardware import preset
 from mlm.plan.layout import PlannedLayout
 from mlm.plan.search import Models, search, search_cheapest, search_leanest
-from mlm.training.checks import check_pretrain
-from mlm.training.config import PretrainConfig, TrainConfig
+from mlm.runs.checks import check_pretrain
+from mlm.runs.config import PretrainConfig, TrainConfig
 from tests.plan.planned import planned_run
 
 SMALL = ModelConfig(num_layers=12, hidden_size=768, num_heads=12, attention_dropout=0.0)

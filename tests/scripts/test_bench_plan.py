@@ -7,8 +7,8 @@ from bench.spec import Spec
 from bench_plan import CASES, RANKS, predicted_memory, predicted_time, spearman, verdicts
 
 from mlm.config.tree import values_of
-from mlm.parallel.layout_checks import TRAIN_RULES, Launch
-from mlm.parallel.nearest_layout import layout_problems
+from mlm.launch.rules.layout import TRAIN_RULES, Launch
+from mlm.launch.rules.nearest import layout_problems
 from mlm.plan.hardware import preset
 
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from tests.config.cli.doubles import Cli, make_cli
+from tests.cli.doubles import Cli, make_cli
 from tests.pages import ROOT, blocks
 
 cli = pytest.fixture(make_cli)

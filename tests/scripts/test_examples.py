@@ -17,12 +17,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import mlm
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.observer import Observers
 from mlm.training.trainer import Trainer
-from tests.checkpoint.commands.hf_models import TEXT, add_tokenizer, import_model, make_model
+from tests.convert.hf_models import TEXT, add_tokenizer, import_model, make_model
 from tests.pages import blocks
 from tests.ranks import run_on_ranks
 from tests.training.test_gradient_sums import SPEC, batches

@@ -32,8 +32,8 @@ from reproduce.results import (
 )
 from reproduce.runner import Runner
 
-from mlm.config.cli.commands import COMMANDS
-from mlm.config.cli.compose import load_config
+from mlm.cli.commands import COMMANDS
+from mlm.cli.compose.composition import load_config
 from mlm.util.errors import CheckFailedError, UserError
 from tests.slow import thinned
 

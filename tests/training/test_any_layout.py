@@ -21,7 +21,7 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import derive_seed
 from mlm.parallel.sharding import ParameterShard
-from mlm.training.config import PretrainConfig, TrainConfig
+from mlm.runs.config import PretrainConfig, TrainConfig
 from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks

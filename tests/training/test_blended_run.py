@@ -13,8 +13,8 @@ from mlm.data.blend_history import seed_of
 from mlm.data.config import DataConfig
 from mlm.data.sampler import Loader
 from mlm.parallel.mesh import ParallelContext, shape_context
-from mlm.training.config import PretrainConfig
-from mlm.training.corpora import corpus_problems, corpus_samples, sources, train_dataset
+from mlm.runs.config import PretrainConfig
+from mlm.runs.corpora import corpus_problems, corpus_samples, sources, train_dataset
 from mlm.training.resume import continue_data
 from mlm.training.state import load
 from mlm.training.trainer import Trainer

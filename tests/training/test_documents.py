@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from mlm.checkpoint.native.save_load import latest_checkpoint, read_manifest
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.config import DataConfig
 from mlm.data.sampler import Batch, SyntheticDataset, eval_batches
 from mlm.parallel.mesh import ParallelContext, shape_context
-from mlm.training.corpora import corpus_problems, fill_eod_id
+from mlm.runs.corpora import corpus_problems, fill_eod_id
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 from tests.data.corpora import write_corpus

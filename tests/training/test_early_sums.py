@@ -16,8 +16,8 @@ from mlm.parallel.gradients import GradientReducer, fuse_embedding_grad
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.plan.dry_run_rank import META, batches_of, dry_run
+from mlm.runs.config import PretrainConfig
 from mlm.training import trainer as of_trainer
-from mlm.training.config import PretrainConfig
 from mlm.training.trainer import Trainer
 from tests.operators import Operators
 from tests.plan.test_dry_run import config_of

@@ -10,7 +10,7 @@ from mlm.models.config import LoraConfig, ModelConfig
 from mlm.models.lora import add_adapters, merged_changes
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.parallel.random import init_parameters, init_shard
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from mlm.util.errors import ConfigError

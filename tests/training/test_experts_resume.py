@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mlm.parallel.mesh import ParallelContext, shape_context
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError

@@ -14,7 +14,7 @@ from mlm.parallel.compute_state import ComputeState
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.gradients import FusedAccumulation
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.slow import thinned

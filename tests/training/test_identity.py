@@ -14,7 +14,7 @@ from mlm.data.config import DataConfig
 from mlm.finetune import inputs
 from mlm.finetune.config import FinetuneConfig
 from mlm.parallel.mesh import shape_context
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 from mlm.training.identity import (
     DATA,
     FREE,

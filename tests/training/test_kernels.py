@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend
 
 from mlm.checkpoint.native import staging
 from mlm.checkpoint.native.staging import StagedFile
-from mlm.config.cli.compose import load_config
+from mlm.cli.compose.composition import load_config
 from mlm.data.sampler import Batch
 from mlm.inference import trained
 from mlm.optim.config import PrecisionConfig

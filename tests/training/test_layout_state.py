@@ -10,7 +10,7 @@ from mlm.checkpoint.native.save_load import latest_checkpoint, read_manifest
 from mlm.data.sampler import Loader, SyntheticDataset, eval_batches
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError

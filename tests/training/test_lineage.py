@@ -9,7 +9,7 @@ import pytest
 from mlm.checkpoint.native.folders import LATEST, latest_checkpoint, step_name
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.parallel.mesh import shape_context
-from mlm.training.config import CheckpointConfig
+from mlm.runs.config import CheckpointConfig
 from mlm.training.resume import resume
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError

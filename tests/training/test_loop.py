@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from mlm.checkpoint.native.run_state import VALIDATION_DUE
+from mlm.cli.pretrain.run import PretrainLoop
 from mlm.data.config import DataConfig
 from mlm.launch.stop import StopRequest
 from mlm.parallel.mesh import ParallelContext
+from mlm.runs.config import CheckpointConfig, TrainConfig
+from mlm.runs.corpora import ValidationSet
 from mlm.tracking.config import LogConfig
 from mlm.tracking.metrics import Throughput
-from mlm.training.config import CheckpointConfig, TrainConfig
-from mlm.training.corpora import ValidationSet
 from mlm.training.loop import StepLogger
 from mlm.training.observer import Observer
-from mlm.training.pretrain.run import PretrainLoop
 from tests.tracking.reporting import Clock
 
 Event = tuple[str, int]

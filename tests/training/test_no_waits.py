@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from mlm.config.cli.compose import load_config
+from mlm.cli.compose.composition import load_config
 from mlm.data.sampler import Loader
 from mlm.parallel.collectives import ToHost
 from mlm.parallel.mesh import ParallelContext
+from mlm.runs.corpora import train_dataset
 from mlm.training import trainer as trainers
-from mlm.training.corpora import train_dataset
 from mlm.training.incidents import watcher
 from mlm.training.observer import Observers
 from mlm.training.trainer import Trainer

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.loop import own_code
 from mlm.training.observer import DeferredCheck, Observer, Observers

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlm.checkpoint.native.save_load import read_manifest
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.config.imports import TRUST, OwnCodeError, imported
 from mlm.inference.trained import check_stored_parameters, resolve_checkpoint
 from mlm.util.errors import CorruptFileError

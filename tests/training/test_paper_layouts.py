@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mlm.config.cli.compose import load_config
+from mlm.cli.compose.composition import load_config
 from mlm.data.sampler import Batch
 from mlm.models.gpt2.model import NextToken
 from mlm.parallel.mesh import ParallelContext, build_mesh, coordinates, shape_context
@@ -18,7 +18,7 @@ from mlm.parallel.pipeline.actions import Action, Op, Receive, Send
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.parallel.sharding import parameter_shards
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 from mlm.training.pipelined import PipelinedModel
 from tests.slow import slow_but
 

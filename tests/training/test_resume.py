@@ -14,7 +14,7 @@ import torch
 
 from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
 from mlm.parallel.mesh import ParallelContext, shape_context
-from mlm.training.config import CheckpointConfig, PretrainConfig
+from mlm.runs.config import CheckpointConfig, PretrainConfig
 from mlm.training.preflight import run_start_problems
 from mlm.training.resume import claim, resume, start_candidates
 from mlm.training.state import model_shards

@@ -14,12 +14,12 @@ import pytest
 from numpy.typing import ArrayLike, NDArray
 
 from mlm.checkpoint.native.save_load import latest_checkpoint
+from mlm.cli.pretrain.run import PretrainLoop
 from mlm.data.gpt import GPTDataset
 from mlm.data.indexed import IndexedDataset
 from mlm.data.sampler import Loader
 from mlm.parallel.mesh import ParallelContext, shape_context
-from mlm.training.config import PretrainConfig
-from mlm.training.pretrain.run import PretrainLoop
+from mlm.runs.config import PretrainConfig
 from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from tests.data.corpora import counting_corpus

@@ -17,7 +17,7 @@ from mlm.checkpoint.native.staging import StagedFile
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.parallel.watch import LostPeer
-from mlm.training.config import CheckpointConfig, PretrainConfig
+from mlm.runs.config import CheckpointConfig, PretrainConfig
 from mlm.training.observer import Observers
 from mlm.training.saver import Saver
 from mlm.training.state import load

@@ -17,7 +17,7 @@ from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext, shape_context
-from mlm.training.config import PretrainConfig, TrainConfig
+from mlm.runs.config import PretrainConfig, TrainConfig
 from mlm.training.trainer import StopAgreed, StopVote, Trainer
 from tests.ranks import run_on_ranks
 from tests.slow import thinned

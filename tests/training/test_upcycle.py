@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mlm.models.llama.settings import num_blocks
 from mlm.parallel.mesh import ParallelContext, shape_context
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 from mlm.training.resume import start_problems
 from mlm.training.state import load
 from mlm.training.trainer import Trainer

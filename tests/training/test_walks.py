@@ -8,7 +8,7 @@ from types import FrameType
 
 import pytest
 
-from mlm.config.cli import main
+from mlm.cli import main
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "scripts/docs/pages/guides/walks.md"

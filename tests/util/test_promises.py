@@ -16,9 +16,9 @@ import pytest
 
 from mlm.checkpoint.native.folders import clear_up, discard
 from mlm.checkpoint.native.retention import prune
+from mlm.cli import main
+from mlm.cli.commands import SPECS
 from mlm.config.build import build, inputs_of, path_problems
-from mlm.config.cli import main
-from mlm.config.cli.commands import SPECS
 from mlm.config.fields import Role
 from mlm.config.tree import Leaf
 from mlm.corpus.build import run_build

@@ -12,7 +12,7 @@ from mlm.models.config import ModelConfig
 from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.config import TrainConfig
+from mlm.runs.config import TrainConfig
 from mlm.verify.config import ParityConfig
 from mlm.verify.parity import Report, compare, shared_verdict
 from mlm.verify.verdict import Verdict

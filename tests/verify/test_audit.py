@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from audit import table
 
-from mlm.config.cli.entry import main
+from mlm.cli.entry import main
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
 from mlm.verify.audit.api import audit

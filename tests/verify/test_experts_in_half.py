@@ -21,7 +21,7 @@ from torch import Tensor
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.expert.router import routers
 from mlm.parallel.mesh import ParallelContext, shape_context
-from mlm.training.corpora import train_dataset
+from mlm.runs.corpora import train_dataset
 from mlm.training.trainer import Trainer
 from mlm.verify.parity import Report, one_process
 from tests.ranks import run_on_ranks

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from mlm.config.cli import main
-from mlm.config.cli.compose import load_config
+from mlm.cli import main
+from mlm.cli.compose.composition import load_config
 from mlm.parallel.mesh import shape_context
 from mlm.util.errors import UserError
 from mlm.verify import parity as module
 from mlm.verify.config import FIRST_LOSS_SCALE, ParityConfig, check_parity, comparable
 from mlm.verify.parity import preflight, run
-from tests.config.cli.doubles import Cli, make_cli
+from tests.cli.doubles import Cli, make_cli
 from tests.verify.parity_layouts import LAYOUTS
 
 cli = pytest.fixture(make_cli)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mlm.parallel.mesh import shape_context
-from mlm.training.corpora import train_dataset
+from mlm.runs.corpora import train_dataset
 from mlm.training.trainer import Trainer
 from mlm.verify.audit.record import AXES, Key, Record
 from mlm.verify.parity import Report, judge, record_step

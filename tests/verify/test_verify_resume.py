@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 
 from mlm.checkpoint.native.folders import step_name
-from mlm.config.cli import main
-from mlm.config.cli.compose import load_config
+from mlm.cli import main
+from mlm.cli.compose.composition import load_config
 from mlm.launch import child_run
 from mlm.optim.schedule import learning_rate
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 from mlm.util.errors import UserError
 from mlm.util.ownership import claim_folder
 from mlm.verify import resume as resume_runs
 from mlm.verify.config import KillPlan, VerifyResumeConfig, check_verify_resume
 from mlm.verify.resume import Rehearsal, first_step, preflight
 from tests.checkpoint.native.helpers import edit_manifest, save, weights
-from tests.config.cli.doubles import Cli, make_cli
+from tests.cli.doubles import Cli, make_cli
 from tests.slow import slow_but
 
 cli = pytest.fixture(make_cli)

@@ -24,8 +24,8 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import simple_parse_args_string
 from tqdm import tqdm
 
+from mlm.cli.evaluate import check_lm_eval
 from mlm.config.build import build
-from mlm.evaluate.command import check_lm_eval
 from mlm.evaluate.config import LmEvalConfig
 from mlm.evaluate.lm_eval.ranks import LocalModel, Model, RemoteModel
 from mlm.inference.generation import Sampling

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mlm.cli.doctor import DoctorConfig
 from mlm.config.build import to_dict
 from mlm.launch.doctor import host
-from mlm.launch.doctor.command import DoctorConfig
 from mlm.launch.doctor.findings import (
     SAME_VERSIONS,
     Control,
@@ -21,8 +21,8 @@ from mlm.launch.doctor.folder import check_folder, folder_of
 from mlm.launch.doctor.traffic import check_traffic, judge
 from mlm.launch.environment import RankPlace, read_rank_place
 from mlm.launch.network import LOOPBACK
+from mlm.launch.rules.layout import Launch
 from mlm.launch.start import choose_world_size
-from mlm.parallel.layout_checks import Launch
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import CheckFailedError, UserError
 from mlm.util.results import target_name, write_result

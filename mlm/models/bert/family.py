@@ -4,6 +4,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlm.convert.megatron.mapping import (
+    OUTER,
+    MegatronMapping,
+    activation,
+    gelu_problem,
+    is_tanh_gelu,
+    write_gelu,
+)
 from mlm.data.config import MASKED, DataConfig
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import read_receipt
@@ -13,7 +21,6 @@ from mlm.models.bert.masking import BERTVocab
 from mlm.models.bert.samples import BERTBatch, BERTDataset, SyntheticBERT
 from mlm.models.config import ModelConfig
 from mlm.models.family import ModelFamily
-from mlm.models.megatron import OUTER, MegatronMapping, activation, gelu_problem, is_tanh_gelu, write_gelu
 from mlm.util.errors import Problem, UserError
 
 if TYPE_CHECKING:  # checks of settings need no torch
@@ -184,6 +191,6 @@ FAMILY: "ModelFamily[BERT, BERTBatch]" = ModelFamily(
     model_problem=model_problem,
     data_problem=data_problem,
     corpus_problems=corpus_problems,
-    huggingface="mlm.models.bert.huggingface:MAPPING",
+    huggingface="mlm.convert.huggingface.bert:MAPPING",
     megatron=MEGATRON,
 )

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlm.convert.megatron.mapping import MegatronMapping, activation, gelu_problem, write_gelu
 from mlm.data.config import DataConfig
 from mlm.data.gpt import EvalWindows, GPTDataset
 from mlm.data.indexed import IndexedDataset
@@ -10,7 +11,6 @@ from mlm.data.sampler import Batch, Dataset, SyntheticDataset
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
 from mlm.models.family import ModelFamily
-from mlm.models.megatron import MegatronMapping, activation, gelu_problem, write_gelu
 from mlm.util.errors import Problem
 
 if TYPE_CHECKING:  # checks of settings need no torch
@@ -81,7 +81,7 @@ FAMILY: "ModelFamily[GPT2, Batch]" = ModelFamily(
     head_products=head_products,
     protocol="consecutive windows, every token but the first scored once",
     model_problem=model_problem,
-    huggingface="mlm.models.gpt2.huggingface:MAPPING",
+    huggingface="mlm.convert.huggingface.gpt2:MAPPING",
     megatron=MegatronMapping(
         name="GPT-2",
         vocabularies=(50257,),

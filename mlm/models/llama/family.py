@@ -2,10 +2,11 @@
 
 from typing import TYPE_CHECKING
 
+from mlm.convert.megatron import llama as megatron
 from mlm.data.sampler import Batch
 from mlm.models.family import ModelFamily
 from mlm.models.gpt2.family import Windows, head_products
-from mlm.models.llama import megatron, settings
+from mlm.models.llama import settings
 
 if TYPE_CHECKING:  # checks of settings need no torch
     from mlm.models.llama.model import Llama
@@ -25,6 +26,6 @@ FAMILY: "ModelFamily[Llama, Batch]" = ModelFamily(
     model_problem=settings.model_problem,
     warning=settings.warning,
     dense_twin=settings.dense_twin,
-    huggingface="mlm.models.llama.huggingface:MAPPING",
+    huggingface="mlm.convert.huggingface.llama:MAPPING",
     megatron=megatron.MAPPING,
 )

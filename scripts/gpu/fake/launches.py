@@ -15,7 +15,7 @@ from statistics import median
 import torch
 
 from gpu.shapes import Change, SpeedTrainee, freed, gpt2, spec_of
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 
 WARM_UP, STEPS = 2, 5
 

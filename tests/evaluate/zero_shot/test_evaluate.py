@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from mlm.config.cli.compose import load_config
+from mlm.cli.compose.composition import load_config
+from mlm.cli.evaluate import check_zero_shot
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.evaluate import loss
-from mlm.evaluate.command import check_zero_shot
 from mlm.evaluate.config import (
     AllDataConfig,
     EvalAllConfig,
@@ -27,7 +27,7 @@ from mlm.inference.trained import resolve_checkpoint
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.files import digest_file
-from tests.checkpoint.commands.hf_models import import_model
+from tests.convert.hf_models import import_model
 from tests.evaluate.zero_shot.texts import (
     PASSAGES,
     SEQ_LENGTH,

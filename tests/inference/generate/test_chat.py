@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import transformers
 
-from mlm.config.cli.entry import main
+from mlm.cli.entry import main
 from mlm.data.chat_template import ChatTemplate
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.chat import end_of_turn_tokens

@@ -13,13 +13,13 @@ import pytest
 import torch
 import transformers
 
-from mlm.config.cli.compose import load_config
-from mlm.config.cli.entry import main
+from mlm.cli.compose.composition import load_config
+from mlm.cli.entry import main
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.generate.prompts import Prompt
 from mlm.inference.generate.run import TextStream, show
 from mlm.util.terminal import safe_text
-from tests.checkpoint.commands.hf_models import SHAPE, add_tokenizer, make_model
+from tests.convert.hf_models import SHAPE, add_tokenizer, make_model
 from tests.slow import thinned
 
 COMMAND = ("generate", "dist.threads_per_rank=1")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.launch.doctor import run as doctor
 from mlm.launch.doctor.findings import Finding
 from tests.launch.conftest import ROOT

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.launch.doctor import folder as folders
 from mlm.launch.doctor.findings import Control, Finding, rows_of
 from mlm.launch.doctor.folder import DISK, LOCKS, SHARED, SPEED, check_folder

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.checkpoint.huggingface.folder import HFModel, read_model
-from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.parameters import parameters
-from mlm.models.bert.huggingface import locations, read_config, write_config
-from mlm.models.huggingface import TokenIds
+from mlm.convert.huggingface.bert import locations, read_config, write_config
+from mlm.convert.huggingface.folder import HFModel, read_model
+from mlm.convert.huggingface.mapping import TokenIds
+from mlm.convert.huggingface.tensors import HFTensors
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
-from tests.checkpoint.commands.hf_berts import FAMILIES, MODEL, make_bert
-from tests.checkpoint.commands.hf_models import edit_config, edit_tensors
+from tests.convert.hf_berts import FAMILIES, MODEL, make_bert
+from tests.convert.hf_models import edit_config, edit_tensors
 
 Tensors = dict[str, Tensor]
 POOLER = {"pooler.weight", "pooler.bias"}

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from mlm.convert.huggingface.gpt2 import MAPPING
 from mlm.models.config import ModelConfig
-from mlm.models.gpt2.huggingface import MAPPING
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.cross_entropy import full_logits
 from mlm.parallel.dropout import DropoutStream

@@ -9,8 +9,8 @@ import transformers
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from mlm.convert.huggingface.llama import MAPPING
 from mlm.models.config import ModelConfig
-from mlm.models.llama.huggingface import MAPPING
 
 VOCAB, SEQ, BATCH = 97, 21, 2
 SHAPE: dict[str, Any] = {

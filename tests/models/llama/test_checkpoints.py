@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.checkpoint.commands import reshard
-from mlm.checkpoint.commands.config import ReshardConfig
+from mlm.cli import reshard
+from mlm.cli.conversion_settings import ReshardConfig
 from mlm.optim.adamw import MOMENTS, ensure_state, moment
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import derive_seed
 from mlm.parallel.sharding import ParameterShard
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks

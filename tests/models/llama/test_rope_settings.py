@@ -10,7 +10,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from mlm.models.llama.huggingface import MAPPING
+from mlm.convert.huggingface.llama import MAPPING
 from mlm.models.llama.rope import frequencies
 from mlm.models.llama.settings import LlamaSettings
 from mlm.util.errors import ConfigError

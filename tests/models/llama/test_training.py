@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from mlm.models.llama.huggingface import MAPPING
+from mlm.convert.huggingface.llama import MAPPING
 from mlm.models.llama.model import Llama
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import load_whole

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mlm.config.cli import main
-from mlm.config.cli.arguments import parse
-from mlm.config.cli.commands import COMMANDS
+from mlm.cli import main
+from mlm.cli.commands import COMMANDS
+from mlm.cli.compose.arguments import parse
 from mlm.tracking.config import ReportConfig
 from mlm.tracking.page import report
 from mlm.tracking.page.report import make_page, run
@@ -142,7 +142,7 @@ def test_what_a_pattern_of_the_shell_names_beside_runs_is_skipped(
 
 def test_it_imports_no_torch_and_no_scipy(desk: Path) -> None:
     code = (
-        "import sys, mlm.config.cli; code = mlm.config.cli.main(['report', 'runs/a']); "
+        "import sys, mlm.cli; code = mlm.cli.main(['report', 'runs/a']); "
         "sys.exit(code or ','.join({'torch', 'scipy'} & sys.modules.keys()) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.training.incidents.watcher import Incidents
 from mlm.training.observer import Observers
 from mlm.training.trainer import Trainer

@@ -11,8 +11,8 @@ import pytest
 from mlm.data.sampler import first_of_step
 from mlm.parallel.collectives import ToHost
 from mlm.parallel.mesh import shape_context
+from mlm.runs.config import IncidentConfig
 from mlm.training import trainer
-from mlm.training.config import IncidentConfig
 from mlm.training.incidents import watcher
 from tests.training.incidents.bad_data import BAD
 from tests.training.incidents.runs import STEP, folder, incident, losses, pretrain

@@ -10,7 +10,7 @@ import pytest
 
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.config import CheckConfig
+from mlm.runs.config import CheckConfig
 from mlm.training.incidents.timing import SlowRanks, Times
 from tests.ranks import run_on_ranks
 

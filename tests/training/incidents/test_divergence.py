@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mlm.checkpoint.native.folders import EVIDENCE, latest_name, step_name
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.incidents.divergence import DivergenceStop
 from mlm.training.incidents.watcher import describe_way_back, find_newest_good

@@ -10,7 +10,7 @@ import pytest
 
 from mlm.checkpoint.native.run_state import DOUBTFUL_SINCE, INCIDENTS
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.config import IncidentConfig
+from mlm.runs.config import IncidentConfig
 from mlm.training.incidents.numbers import Memory, Recent, decode
 from mlm.training.incidents.watcher import Incidents
 from mlm.training.trainer import Trainer

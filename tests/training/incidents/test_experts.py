@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.runs.config import CheckConfig, PretrainConfig
 from mlm.tracking.metrics import ExpertLoads
-from mlm.training.config import CheckConfig, PretrainConfig
 from mlm.training.incidents.experts import ExpertWatch
 from mlm.training.incidents.probe import describe_place
 from mlm.training.trainer import Trainer

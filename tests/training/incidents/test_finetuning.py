@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.finetune import run, training
 from mlm.finetune.batches import TaskBatch
 from mlm.finetune.checks import check_finetune
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.packing import PackedBatch
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.config import CheckConfig, IncidentConfig
+from mlm.runs.config import CheckConfig, IncidentConfig
 from mlm.training.incidents.watcher import IncidentError
 from mlm.training.trainer import Trainer
 from tests.finetune.runs import finetune, finetuning, records, write_data, write_model

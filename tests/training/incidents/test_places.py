@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mlm.data.sampler import Loader, MicroBatch, SyntheticDataset
 from mlm.parallel.mesh import ParallelContext, shape_context
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 from mlm.training.incidents.probe import StepProbe
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mlm.checkpoint.native.folders import step_name
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.parallel.mesh import shape_context
-from mlm.training.config import PretrainConfig
+from mlm.runs.config import PretrainConfig
 from mlm.training.incidents.numbers import StepNumbers
 from mlm.training.incidents.probe import Findings
 from mlm.training.incidents.replay import compare_with_record

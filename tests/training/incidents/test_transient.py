@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.config import IncidentConfig, PretrainConfig
+from mlm.runs.config import IncidentConfig, PretrainConfig
 from mlm.training.incidents.comparisons import fault_begins_here
 from mlm.training.incidents.numbers import Recent
 from mlm.training.trainer import Trainer

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from mlm.checkpoint.native.save_load import resolve
-from mlm.config.cli import main
-from mlm.config.cli.compose import load_config
+from mlm.cli import main
+from mlm.cli.compose.composition import load_config
 from mlm.data.blend_history import seed_of
 from mlm.data.sampler import eval_batches
 from mlm.evaluate.loss import preflight
 from mlm.models.bert.samples import BERTBatch, BERTSamples
 from mlm.parallel.mesh import shape_context
-from mlm.training.config import PretrainConfig
-from mlm.training.corpora import (
+from mlm.runs.config import PretrainConfig
+from mlm.runs.corpora import (
     corpora,
     corpus_problems,
     corpus_samples,

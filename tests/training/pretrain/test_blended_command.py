@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.util.files import digest_file
 from tests.training.blended import VOCAB, segments, write_corpora
 from tests.training.records import records

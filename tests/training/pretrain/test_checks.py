@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from mlm.cli.compose.composition import compose_values, load_config
+from mlm.cli.pretrain.run import epochs_warning
 from mlm.config.build import build
-from mlm.config.cli.compose import compose_values, load_config
 from mlm.data.blend import BlendedDataset
+from mlm.launch.rules.layout import Launch, num_replicas
 from mlm.parallel.config import ParallelConfig
-from mlm.parallel.layout_checks import Launch, num_replicas
-from mlm.training.checks import check_pretrain
-from mlm.training.config import PretrainConfig
-from mlm.training.corpora import corpora, corpus_folders, validation_prefixes
-from mlm.training.pretrain.run import epochs_warning
+from mlm.runs.checks import check_pretrain
+from mlm.runs.config import PretrainConfig
+from mlm.runs.corpora import corpora, corpus_folders, validation_prefixes
 from mlm.util.errors import ConfigError
 from tests.slow import thinned
 

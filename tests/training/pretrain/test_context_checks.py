@@ -2,15 +2,15 @@
 
 import pytest
 
-from mlm.config.cli.compose import load_config
-from mlm.evaluate.command import check_eval_loss
-from mlm.inference.generate.command import check_generate
-from mlm.launch.checks import problems_of
-from mlm.parallel.layout_checks import FINETUNE_LAYOUT_RULES, Launch
+from mlm.cli.compose.composition import load_config
+from mlm.cli.evaluate import check_eval_loss
+from mlm.cli.generate import check_generate
+from mlm.launch.rules.checks import problems_of
+from mlm.launch.rules.layout import FINETUNE_LAYOUT_RULES, Launch
 from mlm.plan.checks import check_plan_dry_run, check_plan_memory
-from mlm.training.checks import check_pretrain
+from mlm.runs.checks import check_pretrain
 from mlm.verify.config import ParityConfig, check_parity
-from tests.config.cli.doubles import Cli, make_cli
+from tests.cli.doubles import Cli, make_cli
 
 cli = pytest.fixture(make_cli)
 

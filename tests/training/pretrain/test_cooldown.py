@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from mlm.cli.pretrain.cooldown import settle_cooldown
 from mlm.parallel.mesh import shape_context
-from mlm.training.pretrain.cooldown import settle_cooldown
 from mlm.training.trainer import Trainer
 from tests.training.saving import save
 from tests.training.test_trainer import config, steps_of

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from mlm.checkpoint.commands.config import ImportMegatronConfig
-from mlm.checkpoint.commands.convert import run as import_megatron
-from mlm.config.cli import main
-from tests.checkpoint.megatron.written import VOCAB, Layout, random_gpt2, write
+from mlm.cli import main
+from mlm.cli.conversion_settings import ImportMegatronConfig
+from mlm.cli.convert import run as import_megatron
+from tests.convert.megatron.written import VOCAB, Layout, random_gpt2, write
 
 SHORT = [
     *("train.steps=1", "train.global_batch_size=2", "train.micro_batch_size=2", "train.validate_batches=1"),

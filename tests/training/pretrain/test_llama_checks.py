@@ -2,8 +2,8 @@
 
 import pytest
 
-from mlm.config.cli.compose import load_config
-from mlm.training.checks import check_pretrain
+from mlm.cli.compose.composition import load_config
+from mlm.runs.checks import check_pretrain
 
 TINY = ["model=llama_tiny", "data=synthetic"]
 WIDE = ["model.num_heads=12", "model.hidden_size=96", "model.ffn_hidden_size=192"]

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 from mlm.checkpoint.native.save_load import latest_checkpoint
-from mlm.config.cli import main
+from mlm.cli import main
+from mlm.runs.config import CheckpointConfig
 from mlm.training import mirror
-from mlm.training.config import CheckpointConfig
 from mlm.training.mirror import Mirror
 from mlm.training.trainer import Trainer
 from mlm.util import object_store

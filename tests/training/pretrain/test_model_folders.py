@@ -8,17 +8,17 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from mlm.config.cli import main
+from mlm.cli import main
+from mlm.cli.pretrain.run import model_of_ckpt, run
 from mlm.data.config import DataConfig
 from mlm.inference.trained import resolve_checkpoint
 from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
+from mlm.runs.config import PretrainConfig, TrainConfig
+from mlm.runs.corpora import train_dataset
 from mlm.tracking.config import LogConfig
-from mlm.training.config import PretrainConfig, TrainConfig
-from mlm.training.corpora import train_dataset
 from mlm.training.preflight import preflight
-from mlm.training.pretrain.run import model_of_ckpt, run
 from tests.data.corpora import write_corpus
 from tests.finetune.chats import write_llama
 from tests.finetune.runs import losses

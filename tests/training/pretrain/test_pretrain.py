@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.util.files import digest_file
 from tests.data.corpora import write_corpus
 from tests.slow import thinned
@@ -240,7 +240,7 @@ def test_too_little_memory_of_the_host_is_one_line_with_what_still_helps(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """PyTorch's own error, of a tensor of 2^52 bytes."""
-    monkeypatch.setattr("mlm.training.pretrain.run.Trainer", lambda config, ctx: torch.empty(1 << 50))
+    monkeypatch.setattr("mlm.cli.pretrain.run.Trainer", lambda config, ctx: torch.empty(1 << 50))
     words = [*TINY, "train.micro_batch_size=1", "recompute=full"]
     assert main(["pretrain", *words, f"data.path={corpus}", f"out={tmp_path / 'run'}"]) == 2
     forecast, line = capsys.readouterr().err.splitlines()

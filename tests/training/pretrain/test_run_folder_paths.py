@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.tracking.history import FILE_NAME, History
 from mlm.util.errors import UserError
 from mlm.util.lock import LOCK, single_builder, single_writer

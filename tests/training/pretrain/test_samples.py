@@ -9,15 +9,15 @@ from typing import Any, cast
 import pytest
 import torch
 
-from mlm.config.cli import main
+from mlm.cli import main
+from mlm.cli.pretrain.samples import PromptSampler
 from mlm.data.tokenizer import Tokenizer
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
+from mlm.runs.config import PretrainConfig
 from mlm.tracking.reporter import Reporter
-from mlm.training.config import PretrainConfig
-from mlm.training.pretrain.samples import PromptSampler
 from mlm.training.trainer import Trainer
-from tests.checkpoint.commands.hf_models import add_tokenizer
+from tests.convert.hf_models import add_tokenizer
 from tests.data.corpora import write_corpus
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but, thinned

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.config.cli import main
+from mlm.cli import main
 from mlm.data import receipt, stored_corpus
 from mlm.data.local_copy import copy_locally
 from mlm.util import files

@@ -18,7 +18,7 @@ from typing import Any
 
 PLACES = {
     "rendezvous": ("mlm.launch.process", "rendezvous_store"),
-    "loading": ("mlm.training.pretrain.run", "resume"),
+    "loading": ("mlm.cli.pretrain.run", "resume"),
     "training": ("mlm.training.trainer", "Trainer.forward_backward"),
     "saving": ("mlm.training.saver", "Saver._write"),
     "validating": ("mlm.training.trainer", "Trainer.validate"),

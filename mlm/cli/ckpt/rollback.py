@@ -1,0 +1,63 @@
+"""`mlm ckpt rollback`: continue a run from an earlier checkpoint; newer ones are set aside."""
+
+import shlex
+from functools import cache
+from pathlib import Path
+
+from mlm.checkpoint.native.folders import latest_name, locate, step_name
+from mlm.checkpoint.native.format import CheckpointError
+from mlm.checkpoint.native.retention import Moves, checkpoint_doubt, choose_step, move_latest
+from mlm.cli.ckpt.verify import content_problem
+from mlm.cli.conversion_settings import CkptRollbackConfig
+from mlm.tracking.history import FILE_NAME, diverged_since
+from mlm.training.mirror import Mirror
+from mlm.util.errors import UserError
+from mlm.util.lock import single_writer
+from mlm.util.object_store import is_stored, split_step
+from mlm.util.terminal import console, one_line
+
+
+def run(config: CkptRollbackConfig) -> None:
+    """Move `latest`, and print the way forward and back.
+
+    Raises UserError when the folder is in use or has no such checkpoint, CorruptFileError when it is not
+    whole, CheckpointError when something cannot be renamed.
+    """
+    if is_stored(config.ckpt):
+        url, step = split_step(config.ckpt)
+        mirror = Mirror(url)
+        before = latest_name(mirror.root)
+        step = mirror.choose_step(config.step if step is None else step, "step")
+        moves = move_latest(mirror.root, step)
+        mirror.write()
+        return show(url, mirror.root / step_name(step), before, moves)
+    root, alone = locate(config.ckpt)
+    if alone:
+        raise UserError(f"ckpt={config.ckpt}: is one checkpoint; set ckpt=… to its run directory")
+    with single_writer(root, setting="ckpt"):
+        try:
+            before, since = latest_name(root), diverged_since(root.parent / FILE_NAME)
+            step = choose_step(root, config.step, since=since, problem_of=cache(content_problem))
+            moves = move_latest(root, step)
+        except OSError as error:
+            raise CheckpointError(
+                f"{error.filename or root}: {error.strerror}: make it writable, or free space there"
+            ) from error
+    show(config.ckpt, root / step_name(step), before, moves)
+
+
+def show(ckpt: str, path: Path, before: str | None, moves: Moves) -> None:
+    """Print what was done, and how to continue or to undo it."""
+    out = console()
+    if before == path.name and not moves:
+        out.print(f"latest is {one_line(path.name)} already: nothing to do")
+    else:
+        out.print(f"latest is {one_line(path.name)}" + (f", it was {one_line(before)}" if before else ""))
+    for old, new in moves:
+        out.print(f"renamed {one_line(old.name)} to {one_line(new.name)}")
+    if doubt := checkpoint_doubt(path):
+        out.print(f"note: {one_line(path.name)} is doubtful: {one_line(doubt)}")
+    out.print(f"a run continues from it: type its command with what is to change, or resume={one_line(ckpt)}")
+    if before and before != path.name:
+        undo = ["mlm", "ckpt", "rollback", ckpt, str(int(before.rpartition("-")[2]))]
+        out.print(f"until it does, this undoes it if that one is whole: {one_line(shlex.join(undo))}")

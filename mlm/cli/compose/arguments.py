@@ -1,0 +1,254 @@
+"""The words of a command line: the command, its flags, and settings in any of their three spellings.
+
+`key=value`, `--key=value` and `--key value` mean the same; a bare `--key` means key=true. Some commands take
+a path without its key: `mlm ckpt inspect runs/shakespeare`.
+"""
+
+import os
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlm.cli.commands import COMMANDS, Command
+from mlm.cli.compose.groups import OWN_TASK, takes_task, task_names
+from mlm.config.fields import MOST, expand_home
+from mlm.config.paths import CONFIG_DIR, groups
+from mlm.config.suggest import did_you_mean
+from mlm.config.tree import alternatives, leaves
+from mlm.util.errors import Problem, UserError
+
+HELP = ("--help", "-h")
+VERSION = ("--version", "-V")
+CONFIG_DIR_FLAGS = ("--config-dir", "-cd")
+SWITCHES = {
+    **dict.fromkeys(HELP, "help"),
+    **dict.fromkeys(VERSION, "version"),
+    **dict.fromkeys(("--multirun", "-m"), "multirun"),
+    "--resolve": "resolve",
+}
+VALUE_FLAGS = {
+    **dict.fromkeys(("--cfg", "-c"), "cfg"),
+    **dict.fromkeys(CONFIG_DIR_FLAGS, "config_dir"),
+    "--check": "check",
+}
+FLAGS = {*SWITCHES, *VALUE_FLAGS}
+CHOICES = {"cfg": ("job",)}
+TASK_KEYS = ("task=", "task.name=", "--task")
+SWITCH_VALUE = re.compile(r"(?i)true|false|yes|no|on|off|0|1")
+NUMBER = re.compile(r"-\.?\d")
+
+
+@dataclass
+class Arguments:
+    """A command line after its command, taken apart."""
+
+    overrides: list[str] = field(default_factory=list)
+    """`key=value` and the like; a word without `=` is kept for the error, or names a section after --help."""
+    help: bool = False
+    version: bool = False
+    multirun: bool = False
+    resolve: bool = False
+    """Print the config with its interpolations filled in."""
+    cfg: str | None = None
+    """"job": print the config."""
+    config_dir: str | None = None
+    """Folder of the user's own YAML."""
+    check: bool = False
+    """Check, and start nothing."""
+    gpus: int | None = None
+    """GPUs that --check assumes; None takes what the layout needs."""
+
+
+def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
+    """The command and what follows it. Raises UserError with the nearest command."""
+    for command in COMMANDS:
+        if tuple(argv[: len(command.words)]) == command.words and _is_meant(command, argv):
+            return command, list(argv[len(command.words) :])
+    first = argv[0]
+    tasks = tasks_of(first, config_dir_of(argv))
+    if not tasks:
+        names = [command.words[0] for command in COMMANDS]
+        ours = next((c.name for c in COMMANDS if first.lower().replace("-", "_") in c.also), None)
+        hint = f"; did you mean '{ours}'?" if ours else did_you_mean(first, names)
+        raise UserError(f"mlm: unknown command '{first}'{hint} (list: mlm --help)")
+    if len(argv) > 1 and not argv[1].startswith("-") and "=" not in argv[1]:
+        own = f"; {OWN_TASK}" if any(c.words == (first,) for c in COMMANDS) else ""
+        hint = did_you_mean(argv[1], tasks) or f"; choose {', '.join(tasks)}{own}"
+        raise UserError(f"mlm {first}: unknown task '{argv[1]}'{hint}")
+    raise UserError(f"mlm {first}: name a task: {', '.join(tasks)}")
+
+
+def _is_meant(command: Command, argv: Sequence[str]) -> bool:
+    """True for `eval` in `mlm eval race`, not in `mlm eval loss`."""
+    if len(command.words) > 1 or not second_words(command.words[0]):
+        return True
+    names = task_names(config_dir_of(argv))
+    if len(argv) > 1 and (argv[1] in names or any(word.startswith(TASK_KEYS) for word in argv)):
+        return True
+    is_word = len(argv) > 1 and not argv[1].startswith("-") and "=" not in argv[1]
+    return is_word and run_config(argv) is not None
+
+
+def second_words(word: str) -> list[str]:
+    """The second words of the commands that begin with `word`: eval → loss."""
+    return [c.words[1] for c in COMMANDS if c.words[0] == word and len(c.words) > 1]
+
+
+def tasks_of(word: str, config_dir: str | None = None) -> list[str]:
+    """Words that may follow `word`: eval → loss, …, race."""
+    about_task = any(c.words == (word,) and takes_task(c) for c in COMMANDS)
+    return [*second_words(word), *(task_names(config_dir) if about_task else [])]
+
+
+def config_dir_of(words: Sequence[str]) -> str | None:
+    """The folder of the user's own YAML, in a line that is not taken apart yet."""
+    return _typed_value(words, CONFIG_DIR_FLAGS)
+
+
+def run_config(words: Sequence[str]) -> Path | None:
+    """The saved settings of the run that `ckpt=` of a command line names; None without any.
+
+    Its value is the run folder or a checkpoint in it: RUN/best/checkpoints/step-….
+    """
+    ckpt = _typed_value(words, ("ckpt", "--ckpt"))
+    if ckpt is None:
+        return None
+    path = Path(expand_home(ckpt))
+    files = (folder / "config.yaml" for folder in (path, *list(path.absolute().parents)[:3]))
+    return next((file for file in files if os.path.isfile(file)), None)
+
+
+def _typed_value(words: Sequence[str], names: Collection[str]) -> str | None:
+    """The value of a flag or key in either spelling."""
+    for n, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name in names:
+            return value if equals else next(iter(words[n + 1 :]), None)
+    return None
+
+
+def parse(command: Command, words: Sequence[str]) -> Arguments:
+    """Take apart what follows the command. Raises UserError for an unknown flag or one without its value."""
+    parsed, rest = Arguments(), list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if name in SWITCHES and not equals:
+            setattr(parsed, SWITCHES[name], True)
+        elif name in VALUE_FLAGS:
+            _set_flag(parsed, name, value if equals else None, rest)
+        elif word.startswith("--") and len(word) > 2:
+            key = name[2:].replace("-", "_")
+            if parsed.help and not equals:  # --help --clip-grad
+                parsed.overrides.append(key)
+            else:
+                parsed.overrides.append(f"{key}={value if equals else _key_value(command, key, rest)}")
+        elif word.startswith("-"):
+            raise UserError(f"unknown flag '{word}' (list: mlm {command.name} --help)")
+        else:
+            parsed.overrides.append(word)
+    if not parsed.help:
+        typed, keys = parsed.overrides, dict(command.aliases)
+        split = [text.partition("=") for text in _with_positional(command, typed)]
+        parsed.overrides = [f"{keys.get(name, name)}{equals}{value}" for name, equals, value in split]
+        for text in {*parsed.overrides} - {*typed}:  # of which the key was not typed, or another name of it
+            key, _, value = text.partition("=")
+            others = [each for each in parsed.overrides if each.startswith(f"{key}=")]
+            if len(others) > 1:
+                raise UserError(
+                    Problem((key,), f"{' '.join(others)}: one {key} is taken", "remove the other")
+                )
+    return parsed
+
+
+def _set_flag(parsed: Arguments, flag: str, value: str | None, rest: list[str]) -> None:
+    """Set a flag that takes a value, which may be the next word. Raises UserError."""
+    name = VALUE_FLAGS[flag]
+    if name == "check":  # the number of GPUs after it, if there is one
+        if value is None and rest and rest[0].isdecimal():
+            value = rest.pop(0)
+        if value is not None and not (value.isdecimal() and 0 < int(value[:10]) <= MOST):
+            raise UserError(f"--check={value}: must be a number of GPUs, such as --check=512")
+        parsed.check, parsed.gpus = True, None if value is None else int(value)
+        return
+    choices = CHOICES.get(name, ())
+    if value is None and rest and not is_flag(rest[0]):
+        value = rest.pop(0)
+    if not value:
+        raise UserError(f"{flag} needs a value" + (f": {' or '.join(choices)}" if choices else ""))
+    if choices and value not in choices:
+        hint = did_you_mean(value, choices) or f"; use {' or '.join(choices)}"
+        raise UserError(f"{flag} {value}: no such choice{hint}")
+    setattr(parsed, name, value)
+
+
+def _key_value(command: Command, key: str, rest: list[str]) -> str:
+    """The value of a bare `--key`: the next word, unless that is a flag, or the key is a switch."""
+    leaf = leaves(command.spec).get(key)
+    takes_value = key == "resume" or key in dict(command.aliases) or key in groups(CONFIG_DIR)
+    if leaf is None and not takes_value:
+        words: list[str] = []  # of which flags of other programs may take several
+        while rest and not is_flag(rest[0]) and "=" not in rest[0] and not (words and command.positional):
+            words.append(rest.pop(0))
+        return " ".join(words) or "true"
+    switch = leaf is not None and bool in alternatives(leaf.type)
+    if rest and not is_flag(rest[0]) and (not switch or SWITCH_VALUE.fullmatch(rest[0])):
+        return rest.pop(0)
+    if leaf is not None and not switch:
+        raise UserError(f"--{key} needs a value: {leaf.doc}")
+    return "true"
+
+
+def is_flag(word: str) -> bool:
+    """True if a word begins a new flag or --key; negative numbers do not."""
+    return word.startswith("-") and len(word) > 1 and not NUMBER.match(word)
+
+
+def _with_positional(command: Command, overrides: Sequence[str]) -> list[str]:
+    """Words without `=`, and paths that exist, as values of the command's positional keys while any are left.
+
+    A sweep's folders are paths with `=`: runs/sweep/optimizer.lr=0.001.
+    """
+    keys = list(command.positional)
+    if command.several:
+        return _listed(keys[0], overrides)
+    return [f"{keys.pop(0)}={text}" if keys and _is_value(text) else text for text in overrides]
+
+
+def _listed(key: str, overrides: Sequence[str]) -> list[str]:
+    """Words without `=`, and `key=word`, as one list."""
+    words, rest = list[str](), list[str]()
+    for text in overrides:
+        name, _, value = text.partition("=")
+        if name == key and value and not value.startswith("["):
+            words.append(value)
+        else:
+            (words if _is_value(text) else rest).append(text)
+    return [*([f"{key}=[{','.join(map(quote, words))}]"] if words else []), *rest]
+
+
+def _is_value(text: str) -> bool:
+    """True for a word that is no `key=value`."""
+    return "=" not in text or ("/" in text.partition("=")[0] and os.path.lexists(expand_home(text)))
+
+
+def quote(value: str) -> str:
+    """A text as a quoted value of Hydra's grammar.
+
+    A backslash counts only before a quote: those, and the ones at the end, are doubled.
+    """
+    escaped, backslashes = "", 0
+    for char in value:
+        if char == "'":
+            escaped += "\\" * backslashes + "\\"
+        escaped += char
+        backslashes = backslashes + 1 if char == "\\" else 0
+    return "'" + escaped + "\\" * backslashes + "'"
+
+
+def check_task(command: Command, arguments: Arguments) -> None:
+    """Raises UserError where a command is about a task and none is named."""
+    is_named = any(text.startswith(TASK_KEYS) for text in arguments.overrides)
+    if takes_task(command) and not is_named:
+        raise UserError(f"name a task: {', '.join(task_names(arguments.config_dir))}")

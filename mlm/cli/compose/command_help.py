@@ -1,0 +1,91 @@
+"""The help of one command, or of its sections and keys, with the defaults that its YAML composes."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from mlm.cli.commands import Command
+from mlm.cli.compose.composition import compose_values
+from mlm.cli.compose.groups import choice_rows, command_groups, takes_task, task_names
+from mlm.cli.compose.help import EXIT_CODES, FLAGS, SPELLINGS, example_lines, table, tasks_block, wrap
+from mlm.config.suggest import did_you_mean, foreign_option, keys_meant, plain_name
+from mlm.config.tree import MISSING_VALUE, Leaf, describe_values, flatten, leaves
+from mlm.util.errors import UserError, show
+
+
+def command_help(command: Command, config_dir: str | None = None, topics: Sequence[str] = ()) -> str:
+    """Help of one command, or of the sections and keys named by `topics`.
+
+    Overrides among the topics are skipped. Raises UserError for an unknown topic.
+    """
+    tasks = task_names(config_dir) if takes_task(command) else []
+    topics = [topic for topic in topics if "=" not in topic and topic not in tasks]
+    groups = command_groups(command, config_dir)
+    if topics:
+        return "\n\n".join(_topic(command, topic, groups, config_dir) for topic in topics)
+    known = composed_leaves(command)
+    frequent = [known[key] for key in command.keys or known]
+    rows = [(leaf.key, f"{leaf.doc} [{_default(leaf)}]") for leaf in frequent]
+    resume = [("resume=RUN", "continue a run with its own settings; what is typed wins over them")]
+    section = next((leaf.section for leaf in known.values() if leaf.section), "SECTION")
+    more = "" if len(frequent) == len(known) else f" (more: mlm {command.name} --help {section})"
+    blocks = [f"Usage: mlm {command.usage} [key=value …]", wrap(command.about)]
+    if tasks:
+        blocks.append(tasks_block(config_dir))
+        groups.pop("task")
+    if command.examples:
+        blocks.append("Examples:\n" + example_lines(command.examples))
+    if groups:
+        blocks.append(
+            "Groups, chosen as group=option:\n" + table((g, ", ".join(o)) for g, o in groups.items())
+        )
+    blocks += [
+        f"Keys{more}:\n" + table([*(resume if command.has_runs else []), *rows]),
+        wrap(SPELLINGS),
+        "Flags:\n" + table(FLAGS),
+        "Exit codes:\n" + table(EXIT_CODES),
+    ]
+    return "\n\n".join(blocks)
+
+
+def _topic(command: Command, topic: str, groups: dict[str, list[str]], config_dir: str | None) -> str:
+    known = composed_leaves(command)
+    rows = [leaf for leaf in known.values() if topic in (leaf.key, leaf.section)]
+    if not rows and topic not in groups:
+        if option := foreign_option(command.spec, topic):
+            line = f"{plain_name(topic)}: {option.answer_to('…')}"
+            return "\n".join([line, *_tables(known[key] for key in option.keys)])
+        if meant := keys_meant(command.spec, topic):
+            return table([_full_row(known[key]) for key in meant])
+        if (name := topic.replace("-", "_")) != topic:
+            return _topic(command, name, groups, config_dir)
+        near = did_you_mean(
+            topic, [*groups, *known, *(leaf.section for leaf in known.values() if leaf.section)]
+        )
+        raise UserError(f"--help {topic}: no such section or key{near or '; --help lists them'}")
+    choices = groups.get(topic, [])
+    options = [f"{topic}=…:\n" + table(choice_rows(topic, choices, config_dir))] if choices else []
+    return "\n\n".join(options + _tables(rows))
+
+
+def _tables(rows: Iterable[Leaf]) -> list[str]:
+    """One table of these keys, or none."""
+    return [table(listed)] if (listed := [_full_row(leaf) for leaf in rows]) else []
+
+
+def composed_leaves(command: Command) -> dict[str, Leaf]:
+    """The command's keys with the defaults of its YAML."""
+    values = flatten(compose_values(command.config, resolve=False))
+    return {key: replace(leaf, default=values[key]) for key, leaf in leaves(command.spec).items()}
+
+
+def _full_row(leaf: Leaf) -> tuple[str, str]:
+    """With the type, and the bounds of a number."""
+    allowed = describe_values(leaf) + (f", {leaf.bound.words}" if leaf.bound else "")
+    return leaf.key, f"{leaf.doc} ({allowed}) [{_default(leaf)}]"
+
+
+def _default(leaf: Leaf) -> str:
+    """The default as it would be typed."""
+    if leaf.default == MISSING_VALUE:
+        return "required"
+    return f"default {show(leaf.default) or repr('')}"

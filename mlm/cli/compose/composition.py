@@ -1,0 +1,155 @@
+"""Settings composed by Hydra's Compose API.
+
+The lowest layer is the defaults of the command's dataclass or, where a run is continued, its saved settings.
+Hydra composes what stands above it: the YAML of configs/ and --config-dir, and the typed overrides. Nothing
+is composed of a saved run, and nothing that YAML names is called.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+
+from mlm.cli.commands import SPECS
+from mlm.cli.compose.arguments import quote
+from mlm.cli.compose.groups import chosen_groups
+from mlm.config.build import build
+from mlm.config.paths import CONFIG_DIR, groups
+from mlm.config.suggest import did_you_mean
+from mlm.config.tree import defaults, nested
+from mlm.launch.devices import first_gpu
+from mlm.launch.stop import interrupt_held
+from mlm.optim.auto_precision import settle_precision
+from mlm.util.errors import Problem
+
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError, RecursionError)
+"""Exceptions of Hydra where it cannot compose a config, or OmegaConf resolve it."""
+
+
+@dataclass
+class Composition:
+    """Composed settings with their interpolations."""
+
+    typed: DictConfig
+    """Settings of the command line and of the YAML that it chooses; Hydra's own part is `hydra`."""
+    tree: DictConfig
+    """All settings."""
+
+    @interrupt_held()
+    def resolved(self) -> dict[str, Any]:
+        """All settings as plain values. Raises OmegaConf's errors for a broken interpolation."""
+        HydraConfig.instance().set_config(self.typed)  # ${hydra:runtime.choices.model}
+        return _plain(self.tree, resolve=True)
+
+    def typed_values(self) -> dict[str, Any]:
+        """Settings of the command line and its YAML, interpolations as they are."""
+        values = _plain(self.typed, resolve=False)
+        return {key: value for key, value in values.items() if key != "hydra"}
+
+    def to_yaml(self, *, resolve: bool) -> str:
+        """All settings as YAML. Raises OmegaConf's errors for a broken interpolation."""
+        return OmegaConf.to_yaml(self.resolved() if resolve else self.tree)
+
+
+@interrupt_held()
+def compose(
+    config: str,
+    overrides: Sequence[str] = (),
+    *,
+    config_dir: str | None = None,
+    saved: Mapping[str, Any] | None = None,
+) -> Composition:
+    """Compose a primary config with overrides `key=value`, `group=choice`, and `~group` for no choice.
+
+    With `saved`, the flat settings of a run, no group is chosen but by overrides. Raises COMPOSE_ERRORS.
+    """
+    has_yaml = (CONFIG_DIR / f"{config}.yaml").is_file()  # one without has all defaults in its dataclass
+    lowest, name = [defaults(SPECS[config])], config if has_yaml else None
+    if saved is not None:
+        lowest.append(nested(saved))
+        name = f"{config}_saved"
+        choices: list[Any] = ["_self_", *({group: None} for group in chosen_groups(config))]
+        ConfigStore.instance().store(name=name, node={"defaults": choices})
+    # in Hydra's grammar what the primary config does not hold is added with + or ++
+    chosen, words = chosen_groups(config), list[str]()
+    own = groups(Path(config_dir)) if config_dir else {}
+    if config_dir is not None:
+        words.append(f"hydra.searchpath=[{quote(f'file://{Path(config_dir).absolute()}')}]")
+    for text in overrides:
+        group, _, value = text.partition("=")
+        is_choice = group.lstrip("~") in {*chosen, *own} and not value.startswith("{")
+        added = "+" if group in own and group not in chosen else ""
+        words.append(f"{added if is_choice else '++'}{text}")
+    # ${either:a,b}: b where a is null
+    OmegaConf.register_new_resolver("either", lambda a, b: b if a is None else a, replace=True)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3"):
+        typed = hydra_compose(name, words, return_hydra_config=True)
+    above = OmegaConf.masked_copy(typed, [str(key) for key in typed if key != "hydra"])
+    tree = OmegaConf.merge(*lowest, above)
+    assert isinstance(tree, DictConfig)
+    return Composition(typed, tree)
+
+
+def _plain(composed: Any, *, resolve: bool) -> dict[str, Any]:
+    values = OmegaConf.to_container(composed, resolve=resolve, throw_on_missing=False)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def compose_values(name: str, overrides: Sequence[str] = (), *, resolve: bool = True) -> dict[str, Any]:
+    """The composed values of a primary config; `???` where a value is required.
+
+    `resolve=False` keeps interpolations: `out` is `runs/${name}`. Raises COMPOSE_ERRORS.
+    """
+    composition = compose(name, overrides)
+    return composition.resolved() if resolve else _plain(composition.tree, resolve=False)
+
+
+def load_config(name: str, overrides: Sequence[str] = ()) -> Any:
+    """The run spec of a command as its dataclass: `load_config("pretrain", ["model=gpt2_8b"])`.
+
+    Types are checked, cross-checks are not. Raises ConfigError.
+    """
+    values = compose_values(name, overrides)
+    settle_precision(values, first_gpu)
+    return build(SPECS[name], values)
+
+
+def problem_of_composing(error: Exception) -> Problem:
+    """Hydra's, OmegaConf's and YAML's errors in one line, of the key that they name."""
+    if isinstance(error, yaml.YAMLError):
+        return Problem((), f"cannot read YAML: {' '.join(str(error).split())}")
+    if isinstance(error, RecursionError):
+        return Problem((), "cannot read YAML: it nests too deeply")
+    if isinstance(error, OSError) and not isinstance(error, HydraException):
+        return Problem((), f"{error.filename}: {error.strerror}")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    if isinstance(error, MissingConfigException) and error.options:
+        wanted = (error.missing_cfg_file or "").rpartition("/")[2]
+        return Problem((), f"{first}{did_you_mean(wanted, error.options)}")
+    key, fix = getattr(error, "full_key", None), ""
+    if isinstance(error, HydraException) and isinstance(error.__cause__, OmegaConfBaseException):
+        first = f"{first.rstrip('.')}: {str(error.__cause__).splitlines()[0]}"
+    if isinstance(error, InterpolationResolutionError):  # an unknown key, or an unset variable
+        unset = (str(each.args[0]) for each in _causes(error) if isinstance(each, KeyError) and each.args)
+        first, fix = next(unset, first), r"correct ${…}, or write \${…} for text"
+    return Problem((key,), f"{key}: {first}", fix) if key else Problem((), first)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and those that led to it: OmegaConf chains them in either way."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

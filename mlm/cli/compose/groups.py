@@ -1,0 +1,147 @@
+"""Config groups: the YAML of each choice, shipped in configs/ or of a --config-dir, and what it says."""
+
+import os
+from collections.abc import Iterable, Mapping
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from mlm.cli.command import Command
+from mlm.config.paths import CONFIG_DIR, groups
+from mlm.config.tree import flatten
+from mlm.util.errors import show
+
+TASK = "task"
+OWN_TASK = "a task of your own needs --config-dir DIR, which holds task/NAME.yaml"
+GLOBAL = "@package _global_"
+"""First line of a YAML whose keys are those of the whole config, as those of experiments are."""
+LONGEST_LINE = 200  # characters of a YAML's comment that help shows
+MOST_LINES = 10  # of a comment that are read
+ALSO, PARAMETERS = "Also: ", "Parameters: "
+
+
+@cache
+def chosen_groups(config: str) -> tuple[str, ...]:
+    """The groups in the defaults list of a primary config, in its order."""
+    path = CONFIG_DIR / f"{config}.yaml"
+    primary = yaml.safe_load(path.read_text("utf-8")) if path.is_file() else {}
+    entries = primary.get("defaults", [])
+    return tuple(str(name) for entry in entries if isinstance(entry, dict) for name in entry)
+
+
+def command_groups(command: Command, config_dir: str | None = None) -> dict[str, list[str]]:
+    """The config groups of a command and their choices, shipped and the user's own."""
+    user = groups(Path(config_dir)) if config_dir else {}
+    shipped = groups(CONFIG_DIR)
+    names = sorted({*chosen_groups(command.config), *user})
+    return {name: sorted({*shipped.get(name, []), *user.get(name, [])}) for name in names}
+
+
+def choice_file(group: str, name: str, config_dir: str | None) -> Path | None:
+    """The YAML of a choice, shipped or the user's; None if there is none."""
+    folders = [CONFIG_DIR, *([Path(config_dir)] if config_dir else [])]
+    files = (folder / group / f"{name}.yaml" for folder in folders)
+    return next((file for file in files if os.path.isfile(file)), None)
+
+
+def choice_rows(group: str, names: list[str], config_dir: str | None) -> list[tuple[str, str]]:
+    """(choice, meaning) of each. Of the user's own YAML only the comment is shown."""
+    rows = []
+    for name in names:
+        path = choice_file(group, name, config_dir)
+        effect = effect_of(group, path) if path and path.is_relative_to(CONFIG_DIR) else ""
+        rows.append((name, " ".join(filter(None, (first_comment(path), effect)))))
+    return rows
+
+
+def foreign_choices(group: str, names: Iterable[str], config_dir: str | None) -> dict[str, str]:
+    """Names that other programs have for choices → the choice: `# Also: gpt2_medium` in its comment."""
+    lines = [(name, line) for name in names for line in comment_of(choice_file(group, name, config_dir))]
+    return {
+        foreign: name
+        for name, line in lines
+        if line.startswith(ALSO)
+        for foreign in line.removeprefix(ALSO).replace(",", " ").split()
+    }
+
+
+def first_comment(path: Path | None) -> str:
+    """The first line of the comment that a YAML begins with."""
+    text = next((text for text in comment_of(path) if not text.startswith("@")), "")
+    return "".join(c for c in text if c.isprintable())
+
+
+def comment_of(path: Path | None) -> list[str]:
+    """The lines of the comment that a YAML begins with; none of a file that cannot be read."""
+    try:
+        with open(path or os.devnull, encoding="utf-8", errors="replace") as f:
+            lines = [f.readline(LONGEST_LINE) for _ in range(MOST_LINES)]
+    except OSError:
+        return []
+    return [line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines)]
+
+
+def effect_of(group: str, path: Path) -> str:
+    """The size of a shipped model; of another choice, the values that it sets."""
+    values = _values(path)
+    if group == "model":
+        shape = {key: value for key, value in values.get("model", values).items() if key != "defaults"}
+        layers = f"{shape['num_layers']} layers, hidden size {shape['hidden_size']}"
+        return f"[{layers}, {shape['num_heads']} heads, {parameters_of(path)} parameters]"
+    chosen = [
+        f"{name.removeprefix('override /')}={choice}"
+        for entry in values.pop("defaults", [])
+        if isinstance(entry, dict)
+        for name, choice in entry.items()
+    ]
+    each = [*chosen, *(f"{key}={show(value)}" for key, value in flatten(values).items())]
+    return f"[{' '.join(each)}]" if each else ""
+
+
+def parameters_of(path: Path) -> str:
+    """Parameters of a shipped model, by the comment of its YAML: counting takes torch, a second to import."""
+    lines = comment_of(path)
+    return next(line.removeprefix(PARAMETERS) for line in lines if line.startswith(PARAMETERS))
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """Values that a shipped YAML sets, with the file of its group that it begins with."""
+    values: dict[str, Any] = yaml.safe_load(path.read_text("utf-8")) or {}
+    for entry in values.get("defaults", []):
+        if isinstance(entry, str) and entry != "_self_":
+            base = _values(path.parent / f"{entry.partition('@')[0]}.yaml")
+            own = values.get("model", values)
+            for key, value in base.items():
+                own.setdefault(key, value)
+    return values
+
+
+def own_keys(choices: Mapping[str, Any], config_dir: str | None) -> set[str]:
+    """Keys that the user's own YAML of some choices sets."""
+    keys = set[str]()
+    for group, name in choices.items():
+        path = choice_file(group, str(name), config_dir)
+        if path is None or path.is_relative_to(CONFIG_DIR):
+            continue
+        values = yaml.safe_load(path.read_text("utf-8")) or {}
+        keys |= flatten(values, "" if GLOBAL in comment_of(path) else f"{group}.", whole=()).keys()
+    return keys
+
+
+def takes_task(command: Command) -> bool:
+    """True if a task is the first word after the command: `mlm finetune race`."""
+    return command.positional[:1] == (TASK,)
+
+
+def task_names(config_dir: str | None = None) -> list[str]:
+    """The tasks that a model can be finetuned on, sorted; those of the user's `config_dir` too."""
+    folders = [CONFIG_DIR, *([Path(config_dir)] if config_dir else [])]
+    return sorted({name for folder in folders for name in groups(folder).get(TASK, [])})
+
+
+def task_summaries(config_dir: str | None = None) -> list[tuple[str, str]]:
+    """(name, description) of each: the first comment of its YAML."""
+    return [(name, first_comment(choice_file(TASK, name, config_dir))) for name in task_names(config_dir)]

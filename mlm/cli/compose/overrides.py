@@ -1,0 +1,305 @@
+"""Overrides before Hydra sees them: all mistakes at once, and text taken literally."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from os.path import isfile
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, QuotedString
+from hydra.errors import HydraException
+
+from mlm.cli.commands import Command
+from mlm.cli.compose.arguments import quote
+from mlm.cli.compose.groups import (
+    GLOBAL,
+    OWN_TASK,
+    TASK,
+    choice_file,
+    command_groups,
+    comment_of,
+    foreign_choices,
+)
+from mlm.config.fields import expand_home
+from mlm.config.imports import is_path
+from mlm.config.paths import CONFIG_DIR
+from mlm.config.plain_yaml import parse, problem_of, read_text
+from mlm.config.suggest import foreign_option, foreign_options, nearest, nearest_key, unknown_key
+from mlm.config.tree import MISSING_VALUE, describe_values, flatten, leaves, other_names, sections
+from mlm.runs.config import PretrainConfig
+from mlm.util.errors import Problem, UserError, escape_controls, show
+
+MOST_LISTED = 16  # choices that one line names
+QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+OPTIONS_OF_OWN_CODE = ("model.options.", "optimizer.options.", "schedule.options.")
+"""Sections whose keys only the user's own code knows."""
+IMPORT_KEYS = tuple(key for key, leaf in leaves(PretrainConfig).items() if leaf.shipped)
+"""Keys of a run that take import paths."""
+RUN_KEYS = ("ckpt", "incident")
+"""Keys that name something of a run."""
+GROUP_SETS = {
+    "parallel": {"tp", "cp", "pp", "vp", "dp", "sequence_parallel", "zero", "recompute", "train"},
+    "cluster": {"dist"},
+    "task": {"name", "out", "task", "optimizer", "train", "schedule"},
+    "experiment": {"name", "out", *sections(PretrainConfig), "tp", "cp", "pp", "vp", "dp", "recompute"},
+}
+"""Sections and keys that the groups set which are not named as the section they fill."""
+
+
+@dataclass
+class Overrides:
+    """Overrides that Hydra can compose, and the problems of the others."""
+
+    texts: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    doubtful: set[str] = field(default_factory=set)
+    """Keys and sections that the rejected overrides were meant for: the rest of the config does not have the
+    values that the user asked for, so further problems of these keys are no news."""
+    import_paths: list[str] = field(default_factory=list)
+    """Import paths of the run that the command reads: saved ones are followed only if typed."""
+
+    def reject(self, problem: Problem, meant: Iterable[str]) -> None:
+        """Add the problem of an override that was meant for some keys or sections."""
+        self.problems.append(problem)
+        self.doubtful.update(meant)
+
+    def all_problems(self, further: Iterable[Problem]) -> list[Problem]:
+        """The problems of spelling, and those of `further` that do not follow from them."""
+        return [*self.problems, *(each for each in further if not each.concerns(self.doubtful))]
+
+    def jobs(self, options: dict[str, list[str]]) -> Iterator[tuple[list[str], list[str]]]:
+        """(overrides, those of them that vary, sorted) of every job of a sweep: the product of swept values.
+
+        `options` are the choices of each group, of which `glob(…)` takes some.
+        """
+        parsed = OverridesParser.create().parse_overrides(self.texts)
+        fixed = [each.input_line or "" for each in parsed if not each.is_sweep_override()]
+        swept = list[list[str]]()
+        for each in (each for each in parsed if each.is_sweep_override()):
+            key, value = each.key_or_group, each.value()
+            chosen = value.filter(options.get(key, [])) if isinstance(value, Glob) else None
+            names = each.sweep_string_iterator() if chosen is None else chosen
+            swept.append([f"{key}={name}" for name in names])
+        for values in product(*swept):
+            varied = [text for text in values if not text.startswith("out=")]
+            yield [*fixed, *values], sorted(varied)
+
+
+def prepare(
+    command: Command, typed: Sequence[str], *, config_dir: str | None = None, multirun: bool = False
+) -> Overrides:
+    """Sort overrides into composable ones and problems."""
+    # choices of the command itself where an experiment would choose for it, unless typed
+    keys = {text.partition("=")[0].lstrip("+") for text in typed}
+    choices = command.own_choices if "experiment" in keys else ()
+    overrides = Overrides([choice for choice in choices if choice.partition("=")[0] not in keys])
+    options, known = command_groups(command, config_dir), leaves(command.spec)
+    for text in _with_files(command, typed, overrides):
+        text = text.lstrip("+")  # what is added is our business: + and ++ mean nothing
+        key, _, value = text.partition("=")
+        of_run = key in IMPORT_KEYS and key not in known and any(name in known for name in RUN_KEYS)
+        if of_run and is_path(path := value.strip("'\"")):  # of a command that has no such key
+            overrides.import_paths.append(path)
+            continue
+        problem = _spelling(command, text, options)
+        if problem is None:
+            text = literal(command, text, multirun=multirun)
+            problem = _value_problem(command, text, options, config_dir, multirun=multirun)
+        if problem is None:
+            overrides.texts.append(text)
+        else:
+            overrides.reject(problem, _intended_keys(command, text, options))
+    return overrides
+
+
+def _spelling(command: Command, text: str, options: dict[str, list[str]]) -> Problem | None:
+    """The problem of a key that the command does not have, or of a word without one."""
+    key, equals, value = text.partition("=")
+    spec = command.spec
+    known, foreign = [*leaves(spec), *options], other_names(spec)
+    if not equals and text.endswith((".py", ".yaml", ".yml")):
+        answer = next(each.answer for each in foreign_options() if "config" in each.names)
+        return Problem((key,), f"cannot read '{text}': no file of settings is read", answer)
+    if not equals:
+        near = nearest(text.lstrip("~"), known, foreign)
+        hint = f"did you mean {near}=…?" if near else ""
+        return Problem((key,), f"cannot read '{text}': expected key=value", hint)
+    if "@" in key or key.startswith("~"):
+        name = key.lstrip("~").partition("@")[0]
+        fix = f"use {name}={value or '…'}" if name in known else "--help lists the keys"
+        return Problem((name,), f"{text}: a setting is typed as key=value or group=choice alone", fix)
+    if key.partition(".")[0].partition("/")[0] == "hydra":
+        fix = "leave it out; sweeps are -m, own YAML is --config-dir"
+        return Problem((key,), f"{text}: mlm composes with Hydra and runs without it", fix)
+    if key in known or key in sections(spec) or key.startswith(OPTIONS_OF_OWN_CODE):
+        return None
+    if foreign_option(spec, key):
+        return unknown_key(spec, key, value)
+    group = nearest(key, options) if "." not in key else None
+    if group and nearest(key, known, foreign) == group:
+        return Problem((key,), f"unknown key '{key}'", f"did you mean '{group}'?")
+    return unknown_key(spec, key)
+
+
+def _intended_keys(command: Command, text: str, options: dict[str, list[str]]) -> set[str]:
+    """Keys and sections that a rejected override was meant to set."""
+    name = text.partition("=")[0]
+    if option := foreign_option(command.spec, name):
+        return {name, *option.keys}
+    if name not in options and name not in leaves(command.spec):
+        group = nearest(name, options) if "." not in name else None
+        name = group or nearest_key(command.spec, name) or name
+    return GROUP_SETS.get(name) or {name}
+
+
+def literal(command: Command, text: str, *, multirun: bool) -> str:
+    """Quote the value of a text key, so that prompt=To be, or needs no second pair of quotes.
+
+    Hydra's own syntax stays: quoted text, null (of a text that is no path and cannot be null, a word),
+    interpolations, and sweeps under --multirun.
+    """
+    key, _, value = text.partition("=")
+    leaf = leaves(command.spec).get(key)
+    if leaf is None or leaf.type not in (str, str | None):
+        return text
+    null = value == "null" and (leaf.type is not str or leaf.role is not None)
+    if QUOTED.fullmatch(value) or null or "${" in value or (multirun and _parsed(text) is not None):
+        return text
+    return f"{key}={quote(value)}"
+
+
+def _value_problem(
+    command: Command, text: str, options: dict[str, list[str]], config_dir: str | None, *, multirun: bool
+) -> Problem | None:
+    """The problem of a value that Hydra cannot parse, of a sweep, of a choice, of the keys in a section."""
+    key, override = text.partition("=")[0], _parsed(text)
+    if override is None:
+        leaf = leaves(command.spec).get(key)
+        if leaf is None or leaf.type in (str, str | None):
+            return Problem((key,), f"cannot read '{text}'", f"quote the value: \"{key}='…'\"")
+        example = "" if leaf.default in (None, MISSING_VALUE) else f", such as '{key}={show(leaf.default)}'"
+        return Problem((key,), f"cannot read '{text}': {key} must be {describe_values(leaf)}{example}")
+    if override.is_sweep_override() and not multirun:
+        return Problem((key,), f"{text} is a sweep: add --multirun, or quote the value")
+    value = override.value()
+    if override.is_sweep_override() and not (override.is_discrete_sweep() or isinstance(value, Glob)):
+        return Problem((key,), f"{text}: an interval is no list of values", f"use {key}=a,b,c")
+    if key in sections(command.spec) and isinstance(value, dict):
+        keys = [f"{key}.{_unquoted(name)}" for name in value]
+        return next(
+            (unknown_key(command.spec, each) for each in keys if each not in leaves(command.spec)), None
+        )
+    if key not in options and key in sections(command.spec):
+        return unknown_key(command.spec, key)
+    if key not in options or isinstance(value, Glob):
+        return None
+    if isinstance(value, ChoiceSweep):
+        value = value.list
+    elif override.is_sweep_override():  # range(1,3)
+        value = [text.partition("=")[2]]
+    choices = map(_unquoted, value if isinstance(value, list) else [value])
+    problems = (_choice_problem(command, key, choice, options[key], config_dir) for choice in choices)
+    return next(filter(None, problems), None)
+
+
+def _choice_problem(
+    command: Command, group: str, choice: Any, options: list[str], config_dir: str | None
+) -> Problem | None:
+    """The problem of a choice of a group that has no YAML, or one that would set nothing."""
+    file = choice_file(group, choice.removesuffix(".yaml"), config_dir) if isinstance(choice, str) else None
+    if file is not None:
+        if group == "experiment" and GLOBAL not in comment_of(file):
+            return Problem(
+                (group,),
+                f"{group}={choice}: {file}: its keys are not those of the whole config",
+                f"let its first line be `# {GLOBAL}`",
+            )
+        return None
+    typed = choice if isinstance(choice, str) else show(choice)
+    foreign = foreign_choices(group, options, config_dir)
+    begin = [option for option in options if option.startswith(f"{typed}_")]
+    near = foreign.get(typed.lower().replace("-", "_")) or (None if begin[1:] else nearest(typed, options))
+    if near:
+        hint = f"did you mean {near}? (list: mlm {command.name} --help)"
+    elif begin:
+        hint = f"choose {', '.join(begin[:-1])} or {begin[-1]}"
+    elif len(options) > MOST_LISTED:
+        hint = f"list: mlm {command.name} --help"
+    else:
+        hint = "choose " + " or ".join(filter(None, (", ".join(options[:-1]), options[-1])))
+    own = f"; {OWN_TASK}" if group == TASK and near is None else ""
+    return Problem((group,), f"{group}={typed}: no such choice", hint + own)
+
+
+def _unquoted(value: Any) -> Any:
+    return value.text if isinstance(value, QuotedString) else value
+
+
+def _parsed(text: str) -> Override | None:
+    """An override by Hydra's parser; None if it cannot be read."""
+    try:
+        return OverridesParser.create().parse_override(text)
+    except (HydraException, ValueError, RecursionError):  # ValueError: a number of more than 4,300 digits
+        return None
+
+
+def keys_of(text: str) -> list[str]:
+    """The keys that an override sets: of `lora={alpha:8}` those in the section too."""
+    key, _, value = text.partition("=")
+    parsed = _parsed(text) if value.startswith("{") else None
+    return list(flatten({key: parsed.value() if parsed else None}, whole=()))
+
+
+def _with_files(command: Command, typed: Sequence[str], overrides: Overrides) -> list[str]:
+    """Overrides with each `group=FILE.yaml` of the command's file groups as the keys that the file sets."""
+    texts = list[str]()
+    for text in typed:
+        file = _typed_file(command, text)
+        if file is None:
+            texts.append(text)
+            continue
+        group = text.partition("=")[0]
+        keys = file if isinstance(file, Problem) else _keys_of_file(command, group, file)
+        if isinstance(keys, Problem):
+            overrides.reject(keys, keys.keys)
+        else:
+            overrides.texts.append(f"~{group}")
+            texts += keys
+    return texts
+
+
+def _typed_file(command: Command, text: str) -> Path | Problem | None:
+    """The file that an override names in place of a shipped choice; None if it names none."""
+    if text in command.own_files:
+        return command.own_files[text]()
+    group, _, value = text.partition("=")
+    path = Path(expand_home(value.strip("'\"")))
+    is_shipped = path.name == str(path) and isfile(CONFIG_DIR / group / path)
+    is_file = group in command.file_groups and path.suffix in (".yaml", ".yml")
+    return path if is_file and not is_shipped else None
+
+
+def _keys_of_file(command: Command, group: str, path: Path) -> list[str] | Problem:
+    """Overrides that set what a YAML holds for a group's section: all its required keys and no others."""
+    typed = f"{group}={path}"
+    try:
+        flat = {f"{group}.{key}": value for key, value in flatten(parse(read_text(path), path)).items()}
+    except UserError as error:
+        return Problem((group,), f"{group}={error}")  # which begins with the path
+    known = {key: leaf for key, leaf in leaves(command.spec).items() if key.startswith(f"{group}.")}
+    for key, value in flat.items():
+        why = problem_of(value)
+        if why is None and isinstance(value, str) and not value.isprintable():
+            why = f"{escape_controls(value)[:60]} holds characters that cannot be seen; write it without"
+        if why:
+            return Problem((group,), f"{typed}: {key.removeprefix(f'{group}.')}: {why}")
+    missing = [key for key, leaf in known.items() if leaf.default == MISSING_VALUE and flat.get(key) is None]
+    if wrong := missing or [key for key in flat if key not in known]:
+        short = ", ".join(key.removeprefix(f"{group}.") for key in wrong)
+        example = next((CONFIG_DIR / group).glob("*.yaml")).relative_to(CONFIG_DIR.parent)
+        has, fix = ("lacks", "add") if missing else ("has unknown keys:", "remove")
+        return Problem((group,), f"{typed}: {has} {short}", f"{fix} them, as in {example}")
+    return [f"{key}={quote(v) if isinstance(v, str) else show(v)}" for key, v in flat.items()]

@@ -1,0 +1,148 @@
+"""The settings of a run, read back from its config.yaml as plain data: `resume=RUN`.
+
+People pass run folders on. Composed by Hydra, a file in one could read the environment (`${oc.env:…}`) and
+unfold to any size. So it is parsed by `plain_yaml`, and has only the keys of the run's dataclass.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from mlm.cli.commands import SPECS, Command
+from mlm.cli.compose.arguments import Arguments, run_config, tasks_of
+from mlm.cli.compose.groups import OWN_TASK, TASK, task_names
+from mlm.config.fields import Role, expand_home, path_problem
+from mlm.config.paths import groups
+from mlm.config.plain_yaml import MAX_BYTES, parse, problem_of, read_text
+from mlm.config.suggest import did_you_mean, unknown_key
+from mlm.config.tree import flatten, leaves
+from mlm.util.errors import ConfigError, UserError, show
+from mlm.util.object_store import is_stored, read_object, split_step
+
+CONFIG = "config.yaml"
+RESUME = "resume"
+MIRROR = "checkpoint.mirror="
+
+SavedValues = dict[str, Any]
+"""Flat settings of a run: model.num_layers → 2."""
+
+
+def take_saved(command: Command, arguments: Arguments) -> SavedValues | None:
+    """The settings of the run that `resume=` names, which is removed from `arguments`; None without one.
+
+    Raises UserError.
+    """
+    typed = [text for text in arguments.overrides if text.startswith(f"{RESUME}=") and command.has_runs]
+    if not typed:
+        return None
+    arguments.overrides = [text for text in arguments.overrides if text not in typed]
+    resume = typed[-1].partition("=")[2]
+    url = split_step(resume)[0]
+    if resume and (problem := path_problem(RESUME, expand_home(url), Role.STORED)):
+        raise UserError(problem)
+    if arguments.multirun:
+        raise UserError(
+            f"resume={resume}: a run continues in one folder, not as a sweep; leave --multirun out, or type "
+            f"its settings with ckpt={resume} and another out=…"
+        )
+    for text in arguments.overrides if is_stored(url) else ():
+        if text.startswith(MIRROR) and text.removeprefix(MIRROR).rstrip("/") != url.rstrip("/"):
+            raise UserError(
+                f"resume={resume} {text}: a run continues in the mirror that it is resumed from; omit that"
+            )
+    return read_run(resume, command.config)
+
+
+def take_saved_task(command: Command, arguments: Arguments) -> SavedValues | None:
+    """The settings of the typed task in the run of `ckpt=`; None if the run was not finetuned on it.
+
+    They replace a shipped YAML: `task=` is removed from the overrides. The user's own in `--config-dir` is
+    typed, and stands above them. Raises UserError for a task that is neither the run's nor of a YAML.
+    """
+    typed = [text for text in arguments.overrides if text.startswith(f"{TASK}=")]
+    file = run_config(arguments.overrides)
+    if command.config != "eval" or len(typed) != 1 or file is None or arguments.multirun:
+        return None
+    name = typed[0].partition("=")[2]
+    try:
+        values = read_values(file, "finetune")
+    except UserError:
+        values = {}  # of a run of another command
+    task = {key: value for key, value in values.items() if key.startswith(f"{TASK}.")}
+    trained_on = task.get(f"{TASK}.name")
+    if trained_on == name:
+        if arguments.config_dir is None or name not in groups(Path(arguments.config_dir)).get(TASK, []):
+            arguments.overrides = [text for text in arguments.overrides if text not in typed]
+        return task
+    if name in task_names(arguments.config_dir):
+        return None
+    own = OWN_TASK if trained_on is None else f"the run was finetuned on {trained_on}"
+    known = [*tasks_of(command.words[0], arguments.config_dir), *filter(None, [trained_on])]
+    raise UserError(f"unknown task '{name}'{did_you_mean(name, known) or f'; {own}'}")
+
+
+def read_run(resume: str, config: str) -> SavedValues:
+    """The settings of the run that `resume=` names: its folder, which becomes `out`, or a file of settings.
+
+    `config` names the command's primary config. Raises UserError.
+    """
+    if not resume:
+        raise UserError("resume=: empty; name a run folder, such as resume=runs/shakespeare")
+    if is_stored(resume):
+        return read_mirrored(*split_step(resume), config)
+    path = Path(expand_home(resume))
+    file = path / CONFIG if path.is_dir() else path
+    if not os.path.lexists(file):
+        if (path / "checkpoints").is_dir():
+            raise UserError(
+                f"resume={resume}: holds weights and no settings of a run to resume; begin a run with them: "
+                f"ckpt={resume} out=…"
+            )
+        what = f"holds no {CONFIG}" if path.is_dir() else "no such folder"
+        raise UserError(f"resume={resume}: {what}; name the folder of a run (out=… of mlm {config})")
+    values = read_values(file, config)
+    if values.get("checkpoint.resume") is False:  # it was to find no checkpoint; now it is told to resume
+        values["checkpoint.resume"] = True
+    return {**values, "out": str(file.parent)} if file.name == CONFIG else values
+
+
+def read_mirrored(url: str, step: int | None, config: str) -> SavedValues:
+    """The settings of the run whose checkpoint.mirror is `url`, to continue it from a step.
+
+    None is the newest good one. Raises UserError.
+    """
+    url = url.rstrip("/")
+    file = f"{url}/{CONFIG}"
+    try:
+        content = read_object(file, MAX_BYTES)
+    except UserError as error:
+        raise UserError(f"{RESUME}={error}") from None
+    if content is None:
+        fix = "name a prefix that a run's checkpoint.mirror=… named"
+        raise UserError(f"{RESUME}={url}: holds no {CONFIG} of a run; {fix}")
+    values = values_in(content.decode(errors="replace"), file, config)
+    keys = {"mirror": url, "from_mirror": True, "from_step": step, "resume": True}
+    return {**values, **{f"checkpoint.{key}": value for key, value in keys.items()}}
+
+
+def read_values(path: Path, config: str) -> SavedValues:
+    """The settings in a saved file. Raises as `values_in`."""
+    return values_in(read_text(path), path, config)
+
+
+def values_in(text: str, path: Path | str, config: str) -> SavedValues:
+    """The settings in the text of a saved file of the command whose primary config is `config`.
+
+    Raises UserError, ConfigError with several problems.
+    """
+    spec = SPECS[config]
+    tree = parse(text, path)
+    command = tree.pop("command", config)
+    if command != config:
+        raise UserError(f"{path}: the settings of a run of mlm {show(command)[:40]}; use that command")
+    flat, known = flatten(tree), leaves(spec)
+    problems = [f"{path}: {unknown_key(spec, key)}; delete it" for key in flat if key not in known]
+    problems += [f"{path}: {key}: {why}" for key, value in flat.items() if (why := problem_of(value))]
+    if problems:
+        raise ConfigError(problems[:20])
+    return flat

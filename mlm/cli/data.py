@@ -1,0 +1,104 @@
+"""The commands `mlm data …`, which make corpora."""
+
+from mlm.cli.command import Command
+from mlm.corpus.config import (
+    DataBuildConfig,
+    DataInspectConfig,
+    DataTokenizerConfig,
+    DataVerifyConfig,
+    check_build,
+)
+
+COMMANDS = (
+    Command(
+        words=("data", "tokenizer"),
+        also=("tokenize",),
+        spec=DataTokenizerConfig,
+        target="mlm.corpus.train_tokenizer:run_tokenizer",
+        preflight="mlm.corpus.train_tokenizer:preflight",
+        summary="train a tokenizer on text (byte-level BPE, WordPiece), or import one",
+        about=(
+            "Trains a byte-level BPE as GPT-2's or a WordPiece vocabulary as BERT's on text, or reads the "
+            "files of another tokenizer; writes tokenizer.json, for `mlm data build`."
+        ),
+        examples=(
+            ("8,192 tokens from your documents", "mlm data tokenizer input=text out=corpus vocab_size=8192"),
+            (
+                "BERT's kind, with capitals",
+                "mlm data tokenizer input=text out=corpus kind=wordpiece vocab_size=30000 lowercase=false",
+            ),
+            ("BERT's own vocabulary", "mlm data tokenizer input=bert/vocab.txt out=corpus"),
+        ),
+    ),
+    Command(
+        words=("data", "build"),
+        also=("prepare", "preprocess"),
+        spec=DataBuildConfig,
+        target="mlm.corpus.build:run_build",
+        local_check=check_build,
+        preflight="mlm.corpus.build:preflight",
+        summary="clean, deduplicate, decontaminate and tokenise text into a corpus that pretrain reads",
+        about=(
+            "Reads text, fixes and filters it, removes near-duplicates and the text of evaluation sets, and "
+            "writes Megatron's indexed format, one corpus each for train, validation and test. Started again "
+            "after an interruption, it continues where it was. recipe=plain takes documents as they are."
+        ),
+        examples=(
+            (
+                "A folder of web text, kept apart from what models are scored on",
+                "mlm data build data=web tokenizer=gpt2 out=out decontaminate.against=[wikitext103,lambada]",
+            ),
+            (
+                "One text file, split into train, validation and test",
+                "mlm data build data=book.txt tokenizer=gpt2 out=corpus",
+            ),
+            (
+                "Clean text, already in train.jsonl and validation.jsonl",
+                "mlm data build data=text tokenizer=corpus out=corpus recipe=plain",
+            ),
+            (
+                "Compressed files, split by documents",
+                "mlm data build 'data=web/*.jsonl.zst' tokenizer=gpt2 out=corpus split=0.9/0.05/0.05",
+            ),
+        ),
+        aliases=(("data", "input"),),
+        keys=(
+            *("input", "tokenizer", "out", "split", "bad_input", "filter.min_tokens", "dedup.threshold"),
+            *("decontaminate.against", "workers"),
+        ),
+    ),
+    Command(
+        words=("data", "inspect"),
+        spec=DataInspectConfig,
+        target="mlm.corpus.inspect:run_inspect",
+        summary="show what a corpus holds: documents, tokens, lengths, decoded samples",
+        about=(
+            "Shows the header of a .bin/.idx pair, how many documents and tokens it holds, how long they are "
+            "and a few of them as text. Reads corpora of Megatron-LM as well."
+        ),
+        examples=(
+            ("Counts and lengths of a corpus, part by part", "mlm data inspect corpus"),
+            ("A foreign pair", "mlm data inspect wiki_text_document tokenizer=gpt2 samples=10"),
+            (
+                "A document whole",
+                "mlm data inspect corpus/train document=17",
+            ),
+        ),
+        positional=("path",),
+    ),
+    Command(
+        words=("data", "verify"),
+        spec=DataVerifyConfig,
+        target="mlm.corpus.verify:run_verify",
+        summary="find truncation, bad pointers and token ids out of range in a corpus",
+        about=(
+            "Reads a corpus whole: sizes, pointers, boundaries, every token id, the digests of its receipt. "
+            "Exits with 1 when something is wrong."
+        ),
+        examples=(
+            ("Check every file of a corpus", "mlm data verify corpus"),
+            ("A foreign pair", "mlm data verify wiki_text_document vocab_size=50257"),
+        ),
+        positional=("path",),
+    ),
+)

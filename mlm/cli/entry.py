@@ -1,0 +1,106 @@
+"""`main`: from argv to an exit code, and a user's mistake to lines on stderr.
+
+Imports neither Hydra nor pydantic, which take a second: `mlm --help` does without them.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from importlib import import_module
+
+from mlm import __version__
+from mlm.cli.commands import COMMANDS, Command, resolve
+from mlm.cli.compose.arguments import HELP, VERSION, find_command, second_words
+from mlm.cli.compose.help import main_help
+from mlm.launch.stop import note_stop_requests, unblock_stop_signals
+from mlm.launch.typed import record_command_line
+from mlm.util.errors import UserError
+from mlm.util.system import writable_streams
+
+TRAINING = ("pretrain", "finetune")
+"""Commands that save when they are asked to stop."""
+OK, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
+KILLED = 128
+"""Exit codes from here on are those of a run that a signal ended."""
+HEAD_START_S = 5.0  # a launcher ends all ranks when one ends: the one that reports must not be cut off
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `mlm` with `argv` (default: of this process) and return its exit code.
+
+    0 done · 1 the run failed or a file is damaged · 2 a mistake in the command, its settings or its input ·
+    128 + n stopped by signal n. `mlm.cli.compose.help.EXIT_CODES` has the details.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    saves = words[:1] and words[0] in TRAINING
+    noting = note_stop_requests(ends_process=argv is None) if saves else nullcontext()
+    with noting, record_command_line(words):
+        try:
+            unblock_stop_signals()  # what arrived before the handlers were there arrives now
+            with writable_streams() as output:
+                code = _main(words)
+        except KeyboardInterrupt:
+            return INTERRUPTED
+    return FAILED if code == OK and output.has_failed else code
+
+
+def _main(words: list[str]) -> int:
+    if words[:1] == ["help"] and (words := words[1:]):
+        # `help eval loss` is `eval loss --help`; what follows the command may be a section or key
+        end = next((len(c.words) for c in COMMANDS if tuple(words[: len(c.words)]) == c.words), len(words))
+        words = [*words[:end], HELP[0], *words[end:]]
+    if not words or words[0] in HELP:
+        return say(main_help())
+    if words[0] in VERSION or words == ["version"]:
+        return say(version_line())
+    if len(words) == 2 and words[1] in HELP and second_words(words[0]):
+        return say(main_help(words[0]))
+    try:
+        command, rest = find_command(words)
+    except UserError as error:
+        print("\n".join(error.lines()), file=sys.stderr)
+        return MISTAKE
+    return report(command, lambda: int(resolve("mlm.cli.run:act")(command, rest)))
+
+
+def say(text: str) -> int:
+    """Print a text and return the exit code of success."""
+    print(text)
+    return OK
+
+
+def version_line() -> str:
+    """The answer to `mlm --version`."""
+    version = import_module("importlib.metadata").version
+    return f"mlm {__version__} (hydra {version('hydra-core')})"
+
+
+def report(command: Command, work: Callable[[], int]) -> int:
+    """The exit code of `work`, a user's mistake printed as one line per error and no traceback.
+
+    2 for a mistake the user can fix, 1 for a damaged file or a failed check, 130 when interrupted. Other
+    exceptions pass.
+    """
+    try:
+        return work()
+    except UserError as error:
+        if speaks_for_host(os.environ):
+            for line in error.lines():
+                print(f"mlm {command.name}: {line}", file=sys.stderr)
+        else:
+            time.sleep(HEAD_START_S)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def speaks_for_host(environ: Mapping[str, str]) -> bool:
+    """True if this process reports mistakes: alone, or as the first rank that torchrun or srun started here.
+
+    All ranks of a host see the same settings and the same files, so they find the same mistakes.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return environ.get("LOCAL_RANK", "0") == "0"
+    return environ.get("SLURM_LOCALID", "0") == "0"

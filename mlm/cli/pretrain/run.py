@@ -1,0 +1,389 @@
+"""`mlm pretrain`: train a model from its initial weights, or resume a run."""
+
+import logging
+import math
+import operator
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.retention import newest_good
+from mlm.checkpoint.native.run_state import LORA, TOKENIZER, VALIDATION_DUE
+from mlm.cli.pretrain.samples import PromptSampler
+from mlm.config.build import config_digest
+from mlm.config.fields import expand_home
+from mlm.config.imports import is_path
+from mlm.convert.huggingface.folder import read_settings
+from mlm.data.blend import BlendedDataset
+from mlm.data.blend_checks import normalize_weights
+from mlm.data.blend_history import trained_on
+from mlm.data.sampler import Dataset, FromCorpus, Loader, MicroBatch, eval_batches, first_of_step
+from mlm.inference.base import Base, base_name, load_any_weights
+from mlm.inference.hf_source import load_model_folder
+from mlm.inference.trained import resolve_checkpoint
+from mlm.launch.doctor.folder import check_start
+from mlm.optim.config import STABLE_DECAYS
+from mlm.optim.schedule import warmup_warning
+from mlm.parallel.mesh import ParallelContext
+from mlm.plan import forecast
+from mlm.runs.config import PretrainConfig
+from mlm.runs.corpora import (
+    ValidationSet,
+    train_dataset,
+    validation_prefixes,
+    validation_sets,
+)
+from mlm.runs.tokenizer import tokenizer_now, tokenizer_of
+from mlm.tracking.history import FILE_NAME, diverged_since
+from mlm.tracking.metrics import Parts, Rates
+from mlm.tracking.peak import DevicePeak, peak_flops
+from mlm.tracking.reporter import training_console
+from mlm.tracking.summary import write_summary
+from mlm.training.identity import changes_line
+from mlm.training.incidents.numbers import spare_samples
+from mlm.training.incidents.watcher import IncidentError
+from mlm.training.kernels import graphs_hint
+from mlm.training.loop import (
+    CONFIG,
+    Loop,
+    composed_yaml,
+    layout_row,
+    model_row,
+    resume_command,
+    run_row,
+    training_session,
+)
+from mlm.training.memory import reuse_large_blocks, torch_errors_as_user_errors
+from mlm.training.mirror import mirroring
+from mlm.training.observer import Observer
+from mlm.training.resume import claim, continue_data, model_folder, resume
+from mlm.training.saver import SaveFailedError
+from mlm.training.state import CHECKPOINTS, INCIDENTS
+from mlm.training.trainer import Trainer
+from mlm.training.upcycle import dense_config, start_from_dense
+from mlm.util.errors import UserError, writing_to
+from mlm.util.files import write_atomic
+
+SUMMARY = "README.md"
+MOST_EPOCHS, FEW_EPOCHS = 20, 4  # above the first a run is warned, the second is advised
+
+log = logging.getLogger(__name__)
+
+
+def run(config: PretrainConfig, ctx: ParallelContext) -> int:
+    """Train; every rank calls this. Return the command's exit code. Raises UserError."""
+    if ctx.device.type == "cpu":
+        reuse_large_blocks()
+    out = Path(config.out)
+    with torch_errors_as_user_errors(config, "data.seq_length"), ExitStack() as stack:
+        claim(config, ctx, stack)
+        check_start(config.out, ctx)
+        mirror = stack.enter_context(mirroring(config, ctx))
+        if ctx.is_main:  # before memory is taken
+            for line in forecast.lines(config, ctx.world_size):
+                print(f"mlm pretrain: {line}", file=sys.stderr)
+        trainer: Trainer[MicroBatch] = Trainer(config, ctx)
+        if config.lora.rank:
+            load_base(trainer)
+        start = resume(trainer)
+        if start is None and not config.lora.rank and (start := model_folder(config)) is not None:
+            start_from_folder(trainer, start)
+        return train(trainer, out, start, mirror)
+
+
+def start_from_folder(trainer: Trainer, source: Path) -> None:
+    """Fill a trainer's parameters from a model folder of `transformers`, maybe as experts. Collective."""
+    config, ctx = trainer.config, trainer.ctx
+    fill = partial(load_model_folder, folder=source, ctx=ctx, fill=False)
+    if dense_config(config, {"model": asdict(read_settings(source)[2])}) is None:
+        fill(trainer.shards)
+    else:
+        start_from_dense(config.model, trainer.shards, fill)
+
+
+def load_base(trainer: Trainer) -> None:
+    """Load the frozen weights that adapters are trained beside, from `ckpt`. Collective; raises UserError."""
+    ckpt = trainer.config.ckpt
+    assert ckpt is not None, "checked with the settings"
+    named = resolve_checkpoint(ckpt)
+    frozen = [shard for shard in trainer.shards if not shard.is_trained]
+    manifest = load_any_weights(frozen, named.path, trainer.ctx, fill=False)
+    trainer.extra_state[LORA] = Base(base_name(ckpt, named.path), manifest.digest).encode()
+
+
+def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Path], None]) -> int:
+    """Run the loop from the trainer's state and finish the run directory. Return the exit code."""
+    config, ctx = trainer.config, trainer.ctx
+    if (changed := continue_data(trainer)) and (memory := trainer.extra_state.get(INCIDENTS)):
+        memory["recent"] = []  # other data may have other losses
+    left = config.train.steps - trainer.step
+    works = left > 0 or VALIDATION_DUE in trainer.extra_state
+    whole, ramp = config.train.global_batch_size, config.train.ramp_batch
+    num_samples = first_of_step(trainer.consumed_samples, max(0, left), whole, (), ramp)
+    num_samples += spare_samples(trainer)
+    samples = train_dataset(config, num_samples, trainer.history)
+    peak = peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops)
+    rows = header(trainer, out, peak, samples)
+    warnings = [
+        config.model.family.warning(config.model),
+        warmup_warning(config.optimizer, config.schedule, config.train.steps),
+        epochs_warning(samples, config.train.steps) if left > 0 else None,
+    ]
+    if ctx.is_main:
+        if (tokenizer := tokenizer_now(config.data)) is not None:
+            trainer.extra_state[TOKENIZER] = tokenizer.encode()
+        if left > 0:  # last, when all is checked and loaded: what is rejected, or has nothing to do, stays
+            prepare_directory(config, out)
+    with (
+        summarising_failure(trainer, out, rows),
+        training_session(
+            trainer,
+            out,
+            header=rows,
+            record={
+                "config_digest": config_digest(config),
+                "layout": {**asdict(config.parallel), "dp": ctx.dp.size},
+                "resumed_from": start and str(start),
+                "corpora": trained_on(trainer.history),
+            },
+            notes=notes(trainer, start, changed),
+            warnings=[warning for warning in warnings if warning is not None],
+            peak=peak,
+            tokens_per_step=config.train.global_batch_size * config.data.seq_length,
+            seq_length=config.data.seq_length,
+            loss_unit=config.model.family.loss_unit,
+            mirror=mirror,
+        ) as session,
+    ):
+        validation = validation_sets(config, trainer.history)
+        code = 0
+        if not PretrainLoop(*session, samples, validation).run():
+            words = shlex.join(resume_command("pretrain", out, config))
+            code = session.note_stopped(f" Resume with:\n  {words}")
+    if ctx.is_main and (works or not (out / SUMMARY).exists()):
+        finish_directory(trainer, out, rows)
+    return code
+
+
+def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str]:
+    """Lines shown before training: its start, changes of settings and data."""
+    config, lines = trainer.config, list[str]()
+    left = config.train.steps - trainer.step
+    if start is not None:
+        begins = "resuming from" if trainer.step else "weights from"
+        lines.append(f"{begins} {start} (step {trainer.step})")
+    since = tuple(c for c in trainer.past.changes if c["step"] == trainer.step)
+    if since and left > 0:
+        lines.append(f"{changes_line(since)}; for a new run instead, set another out=…")
+    if changed is not None:
+        lines.append(changed)
+    if left <= 0 and VALIDATION_DUE not in trainer.extra_state:
+        done = f"step {trainer.step} of train.steps={config.train.steps} is done"
+        lines.append(f"{done}: raise train.steps to continue, or set another out=… for a new run")
+    if config.train.validate_every and config.data.kind == "indexed" and not validation_prefixes(config.data):
+        key = next(key for key in ("blend", "train", "path") if getattr(config.data, key))
+        lines.append(f"no validation: data.{key} names no validation part; set data.validation=PREFIX")
+    if hint := graphs_hint(config, trainer.ctx.device):
+        lines.append(hint)
+    return lines
+
+
+def prepare_directory(config: PretrainConfig, out: Path) -> None:
+    """Write the composed configuration and the tokenizer beside what will come. Raises UserError."""
+    checkpoint = replace(config.checkpoint, from_mirror=False, from_step=None)
+    data = replace(config.data, change=False)
+    saved = replace(config, data=data, checkpoint=checkpoint)  # allowed once
+    with writing_to(config.out):
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomic(out / CONFIG, composed_yaml(saved, "pretrain").encode())
+        tokenizer = tokenizer_of(config.data)
+        if tokenizer is not None:
+            if config.ckpt is None:
+                tokenizer.declared = tokenizer.declared.of_another_model()
+            tokenizer.save(out)
+
+
+def epochs_of(samples: Dataset) -> list[float | None]:
+    """Passes over each part of a blend, or over the one corpus; None of what is no corpus."""
+    parts = samples.datasets if isinstance(samples, BlendedDataset) else [samples]
+    return [part.epochs if isinstance(part, FromCorpus) else None for part in parts]
+
+
+def epochs_warning(samples: Dataset, steps: int) -> str | None:
+    """Return a warning if a run reads a corpus so often that the model learns it by heart, else None."""
+    most = max((epochs for epochs in epochs_of(samples) if epochs is not None), default=0.0)
+    if most <= MOST_EPOCHS:
+        return None
+    fewer = max(1, int(steps * FEW_EPOCHS / most))
+    return (
+        f"warning: train.steps={steps} reads the corpus {most:,.0f} times, so that the model learns it by "
+        f"heart; use about train.steps={fewer} for {FEW_EPOCHS} epochs, or a smaller train.global_batch_size"
+    )
+
+
+def header(trainer: Trainer, out: Path, peak: DevicePeak | None, samples: Dataset) -> list[tuple[str, str]]:
+    """Rows shown above the numbers."""
+    config, batch = trainer.config, trainer.config.train
+    ramp = ""
+    if batch.ramp_batch is not None:
+        start, _, until = batch.ramp_batch
+        ramp = f", from {start} samples on until {until:,} are read"
+    sources = trainer.history[-1].sources if trainer.history else ()
+    corpora = [
+        source.name
+        + (f" {source.weight:.2%}" if sources[1:] else "")
+        + ("" if epochs is None else f" ({epochs:,.1f} epochs)")
+        for source, epochs in (zip(sources, epochs_of(samples), strict=True) if sources else ())
+    ]
+    return [
+        run_row(config.name, out),
+        model_row(trainer),
+        layout_row(trainer),
+        (
+            "batch",
+            f"{batch.global_batch_size} × {config.data.seq_length} tokens in micro-batches of "
+            f"{batch.micro_batch_size}{ramp}",
+        ),
+        *([("data", ", ".join(corpora))] if corpora else []),
+        ("precision", config.precision.dtype),
+        ("peak", f"{peak.label} TFLOP/s" if peak else "unknown: set dist.peak_tflops for MFU"),
+        ("out", str(out)),
+    ]
+
+
+@dataclass
+class PretrainLoop(Loop):
+    """Train on the samples of a dataset in order, from the first one not consumed yet."""
+
+    warmup_key = "schedule.warmup_steps"
+
+    samples: Dataset
+    validation: Sequence[ValidationSet]
+    last_validation: float | None = field(default=None, init=False)
+    """Mean validation loss of the last validation, nats per token."""
+
+    def further_observers(self) -> list[Observer]:
+        """Return what continues `train.sample_prompts`, if there are any. Raises UserError."""
+        config = self.trainer.config
+        tokenizer = tokenizer_of(config.data) if config.train.sample_prompts else None
+        return [] if tokenizer is None else [PromptSampler(self.trainer, self.reporter, tokenizer)]
+
+    @property
+    def validate_every(self) -> int:
+        """Steps between validations."""
+        return self.trainer.config.train.validate_every if self.validation else 0
+
+    def batches(self) -> Loader:
+        """Batches of each step, from the next step on."""
+        return self.trainer.batches(self.samples)
+
+    def count(self) -> None:
+        """Count the step that was just taken, of fewer tokens in a ramp of the batch."""
+        self.throughput.count(len(self.trainer.newest_samples) * self.trainer.config.data.seq_length)
+
+    def tokens(self) -> int:
+        """Tokens trained on so far."""
+        consumed = self.trainer.consumed_samples
+        unread = sum(count for first, count in self.trainer.left_out if first < consumed)
+        return (consumed - unread) * self.trainer.config.data.seq_length
+
+    def parts(self, means: Sequence[float], rates: Rates | None = None) -> Parts:
+        """The parts of the objective by name; nothing where the loss is all there is."""
+        names = self.trainer.objective.parts
+        return dict(zip(names, means, strict=True)) if len(names) > 1 else {}
+
+    def score(self) -> None:
+        """Mean loss over the validation windows; of a blend, the mean over its corpora by weight."""
+        parts = [self.trainer.validate(self.validation_batches(part)) for part in self.validation]
+        losses = [math.fsum(means[: self.trainer.objective.losses]) for means in parts]
+        weights = normalize_weights([part.weight for part in self.validation])
+        whole = [math.fsum(map(operator.mul, weights, part)) for part in zip(*parts, strict=True)]
+        self.last_validation = math.fsum(map(operator.mul, weights, losses))
+        by_corpus = {part.name: loss for part, loss in zip(self.validation, losses, strict=True) if part.name}
+        perplexity = math.exp(min(whole[0], 700.0))  # per token; of a BERT per masked token
+        self.reporter.validation(
+            self.trainer.step, self.last_validation, perplexity, {**by_corpus, **self.parts(whole)}
+        )
+
+    def validation_batches(self, part: ValidationSet) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of one corpus in a validation."""
+        train, ctx = self.trainer.config.train, self.trainer.ctx
+        return eval_batches(
+            part.windows,
+            micro_batch_size=train.micro_batch_size,
+            rank=ctx.dp.rank,
+            size=ctx.dp.size,
+            limit=train.validate_batches * train.global_batch_size,
+        )
+
+
+@contextmanager
+def summarising_failure(trainer: Trainer, out: Path, rows: list[tuple[str, str]]) -> Iterator[None]:
+    """Write the summary of a run that ends with an error of all ranks; they wait for the one that writes."""
+    try:
+        yield
+    except (IncidentError, SaveFailedError) as error:
+        text = str(error)
+
+        def write() -> None:
+            if trainer.ctx.is_main:
+                finish_directory(trainer, out, rows, text)
+
+        with suppress(UserError):  # what ended the run comes first
+            Ranks.of(trainer.ctx).together(write, lambda problem: UserError(str(problem)))
+        raise
+
+
+def finish_directory(
+    trainer: Trainer, out: Path, rows: list[tuple[str, str]], failure: str | None = None
+) -> None:
+    """Write the run's summary. A full disk then is no failed training."""
+    config = trainer.config
+    generates = config.model.family.causal and (out / "tokenizer.json").exists()
+    kind, scaler = config.model.kind, trainer.scaler
+    if scaler.dynamic and 0 < trainer.step == scaler.skipped.item():
+        why = "precision.initial_loss_scale=%g: all %d steps overflowed, no weight has changed; set it to %g"
+        log.warning(why, config.precision.initial_loss_scale, trainer.step, scaler.scale.item())
+    try:
+        good = newest_good(out / CHECKPOINTS, diverged_since(out / FILE_NAME))
+        summary = write_summary(
+            out,
+            resume=resume_command("pretrain", out, config),
+            header=rows,
+            total_steps=config.train.steps,
+            decays=config.schedule.decay not in STABLE_DECAYS,
+            unit=config.model.family.loss_unit,
+            prompt="The" if generates else None,
+            trusted=kind.partition(":")[0] if is_path(kind) else None,
+            validation=[str(prefix) for prefix in validation_prefixes(config.data).values()],
+            predicted=forecast.predicted(config, trainer.ctx.world_size),
+            failure=failure,
+            checkpoint=[("newest good checkpoint", f"`{good}`" if good else "none")],
+        )
+    except (OSError, UserError) as error:
+        why = f"{error.filename or out}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        log.warning("%s: the run is saved, its summary is not", why)
+    else:
+        line = Text(f"summary {summary}, curves: mlm report {shlex.quote(str(out))}")
+        training_console("off", out / "metrics.jsonl").print(line, soft_wrap=True)
+
+
+def model_of_ckpt(ckpt: Any) -> dict[str, Any] | None:
+    """Return the settings `model.*` of what `ckpt` names; None where they cannot be read.
+
+    The reason is left to the checks of the run, which read the checkpoint too.
+    """
+    if not isinstance(ckpt, str) or not Path(expand_home(ckpt)).is_dir():
+        return None
+    try:
+        return asdict(resolve_checkpoint(expand_home(ckpt)).config.model)
+    except (UserError, OSError):
+        return None

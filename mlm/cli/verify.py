@@ -1,0 +1,83 @@
+"""The commands `mlm parity`, `mlm audit` and `mlm verify-resume`."""
+
+from mlm.cli.command import Command
+from mlm.verify.config import (
+    AuditConfig,
+    ParityConfig,
+    VerifyResumeConfig,
+    check_audit,
+    check_parity,
+    check_verify_resume,
+)
+
+KEYS = (
+    *("steps", "out", "seed", "ckpt", "tp", "sequence_parallel", "cp", "ep", "pp", "vp", "pipeline", "dp"),
+    *("zero", "data.path", "data.seq_length", "train.global_batch_size", "train.micro_batch_size"),
+    *("precision.dtype", "dist.device"),
+)
+COMMANDS = (
+    Command(
+        words=("parity",),
+        spec=ParityConfig,
+        target="mlm.verify.parity:run",
+        check=check_parity,
+        preflight="mlm.verify.parity:preflight",
+        out_is_run_folder=True,
+        own_choices=("precision=fp64", "cluster=local"),
+        summary="check that a layout trains exactly as one process does, before using a cluster",
+        about=(
+            "Runs the first steps of a pretraining run on the layout and on one process, and compares every "
+            "loss, gradient and weight. Takes any command line of `mlm pretrain`; by default a tiny model on "
+            "random tokens, in float64, where equal means to 1e-10. Ends with 0 if equal, 1 if not."
+        ),
+        examples=(
+            (
+                "Every axis at once, on eight processes of a laptop",
+                "mlm parity tp=2 pp=2 dp=2 sequence_parallel=true",
+            ),
+            (
+                "The settings of a large run on a small model",
+                "mlm parity experiment=v1_8_3b model=gpt2_tiny tp=2 dp=2 train.global_batch_size=32",
+            ),
+            ("Half precision: looser tolerances", "mlm parity tp=2 precision=bf16"),
+        ),
+        keys=(*KEYS, "recompute", "compile", "model.num_layers", "model.hidden_dropout"),
+    ),
+    Command(
+        words=("audit",),
+        spec=AuditConfig,
+        target="mlm.verify.audit.api:run",
+        local_check=check_audit,
+        preflight="mlm.verify.audit.api:preflight",
+        summary="find the first place where a layout of any PyTorch training code parts from one process",
+        about=(
+            "Runs a function of yours, which builds a module or a training step for a mesh, on one process "
+            "and on the layout, over gloo and in float64. Compares the output of every module and its "
+            "gradient, every parameter's gradient after reduction, the norm, the weights after each step; "
+            "names the first place that differs, the likely cause, and the smallest layout that shows it. "
+            "Ends with 0 if all is alike, 1 if not, 2 for code that cannot be judged."
+        ),
+        examples=(
+            ("A tensor-parallel module", "mlm audit my_model.py:build --tp 2"),
+            ("With replicas and a page", "mlm audit my_model.py:build tp=2 dp=2 out=audit.html"),
+        ),
+        positional=("build",),
+    ),
+    Command(
+        words=("verify-resume",),
+        spec=VerifyResumeConfig,
+        target="mlm.verify.resume:run",
+        local_check=check_verify_resume,
+        preflight="mlm.verify.resume:preflight",
+        own_choices=("cluster=local",),
+        summary="check that a killed run resumes as if nothing had happened",
+        about=(
+            "Trains 2k steps straight; then k steps, a kill -9, and the same command again for k more. "
+            "Compares every loss, and at the end every weight and moment, bit for bit. On a GPU add "
+            "deterministic=true: its fastest attention adds gradients in no fixed order, so that no two runs "
+            "have the same bits. Takes any command line of `mlm pretrain`; ends with 0 if equal, 1 if not."
+        ),
+        examples=(("Kill a run on two ranks, resume it, and compare bit for bit", "mlm verify-resume tp=2"),),
+        keys=KEYS,
+    ),
+)

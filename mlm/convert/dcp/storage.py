@@ -1,0 +1,110 @@
+"""Tensors of a DCP folder, read by slices: an item's bytes are found, never unpickled.
+
+An item is an archive of torch.save that holds one tensor (`torch_file.py`).
+"""
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from mlm.checkpoint.native.reader import copy_region
+from mlm.checkpoint.native.shard_file import Form, Stored
+from mlm.checkpoint.native.slices import Region
+from mlm.convert.dcp.metadata import COPY_AGAIN, StoredPiece, StoredTensor
+from mlm.convert.dcp.torch_file import DAMAGES, Window, open_archive, read_archive
+from mlm.convert.dcp.unpickled import PickleError
+from mlm.util.errors import CorruptFileError, reading_from
+from mlm.util.files import digest_file
+
+OPEN_FILES = 64
+_DATA = re.compile(
+    r"torch\.\w+Storage|torch\._utils\._rebuild_(tensor_v2|parameter)|collections\.OrderedDict"
+)
+
+
+class DCPReader:
+    """Reads any region of any tensor of a folder. A context manager: leaving it closes the files.
+
+    Methods raise CorruptFileError, and UserError where a file cannot be read.
+    """
+
+    def __init__(self, folder: Path, tensors: dict[str, StoredTensor]) -> None:
+        self.folder, self.tensors = folder, tensors
+        self._open: dict[str, BinaryIO] = {}
+
+    def __enter__(self) -> "DCPReader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for f in self._open.values():
+            f.close()
+        self._open.clear()
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files that hold the tensors."""
+        return sorted({piece.file for tensor in self.tensors.values() for piece in tensor.pieces})
+
+    def read(self, name: str, region: Region, dtype: torch.dtype | None = None) -> Tensor:
+        """Return those elements, on the CPU, in `dtype`, by default the stored one."""
+        tensor = self.tensors[name]
+        target = torch.empty(region.size, dtype=dtype or tensor.dtype)
+        for piece in tensor.pieces:
+            if common := region.intersect(piece.region):
+                f = self._file(piece.file)
+                stored = self._find(name, tensor.dtype, piece)
+                copy_region(f, stored, common, piece.region, target[common.within(region)])
+        return target
+
+    def verify(self, progress: Callable[[int], None] = lambda count: None) -> dict[str, str]:
+        """Compare every item with its checksums; return the digest of each file by its name."""
+        for name, tensor in self.tensors.items():
+            for piece in tensor.pieces:
+                try:
+                    with open_archive(self._item(piece)) as records:
+                        damaged = records.testzip()
+                except (*DAMAGES, OSError) as error:
+                    raise self._damaged(name, piece, str(error)) from error
+                if damaged is not None:
+                    raise self._damaged(name, piece, f"bad CRC of {damaged[:60]}")
+        with reading_from(self.folder, COPY_AGAIN):
+            return {file: digest_file(self.folder / file, progress) for file in self.files}
+
+    def _find(self, name: str, dtype: torch.dtype, piece: StoredPiece) -> Stored:
+        """Return where the bytes of a piece lie in its file."""
+        try:
+            saved = read_archive(self._item(piece), _is_data)
+            stored = saved.find(saved.value)
+            if stored.form != Form(dtype, piece.region.size):
+                raise PickleError(f"is not of {dtype} {list(piece.region.size)}, as .metadata lists it")
+        except (*DAMAGES, OSError) as error:
+            raise self._damaged(name, piece, str(error)) from error
+        return stored._replace(begin=piece.begin + stored.begin)
+
+    def _item(self, piece: StoredPiece) -> BinaryIO:
+        return io.BufferedReader(Window(self._file(piece.file), piece.begin, piece.length), 1 << 16)
+
+    def _damaged(self, name: str, piece: StoredPiece, why: str) -> CorruptFileError:
+        path = self.folder / piece.file
+        reason = (why if why.isprintable() else ascii(why))[:120]
+        return CorruptFileError(
+            f"{path}: the item at byte {piece.begin} holds no plain {name} ({reason}); nothing was executed. "
+            f"{COPY_AGAIN}"
+        )
+
+    def _file(self, name: str) -> BinaryIO:
+        if name not in self._open:
+            if len(self._open) >= OPEN_FILES:
+                self._open.pop(next(iter(self._open))).close()
+            with reading_from(self.folder, COPY_AGAIN):
+                self._open[name] = open(self.folder / name, "rb", buffering=0)  # noqa: SIM115
+        return self._open[name]
+
+
+def _is_data(name: str) -> bool:
+    return _DATA.fullmatch(name) is not None

@@ -1,0 +1,147 @@
+"""Llama 3 and Qwen 3 as torchtitan names and orders them in a DCP folder, read and written.
+
+Such a folder records no sizes of heads and no settings: its model comes from a config.json. A tied output
+layer is stored too. Written are the names of torchtitan 0.2, `TORCHTITAN` in mlm/convert/megatron/llama.py;
+those of 2026, attention.qkv_linear.wq and lm_head, are read.
+"""
+
+from collections.abc import Callable
+from copy import copy
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mlm.checkpoint.native.compare import are_equal
+from mlm.checkpoint.native.slices import Read, Region
+from mlm.checkpoint.parameters import parameters
+from mlm.convert.dcp.metadata import MOMENTS, read_metadata
+from mlm.convert.dcp.storage import DCPReader
+from mlm.convert.dcp.writer import DCPTensor
+from mlm.convert.megatron.llama import TORCHTITAN, torchtitan_problem, torchtitan_weaves
+from mlm.convert.megatron.mapping import split_layer
+from mlm.convert.woven import reweave
+from mlm.models.config import ModelConfig
+from mlm.util.errors import CorruptFileError, UserError
+
+TOKEN_TABLE = TORCHTITAN["token.weight"]
+OUTPUT = TORCHTITAN["output.weight"]
+STATE = "optimizer.state."
+_OTHER = ("optimizer.", "lr_scheduler", "dataloader", "train_state", "freqs_cis")
+
+
+def stored_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of torchtitan's tensors by our names for them. Raises UserError if it has none."""
+    if model.kind != "llama":
+        raise UserError(f"model.kind={model.kind}: torchtitan's names are of Llama 3 and Qwen 3")
+    if problem := torchtitan_problem(model):
+        raise UserError(f"torchtitan has no such model: {problem}")
+    weaves = torchtitan_weaves(model)
+    ours = {name: one.shape for name, one in parameters(model).items()}
+    kept = {name: shape for name, shape in ours.items() if split_layer(name)[1] not in weaves.ours}
+    for layer in range(model.num_layers):
+        for short, woven in weaves.theirs.items():
+            kept[f"layers.{layer}.{short}"] = (woven.rows, model.hidden_size)
+    return kept
+
+
+def torchtitan_name(name: str) -> str:
+    """Return torchtitan's name of a tensor."""
+    layer, short = split_layer(name)
+    return TORCHTITAN[short] if layer is None else f"layers.{layer}.{TORCHTITAN[short]}"
+
+
+def usual_name(name: str) -> str:
+    """Return the name that torchtitan 0.2 has for a stored tensor."""
+    short = name.removeprefix("model.").replace(".attention.qkv_linear.", ".attention.")
+    return OUTPUT if short == "lm_head.weight" else short
+
+
+class TorchtitanReader:
+    """Reads parameters of ours from a folder with torchtitan's names."""
+
+    def __init__(self, folder: Path, model: ModelConfig) -> None:
+        """Compare names and shapes. Raises UserError and CorruptFileError."""
+        self.model, self.shapes = model, stored_shapes(model)
+        self.weaves = torchtitan_weaves(model)
+        tensors = read_metadata(folder, lambda name: not name.startswith(_OTHER))
+        stored = {usual_name(name): name for name in tensors}
+        wanted = {torchtitan_name(name): shape for name, shape in self.shapes.items()}
+        if model.is_tied and OUTPUT in stored:
+            wanted[OUTPUT] = self.shapes["token.weight"]
+        for theirs in sorted({*stored, *wanted}):
+            held = list(tensors[stored[theirs]].shape) if theirs in stored else "missing"
+            needed = list(wanted[theirs]) if theirs in wanted else "none"
+            if held != needed:
+                raise CorruptFileError(
+                    f"{folder}: {ascii(theirs)[1:100]} is {held}, {needed} is needed: name the config of "
+                    "this model, or copy the whole folder again"
+                )
+        self.names = {name: stored[torchtitan_name(name)] for name in self.shapes}
+        self.reader = DCPReader(folder, tensors)
+        if model.is_tied and OUTPUT in stored:
+            self._check_tied(stored[OUTPUT])
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """Return those elements of a parameter, float32."""
+        if split_layer(name)[1] not in self.weaves.ours:
+            return self._load(name, region)
+        value = reweave(
+            name,
+            self.weaves.theirs,
+            self.weaves.ours,
+            lambda one: self._load(one, Region.whole(self.shapes[one])),
+        )
+        return value[region.within(Region.whole(value.shape))]
+
+    def open_moments(self) -> tuple[dict[str, "TorchtitanReader"], int | None]:
+        """Return readers of Adam's moments by name, and its count of steps; none if some are not there whole.
+
+        They are stored as optimizer.state.layers.0.attention.wq.weight.exp_avg, the count as …step.
+        """
+        folder, found = self.reader.folder, dict[str, TorchtitanReader]()
+        stored = read_metadata(folder, lambda name: name.startswith(STATE))
+        reader, first = DCPReader(folder, stored), f"{STATE}{self.names['token.weight']}.step"
+        for moment in MOMENTS:
+            opened = copy(self)
+            opened.names = {name: f"{STATE}{theirs}.{moment}" for name, theirs in self.names.items()}
+            opened.reader = reader
+            if any(n not in stored or stored[n].shape != self.shapes[k] for k, n in opened.names.items()):
+                return {}, None
+            found[moment] = opened
+        if first not in stored or stored[first].shape != ():
+            return {}, None
+        return found, int(reader.read(first, Region((), ())).item())
+
+    def _check_tied(self, output: str) -> None:
+        stored = partial(self.reader.read, output, dtype=torch.float32)
+        if not are_equal(partial(self._load, "token.weight"), stored, self.shapes["token.weight"]):
+            raise UserError(
+                f"{self.reader.folder}: {output} differs from the token table, to which its config "
+                "ties it: set tie_word_embeddings=false in its config.json"
+            )
+
+    def _load(self, name: str, region: Region) -> Tensor:
+        return self.reader.read(self.names[name], region, torch.float32)
+
+
+def torchtitan_tensors(
+    model: ModelConfig, read: Read, dtype: torch.dtype
+) -> tuple[dict[str, DCPTensor], Callable[[str, Region], Tensor]]:
+    """Return torchtitan's tensors for a DCP folder, and what makes them of ours. Raises UserError."""
+    shapes, weaves = stored_shapes(model), torchtitan_weaves(model)
+    ours = {name: one.shape for name, one in parameters(model).items()}
+    names = {torchtitan_name(name): name for name in shapes}
+
+    def make(theirs: str, region: Region) -> Tensor:
+        name = names[theirs]
+        if split_layer(name)[1] not in weaves.theirs:
+            return read(name, region).to(dtype)
+        value = reweave(name, weaves.ours, weaves.theirs, lambda one: read(one, Region.whole(ours[one])))
+        return value.to(dtype)
+
+    if model.is_tied:
+        names[OUTPUT] = "token.weight"
+    forms = {theirs: DCPTensor(shapes[n], dtype, (Region.whole(shapes[n]),)) for theirs, n in names.items()}
+    return forms, make

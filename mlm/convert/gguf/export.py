@@ -1,0 +1,270 @@
+"""`mlm export gguf`: a Llama, Mistral, Qwen or mixture as one file for llama.cpp and what is built on it.
+
+Keys and names of tensors are those of the `gguf` package, what they hold is what llama.cpp's converter
+writes. Matrices are of the chosen type, norms, biases and routers float32. Before the file is named, the
+tokenizer is tried on texts, and, where llama.cpp is installed, the whole file in it.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import mlm
+from mlm.cli.conversion_settings import ExportGGUFConfig
+from mlm.cli.result import show_table
+from mlm.convert.gguf.llama_cpp import LlamaCpp, is_installed
+from mlm.convert.gguf.vocabulary import compare_tokens, composes, vocabulary
+from mlm.convert.huggingface.llama import model_type
+from mlm.convert.huggingface.target import hf_mapping, token_ids
+from mlm.convert.sources import Source, native_source
+from mlm.data.tokenizer import Tokenizer
+from mlm.models.config import ModelConfig
+from mlm.models.llama.rope import frequencies
+from mlm.models.llama.settings import LlamaSettings
+from mlm.runs.folder import GB
+from mlm.util.errors import UserError
+from mlm.util.extras import load_extra
+from mlm.util.results import CREATOR, is_stream, result_problems, target_name, write_result
+
+EXTRA = "gguf"
+ARCHITECTURES = {
+    **{"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"},
+    **{"mixtral": "LLAMA", "qwen3_moe": "QWEN3MOE", "olmoe": "OLMOE"},
+}
+PAIRED = ("LLAMA",)
+"""Architectures of which llama.cpp turns neighbouring rows of a head."""
+FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+BLOCK = 32
+"""Columns of a block of Q8_0, which share a scale."""
+LOGIT_ERRORS = {"f32": 1e-3, "f16": 0.05, "bf16": 0.2, "q8_0": 0.25}
+"""Type -> root mean square by which logits may differ in llama.cpp, in standard deviations of all."""
+PROBED_TOKENS = 32
+PRIME = 7919
+LLAMA_CPP_YARN = {"rope_beta_fast": 32.0, "rope_beta_slow": 1.0, "rope_truncate": True, "rope_mscale": 0.0}
+"""Settings of yarn that a file cannot hold, and their values in llama.cpp."""
+EXPERT = re.compile(r"(?<=\.experts)\.\d+")
+
+
+def preflight(config: ExportGGUFConfig) -> list[str]:
+    """Return what is wrong with the checkpoint and `out`; no tensor is read."""
+    try:
+        load_extra("gguf", "mlm export gguf", EXTRA)
+        source = native_source(config.ckpt)
+        hf_mapping(source)
+        if problem := model_problem(source):
+            return [f"{source.path}: {problem}"]
+        if source.tokenizer is not None:
+            vocabulary(source.tokenizer, source.model.vocab_size)
+    except UserError as error:
+        return list(error.problems)
+    return result_problems(config.out)
+
+
+def model_problem(source: Source) -> str | None:
+    """Return why llama.cpp has no such model."""
+    model = source.model
+    settings = LlamaSettings.of(model) if model.kind == "llama" else None
+    kind = model.kind if settings is None else model_type(model)
+    if settings is None or model.head != "language_model" or kind not in ARCHITECTURES:
+        return f"{kind} with head={model.head} is not supported; supported: {', '.join(ARCHITECTURES)}"
+    architecture = ARCHITECTURES[kind]
+    if model.activation != "silu":
+        return f"model.activation={model.activation} is not supported; supported: silu"
+    if settings.rope_scaling == "llama3" and architecture != "LLAMA":
+        return f"llama.cpp has no {model_type(model)} with model.options.rope_scaling=llama3"
+    if settings.rope_scaling == "yarn":
+        for name, value in LLAMA_CPP_YARN.items():
+            if (given := getattr(settings, name)) != value:
+                return f"model.options.{name}={given} is not supported; llama.cpp computes {value}"
+    if settings.num_experts and settings.router_normalise is (architecture == "OLMOE"):
+        return (
+            f"llama.cpp has no {model_type(model)} with model.options.router_normalise="
+            f"{str(settings.router_normalise).lower()}"
+        )
+    return None
+
+
+def run(config: ExportGGUFConfig) -> None:
+    """Write the file, try it in llama.cpp and print a table. Raises UserError."""
+    gguf: Any = load_extra("gguf", "mlm export gguf", EXTRA)
+    source = native_source(config.ckpt)
+    source.digests()
+    writer = prepare(gguf, source, config.type)
+    is_tried = is_installed() and config.verify and not is_stream(config.out)
+    check = partial(check_in_llama_cpp, source, config) if is_tried else None
+    write_result(config.out, partial(write, gguf, writer, check))
+    size = sum(tensor.nbytes for tensors in writer.tensors for tensor in tensors.values())
+    columns: dict[str, object] = {
+        "architecture#": writer.arch,
+        "type#": config.type,
+        "GB#": f"{size / GB:.3g}",
+    }
+    notes = notes_of(source, is_tried=is_tried)
+    show_table(f"export gguf · {source.path}", columns, notes, f"written to {target_name(config.out)}")
+
+
+def notes_of(source: Source, *, is_tried: bool) -> list[str]:
+    """Return what is missing, changed or not tried."""
+    notes, window = [], LlamaSettings.of(source.model).window
+    if source.tokenizer is None:
+        notes.append(f"no tokenizer: {source.path} has none, so that llama.cpp reads token ids alone")
+    elif composes(source.tokenizer):
+        notes.append("llama.cpp composes no accents: text that is not in NFC is read as other tokens")
+    if window:
+        notes.append(f"context of {window} tokens: llama.cpp has no window in this architecture")
+    if not is_tried:
+        notes.append("not tried in llama.cpp: that takes a regular file, verify=true and mlm[gguf-check]")
+    return notes
+
+
+def prepare(gguf: Any, source: Source, kind: str) -> Any:
+    """Return a writer that holds all keys and tensors."""
+    architecture = ARCHITECTURES[model_type(source.model)]
+    writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture]])
+    writer.add_quantized_by(CREATOR)  # by which a later export knows the file
+    add_settings(gguf, writer, source, kind)
+    if source.tokenizer is None:
+        writer.add_tokenizer_model("none")
+    else:
+        add_tokenizer(writer, source, source.tokenizer)
+    mapping, settings = hf_mapping(source), LlamaSettings.of(source.model)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture], source.model.num_layers)
+    if settings.rope_scaling == "llama3":
+        cpu = torch.device("cpu")
+        scaled = frequencies(settings, torch.float64, cpu)[0]
+        plain = frequencies(replace(settings, rope_scaling="default"), torch.float64, cpu)[0]
+        # llama.cpp divides each frequency by these
+        writer.add_tensor(names.get_name("rope_freqs") + ".weight", (plain / scaled).float().numpy())
+    heads = {"q_proj": source.model.num_heads, "k_proj": settings.num_kv_heads}
+    for ours, location in mapping.locations(source.model):
+        # Tensors of single experts are one of all of them.
+        tensors = dict[str, list[Tensor]]()
+        for theirs, value in zip(location.names, location.to_theirs(source.whole(ours)), strict=True):
+            module = theirs.split(".")[-2]
+            if architecture in PAIRED and module in heads:
+                value = interleave(value, heads[module])
+            stored = mapping.stored_name(theirs, source.model.head)
+            tensors.setdefault(EXPERT.sub("", stored), []).append(value)
+        for stored, values in tensors.items():
+            name = names.get_name(stored, try_suffixes=(".weight", ".bias"))
+            value = torch.stack(values) if ".experts." in stored else values[0]
+            data, dtype = encoded(gguf, value, "f32" if "_inp." in name else kind)
+            writer.add_tensor(name, data, raw_dtype=dtype)
+    return writer
+
+
+def write(gguf: Any, writer: Any, check: Callable[[BinaryIO], None] | None, file: BinaryIO) -> None:
+    """Write a prepared file to one that is open, and check it.
+
+    Raises OSError; a pipe has no position to align tensors.
+    """
+    writer.fout, writer.state = [file], gguf.gguf_writer.WriterState.EMPTY
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    file.flush()
+    if check is not None:
+        check(file)
+
+
+def check_in_llama_cpp(source: Source, config: ExportGGUFConfig, file: BinaryIO) -> None:
+    """Compare tokens and logits in llama.cpp. Raises UserError if they differ."""
+    llama = LlamaCpp(Path(file.name))
+    if source.tokenizer is not None:
+        compare_tokens(source.tokenizer, llama.tokens)
+    count = min(PROBED_TOKENS, context_length(source.model))
+    ids = torch.arange(count).mul(PRIME).remainder(source.model.vocab_size)
+    want = mlm.load(config.ckpt).logits(ids[None])[0].float()
+    error = ((llama.logits(ids.tolist()) - want).square().mean().sqrt() / want.std()).item()
+    if not error <= LOGIT_ERRORS[config.type]:
+        raise UserError(
+            f"out={config.out}: llama.cpp computes other logits than mlm, by {error:.3g} standard deviations "
+            f"({LOGIT_ERRORS[config.type]:g} is what type={config.type} rounds); nothing is written"
+        )
+
+
+def interleave(value: Tensor, heads: int) -> Tensor:
+    """Reorder the rows of a head from halves to pairs: llama.cpp turns neighbours for this architecture."""
+    turned: Tensor = value.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    return turned
+
+
+def encoded(gguf: Any, value: Tensor, kind: str) -> tuple[NDArray[Any], Any]:
+    """Return a tensor's numbers as stored, and their type. Vectors are float32."""
+    numbers, types = value.float().contiguous().numpy(), gguf.GGMLQuantizationType
+    if kind == "f32" or value.ndim == 1:
+        return numbers, types.F32
+    if kind == "q8_0" and value.shape[-1] % BLOCK:
+        return gguf.quants.quantize(numbers, types.F16), types.F16
+    return gguf.quants.quantize(numbers, types[kind.upper()]), types[kind.upper()]
+
+
+def add_settings(gguf: Any, writer: Any, source: Source, kind: str) -> None:
+    """Add the model's name, shape and rotary positions."""
+    model, settings = source.model, LlamaSettings.of(source.model)
+    writer.add_type("model")
+    writer.add_name(str(source.manifest.state["config"]["name"]))
+    writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_vocab_size(model.vocab_size)
+    writer.add_context_length(context_length(model))
+    writer.add_embedding_length(model.hidden_size)
+    writer.add_block_count(model.num_layers)
+    is_all_experts = model_type(model) in ("mixtral", "olmoe")
+    writer.add_feed_forward_length(settings.expert_ffn_size if is_all_experts else model.ffn_size)
+    if settings.num_experts:
+        writer.add_expert_count(settings.num_experts)
+        writer.add_expert_used_count(settings.experts_per_token)
+        writer.add_expert_feed_forward_length(settings.expert_ffn_size)
+    writer.add_head_count(model.num_heads)
+    writer.add_head_count_kv(settings.num_kv_heads)
+    writer.add_layer_norm_rms_eps(model.layer_norm_eps)
+    writer.add_key_length(settings.head_dim)
+    writer.add_value_length(settings.head_dim)
+    writer.add_rope_dimension_count(settings.head_dim)
+    writer.add_rope_freq_base(settings.rope_theta)
+    if settings.rope_scaling in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType[settings.rope_scaling.upper()])
+        writer.add_rope_scaling_factor(settings.rope_factor)
+    if settings.rope_scaling == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(settings.rope_original_positions)
+        usual = 0.1 * math.log(settings.rope_factor) + 1.0
+        writer.add_rope_scaling_attn_factors((settings.rope_attention_factor or usual) / usual)
+
+
+def context_length(model: ModelConfig) -> int:
+    """Return the tokens that llama.cpp may read: it attends to all before, which is right in a window."""
+    return min(LlamaSettings.of(model).window or model.max_positions, model.max_positions)
+
+
+def add_tokenizer(writer: Any, source: Source, tokenizer: Tokenizer) -> None:
+    """Add tokens, their types, merges or scores, special tokens and the chat template."""
+    found, ids = vocabulary(tokenizer, source.model.vocab_size), token_ids(source)
+    writer.add_tokenizer_model(found.model)
+    writer.add_tokenizer_pre(found.pre)
+    writer.add_token_list(found.tokens)
+    writer.add_token_types(found.types)
+    if found.scores is None:
+        pairs = [[part.replace(" ", "\u0120") for part in pair] for pair in found.merges]
+        writer.add_token_merges([" ".join(pair) for pair in pairs])
+    else:
+        writer.add_token_scores(found.scores)
+        writer.add_add_space_prefix(found.adds_space)
+    for add, id in (
+        (writer.add_bos_token_id, ids.bos),
+        (writer.add_eos_token_id, ids.eod),
+        (writer.add_pad_token_id, ids.pad),
+    ):
+        if id is not None:
+            add(id)
+    writer.add_add_bos_token(tokenizer.adds_bos)
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(tokenizer.chat_template.source)

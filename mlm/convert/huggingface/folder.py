@@ -1,0 +1,269 @@
+"""A model folder of `transformers`, read without it: settings, files and the tensors they hold.
+
+Only JSON and safetensors are read. Nothing in the folder is executed, sizes are bounded before anything is
+read, and no file outside it is opened: links are followed only as the Hub's cache makes them (snapshots/… ->
+blobs/…).
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlm.checkpoint.native.format import JSON
+from mlm.checkpoint.native.shard_file import Stored, read_safetensors_header
+from mlm.convert.huggingface.mapping import (
+    FolderContent,
+    HuggingFaceMapping,
+    Note,
+    TokenIds,
+    show,
+    token_ids_to_keep,
+)
+from mlm.models.config import ModelConfig
+from mlm.models.family import SHIPPED, family_of
+from mlm.util.errors import CorruptFileError, UserError, reading_from
+from mlm.util.files import parse_json, read_bounded
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+TOKENIZER = (
+    *("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt"),
+    *("tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"),
+)
+"""Files of tokenizers; the last but one is read if there is no tokenizer.json."""
+SMALL_FILES = (
+    *(CONFIG, INDEX, *TOKENIZER, "generation_config.json"),
+    *("chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
+)
+"""All files that are read in addition to the tensors."""
+EXPORTED_AGAIN = ("README.md", "additional_chat_templates/*.jinja")
+"""Files that decide nothing, and which an export has again."""
+ADAPTER = "adapter_config.json"
+
+MAX_BYTES = {CONFIG: 1 << 20, ADAPTER: 1 << 20, INDEX: 1 << 26} | dict.fromkeys(TOKENIZER, 1 << 28)
+SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\.safetensors")  # no separator, not hidden
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+SAVE_AGAIN = "Download or save it again"
+WRAPPERS = ("module.", "_orig_mod.")
+"""Prefixes that DistributedDataParallel and torch.compile add to all names."""
+LANGUAGE_MODELS = {"model.language_model.": "model.", "language_model.": ""}
+"""Prefix of the language model in a multi-modal model -> prefix of the same tensors without the others."""
+
+
+def find_file(folder: Path, name: str) -> Path | None:
+    """Return a regular file of the folder, or of the Hub's cache that a snapshot links to; None if absent.
+
+    Raises UserError if it is something else, or larger than such a file can be.
+    """
+    path = folder / name
+    if not os.path.lexists(path):
+        return None
+    try:
+        target, root = path.resolve(strict=True), folder.resolve()
+        status = target.stat()
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"{path}: cannot be opened: {error}. Make it readable, or {SAVE_AGAIN.lower()}"
+        ) from error
+    allowed = [root]
+    if root.parent.name == "snapshots":  # models--owner--name/snapshots/COMMIT: blobs of it, or of all models
+        allowed += [root.parents[1] / "blobs", root.parents[2] / "blobs"]
+    if not any(target.is_relative_to(parent) for parent in allowed):
+        raise UserError(f"{path}: a link that leads out of the folder. Put the file itself there")
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{path}: no plain file. {SAVE_AGAIN}")
+    most = MAX_BYTES.get(name)
+    if most is not None and status.st_size > most:
+        raise UserError(f"{path}: {status.st_size} bytes, {most} is the limit. {SAVE_AGAIN}")
+    return target
+
+
+def read_json(folder: Path, name: str) -> dict[str, JSON]:
+    """Return a JSON object of the folder. Raises UserError if there is no file, else CorruptFileError."""
+    path = find_file(folder, name)
+    if path is None:
+        raise UserError(f"{folder}: holds no {name}. Name the folder of a model that transformers saved")
+    try:
+        with reading_from(folder / name, "Make it readable"):
+            content = parse_json(read_bounded(path, MAX_BYTES[name], SAVE_AGAIN), foreign=True)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise CorruptFileError(f"{folder / name}: is no JSON ({error}). {SAVE_AGAIN}") from error
+    if not isinstance(content, dict):
+        raise CorruptFileError(f"{folder / name}: is no JSON object. {SAVE_AGAIN}")
+    return content
+
+
+@dataclass(frozen=True)
+class HFModel:
+    """A model folder: its settings, and the location of its tensors."""
+
+    folder: Path
+    mapping: HuggingFaceMapping
+    raw: Mapping[str, JSON]
+    """All of config.json."""
+    content: FolderContent
+    files: Mapping[str, Path]
+    """Safetensors file -> path of its bytes."""
+    stored: Mapping[str, tuple[str, Stored]]
+    """Plain name of each tensor -> its file and layout."""
+    renamings: Mapping[str, str]
+    """Removal of wrappers from its names, as by `unwrap_names`."""
+    notes: tuple[Note, ...]
+    """Remarks for the user, one line each."""
+    kept: TokenIds
+    """Padding and labels that an export writes again."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Our settings of the model."""
+        return self.content.config
+
+    @property
+    def is_tied(self) -> bool:
+        """True if the output layer is the token table even where the folder holds no output layer."""
+        return is_tied(self.raw)
+
+    @property
+    def copies(self) -> Mapping[str, str]:
+        """Tensors that may be stored a second time -> the tensor they must equal."""
+        return self.mapping.copies(self.config)
+
+    @property
+    def architecture(self) -> str:
+        """Class of `transformers` that holds the model."""
+        return self.mapping.architecture(self.config)
+
+
+def is_tied(raw: Mapping[str, JSON]) -> bool:
+    """Return True if a config.json ties the output layer to the token table."""
+    return raw.get("tie_word_embeddings", True) is True
+
+
+def read_settings(folder: Path) -> tuple[HuggingFaceMapping, dict[str, JSON], ModelConfig, tuple[Note, ...]]:
+    """Read config.json of a model folder: its family, content, our settings without the head, and notes.
+
+    Raises UserError with all its problems together.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: is no folder. Name one with config.json and model.safetensors")
+    raw, path = read_json(folder, CONFIG), str(folder / CONFIG)
+    if find_file(folder, ADAPTER):
+        raise UserError(
+            f"{folder}: {ADAPTER}: holds an adapter, whose weights are not in the model. Merge it "
+            f"(merge_and_unload of peft), save the model, and name that folder"
+        )
+    mappings = [mapping for kind in SHIPPED if (mapping := family_of(kind).huggingface)]
+    mapping = next((each for each in mappings if raw.get("model_type") in each.model_types), None)
+    if mapping is None:
+        supported = ", ".join(name for each in mappings for name in each.model_types)
+        raise UserError(
+            f"{path}: model_type={show(raw.get('model_type'))} is not a model of ours; supported: {supported}"
+        )
+    config, notes = mapping.read(raw, path)
+    return mapping, raw, config, tuple(map(Note, notes))
+
+
+def read_model(folder: Path) -> HFModel:
+    """Read the settings and the tensors' names of a model folder.
+
+    Raises UserError, and CorruptFileError for damaged files.
+    """
+    mapping, raw, config, notes = read_settings(folder)
+    files = weight_files(folder)
+    stored, renamings, wrappers = _headers(folder, mapping, files)
+    for copy, name in mapping.copies(config).items():
+        if is_tied(raw) and name not in stored and copy in stored:  # some writers keep the other of two equal
+            stored[name] = stored.pop(copy)
+    shapes = {name: layout.shape for name, (_, layout) in stored.items()}
+    content = mapping.content(config, shapes, str(folder))
+    named = raw.get("architectures") or ("",)
+    if content.config.head == "none" and str(named[0]).endswith("ForCausalLM"):
+        raise UserError(
+            f"{folder}: holds no lm_head.weight, which {show(named[0])} has. Save the model again, or set "
+            f"tie_word_embeddings=true in {CONFIG} if the token table is its output layer"
+        )
+    kept, lost = token_ids_to_keep(raw, content.config)
+    notes = (*notes, *wrappers, *content.notes, *lost)
+    return HFModel(folder, mapping, raw, content, files, stored, renamings, notes, kept)
+
+
+def _headers(
+    folder: Path, mapping: HuggingFaceMapping, files: Mapping[str, Path]
+) -> tuple[dict[str, tuple[str, Stored]], dict[str, str], list[Note]]:
+    """Return file and layout of every tensor under its plain name; renamings and notes of `unwrap_names`."""
+    out, headers = dict[str, tuple[str, Stored]](), dict[str, dict[str, Stored]]()
+    for file, path in files.items():
+        with reading_from(folder / file, SAVE_AGAIN):
+            headers[file] = read_safetensors_header(path, SAVE_AGAIN)[1]
+    unwrapped, renamings, notes = unwrap_names(name for header in headers.values() for name in header)
+    for file, header in headers.items():
+        for theirs, layout in header.items():
+            if theirs not in unwrapped:
+                continue
+            name = mapping.plain(unwrapped[theirs])
+            if name in out:
+                raise CorruptFileError(f"{folder}: {name} is in {out[name][0]} and in {file}. {SAVE_AGAIN}")
+            out[name] = file, layout
+    return out, renamings, notes
+
+
+def unwrap_names(
+    names: Iterable[str], wrappers: tuple[str, ...] = WRAPPERS
+) -> tuple[dict[str, str], dict[str, str], list[Note]]:
+    """Return a language model's names without wrappers by stored name, renamings, and notes.
+
+    Renamings are patterns and replacements, applied in order: `key_mapping` of `transformers`. Names beside
+    the language model are left out.
+    """
+    stored, prefix, notes = list(names), "", list[Note]()
+    while more := next((w for w in wrappers if stored and all(n.startswith(prefix + w) for n in stored)), ""):
+        prefix += more
+    outer = next((o for o in LANGUAGE_MODELS if any(n.startswith(prefix + o) for n in stored)), "")
+    kept = [name for name in stored if name.startswith((prefix + outer, f"{prefix}lm_head."))]
+    renamings = {f"^{re.escape(prefix)}": "", f"^{re.escape(outer)}": LANGUAGE_MODELS.get(outer, "")}
+    renamings.pop("^", None)
+    if removed := "".join(re.findall("|".join(map(re.escape, WRAPPERS)), prefix)) + outer:
+        notes.append(Note(f"names begin with {removed}: read without"))
+    if any("._orig_mod." in name.removeprefix(prefix) for name in kept):  # modules compiled one by one
+        renamings[r"\._orig_mod\."] = "."
+        notes.append(Note("names hold _orig_mod.: read without"))
+    if beside := sorted(set(stored) - set(kept)):
+        notes.append(Note(f"left out beside the language model: {beside[0]} and {len(beside) - 1} more"))
+    unwrapped = {name: name for name in kept}
+    for pattern, replacement in renamings.items():
+        unwrapped = {name: re.sub(pattern, replacement, plain) for name, plain in unwrapped.items()}
+    return unwrapped, renamings, notes
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Return the safetensors files of a model folder: name -> path of its bytes. Raises UserError."""
+    if path := find_file(folder, WEIGHTS):
+        return {WEIGHTS: path}
+    if not find_file(folder, INDEX):
+        raise UserError(_no_weights(folder))
+    listed = read_json(folder, INDEX).get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(f, str) for f in listed.values()):
+        raise CorruptFileError(f"{folder / INDEX}: its weight_map names no files. {SAVE_AGAIN}")
+    out = {}
+    for name in sorted(set(listed.values())):
+        if not SHARD_NAME.fullmatch(name):
+            raise CorruptFileError(
+                f"{folder / INDEX}: the file name {show(name)} is not allowed. {SAVE_AGAIN}"
+            )
+        path = find_file(folder, name)
+        if path is None:
+            raise UserError(f"{folder / name}: missing, {INDEX} names it. {SAVE_AGAIN}")
+        out[name] = path
+    return out
+
+
+def _no_weights(folder: Path) -> str:
+    other = next((path for path in sorted(folder.iterdir()) if path.suffix in OTHER_WEIGHTS), folder)
+    return (
+        f"{other}: only {WEIGHTS} and {INDEX} are read: a pickle could run any code. Is there a safetensors "
+        "version? Else load it where you trust it, by transformers, and name what save_pretrained writes"
+    )

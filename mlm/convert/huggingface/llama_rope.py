@@ -1,0 +1,157 @@
+"""Rotary settings in a config.json: rope_theta and rope_scaling, in newer versions rope_parameters.
+
+Of several places where a setting may be, and for one left out or null, that of `transformers` counts
+(modeling_rope_utils.py, standardize_rope_params).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mlm.convert.huggingface.mapping import JSON, show
+from mlm.models.config import ModelConfig
+from mlm.models.llama.settings import ROPE_TYPES, LlamaSettings
+
+Options = dict[str, bool | int | float | str]
+
+_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_ORIGINAL = "original_max_position_embeddings"
+_THEIRS = {
+    "linear": {"factor": "rope_factor"},
+    "llama3": {
+        "factor": "rope_factor",
+        "low_freq_factor": "rope_low_freq_factor",
+        "high_freq_factor": "rope_high_freq_factor",
+        _ORIGINAL: "rope_original_positions",
+    },
+    "yarn": {
+        "factor": "rope_factor",
+        _ORIGINAL: "rope_original_positions",
+        "beta_fast": "rope_beta_fast",
+        "beta_slow": "rope_beta_slow",
+        "attention_factor": "rope_attention_factor",
+        "truncate": "rope_truncate",
+    },
+}
+"""Scaling -> key of `transformers` -> our setting."""
+_REQUIRED = ("factor", "low_freq_factor", "high_freq_factor")
+_BETAS = ("beta_fast", "beta_slow")
+_MSCALES = ("mscale", "mscale_all_dim")
+"""Of yarn: weights of the temperature's logarithm, whose ratio is an attention_factor (DeepSeek-V2)."""
+
+
+def read_rope(
+    config: Mapping[str, JSON],
+    path: str,
+    positions: int,
+    usual_theta: float = 10000.0,
+    *,
+    scales_scores: bool = False,
+) -> tuple[Options, list[str]]:
+    """Return our settings, and a line for each that is not supported.
+
+    `positions` are those of the whole context. With `scales_scores` mscale_all_dim is a factor of the scores
+    too, as in DeepSeek-V3.
+    """
+    names = ("rope_scaling", "rope_parameters")  # of both the first counts in `transformers` too
+    name = next((key for key in names if config.get(key)), names[0])
+    given = config.get(name) or {}
+    if not isinstance(given, dict):
+        return {}, [f"{path}: {name}={show(given)} is no object of settings"]
+    if nested := [key for key, value in given.items() if isinstance(value, dict)]:
+        return {}, [f"{path}: {name}.{show(nested[0])}: settings of some layers alone are not supported"]
+    scaling = given.get("rope_type", given.get("type", "default"))
+    if scaling not in ROPE_TYPES:
+        return {}, [
+            f"{path}: {name}.rope_type={show(scaling)} is not supported; supported: {', '.join(ROPE_TYPES)}"
+        ]
+    theta: Any = given.get("rope_theta", config.get("rope_theta", usual_theta))
+    fraction = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    problems = []
+    if type(theta) not in (int, float) or not 1 < theta < 1 << 31:
+        problems.append(f"{path}: rope_theta={show(theta)} must be a number above 1")
+    if fraction not in (1.0, None):  # these four classes of theirs turn whole heads
+        problems.append(
+            f"{path}: partial_rotary_factor={show(fraction)} is not what theirs computes; supported: 1"
+        )
+    out: Options = {"rope_scaling": scaling}
+    if scaling != "default":
+        more, wrong = _read_scaling(scaling, _resolved(scaling, given, config, positions), f"{path}: {name}")
+        out, problems = out | more, problems + wrong
+        if scales_scores and _is_number(given.get("mscale_all_dim")):
+            out["rope_mscale"] = float(given["mscale_all_dim"])
+    if problems:
+        return {}, problems
+    out["rope_theta"] = float(theta)
+    return out, []
+
+
+def _resolved(
+    scaling: str, given: Mapping[str, JSON], config: Mapping[str, JSON], positions: int
+) -> dict[str, JSON]:
+    """Return the settings of a scaling with those that `transformers` takes from elsewhere."""
+    found = dict(given)
+    if _ORIGINAL in _THEIRS[scaling]:
+        inside = given.get(_ORIGINAL, positions)
+        found[_ORIGINAL] = config.get(_ORIGINAL, inside) if _is_number(inside) else inside
+    original: Any = found.get(_ORIGINAL)
+    if scaling != "yarn" or not _is_number(original):
+        return found
+    if "factor" in found and found["factor"] is None:
+        found["factor"] = positions / original
+    factor: Any = found.get("factor")
+    scales = [found.get(key) or 0 for key in _MSCALES]
+    if all(_is_number(scale) or scale == 0 for scale in scales) and _is_number(factor):
+        found = {key: value for key, value in found.items() if key not in _MSCALES}
+        if all(scales) and found.get("attention_factor") is None:
+            log = 0.1 * math.log(max(factor, 1.0))
+            found["attention_factor"] = (scales[0] * log + 1.0) / (scales[1] * log + 1.0)
+    return found
+
+
+def _read_scaling(scaling: str, given: Mapping[str, JSON], place: str) -> tuple[Options, list[str]]:
+    """Return our settings of a scaling, and a line for each of theirs that is not supported."""
+    known, out = _THEIRS[scaling], Options()
+    problems = [
+        f"{place}.{key}={show(given[key])} is not supported with {scaling}; remove it"
+        for key in sorted(given.keys() - known.keys() - set(_COMMON))
+        if given[key] is not None
+    ]
+    for key, ours in known.items():
+        value: Any = given.get(key)
+        is_left_out = key not in given or (key in _BETAS and not value)
+        if key == "truncate" and (is_left_out or value is None or type(value) is bool):
+            out[ours] = is_left_out or value is True  # null is false in `transformers`
+        elif is_left_out or (key == "attention_factor" and value is None):
+            if key in _REQUIRED:
+                problems.append(f"{place}.{key} is missing, which {scaling} needs")
+        elif not _is_number(value) or (key == _ORIGINAL and value != int(value)):
+            kind = "a whole number" if key == _ORIGINAL else "a number"
+            problems.append(f"{place}.{key}={show(value)} must be {kind} above 0")
+        elif key == "factor" and value < 1:
+            problems.append(f"{place}.{key}={show(value)} must be 1 or more")
+        else:
+            out[ours] = int(value) if key == _ORIGINAL else float(value)
+    return out, problems
+
+
+def _is_number(value: JSON) -> bool:
+    """Return True for a number above 0 that a setting may be."""
+    return type(value) in (int, float) and 0 < value < 1 << 31
+
+
+def write_rope(model: ModelConfig, settings: LlamaSettings) -> dict[str, JSON]:
+    """Return the keys of config.json, which old and new versions read."""
+    scaling = settings.rope_scaling
+    if scaling == "default":
+        return {"rope_theta": settings.rope_theta, "rope_scaling": None}
+    values: dict[str, JSON] = {"rope_type": scaling}
+    for key, ours in _THEIRS[scaling].items():
+        value = getattr(settings, ours)
+        if ours != "rope_attention_factor" or value:
+            values[key] = value
+    if settings.rope_mscale:
+        values["mscale_all_dim"] = settings.rope_mscale
+        if settings.rope_attention_factor == 1:  # of equal ones
+            values["mscale"] = values.pop("attention_factor") * settings.rope_mscale
+    return {"rope_theta": settings.rope_theta, "rope_scaling": values}

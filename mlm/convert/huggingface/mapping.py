@@ -1,0 +1,428 @@
+"""Description of a model family as `transformers` stores it, filled in by the family's huggingface.py.
+
+`mlm.convert.huggingface` reads and writes folders by it. Here are the parts that families share: where a
+parameter is stored, keys of config.json and what they may be, and the names of heads.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from mlm.models.config import ModelConfig
+from mlm.util.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from mlm.data.tokenizer import Tokenizer
+    from mlm.models.backbone import Transformer
+
+JSON: TypeAlias = Any
+Head = Literal["language_model", "none", "classification", "span"]
+"""As in ModelConfig."""
+
+EXACT_GELU = ("gelu",)
+TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+"""Names of one function: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
+SILU = ("silu", "swish")
+RELU_SQUARED = ("relu2",)
+ACTIVATIONS = {"gelu": EXACT_GELU, "gelu_tanh": TANH_GELU, "silu": SILU, "relu2": RELU_SQUARED}
+"""model.activation -> names in `transformers`, of which the first is written."""
+
+UNSUPPORTED: dict[str, tuple[JSON, ...]] = {
+    "add_cross_attention": (False,),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+    "transformers_weights": (None,),  # another file of weights than those we read
+    "per_layer_config": (None, {}),
+    "text_config": (None,),
+    "attention_chunk_size": (None,),
+}
+"""Features that no family has, for `ConfigKeys.fixed`."""
+NULL = type(None)
+TYPES: dict[str, tuple[type, ...]] = {
+    "architectures": (list, NULL),
+    "tie_word_embeddings": (bool,),
+    "use_cache": (bool,),
+    "bos_token_id": (int, NULL),
+    "eos_token_id": (int, list, NULL),
+    "pad_token_id": (int, NULL),
+}
+"""Types of keys of every family, for `ConfigKeys.types`: `transformers` rejects others."""
+_WORDS = {bool: "true or false", int: "a whole number", list: "a list", dict: "an object", NULL: "null"}
+
+
+@dataclass(frozen=True)
+class Location:
+    """Location and layout of a parameter in `transformers`."""
+
+    names: tuple[str, ...]
+    """Names of its tensors without the base model's prefix. Several (query, key, value) are equal in size and
+    concatenated along dim 0."""
+    transposed: bool = False
+    """True if it is stored [in, out]; ours is [out, in]."""
+    num_heads: int | None = None
+    """Heads of a fused qkv, stored [q | k | v] with heads in each, ours [head][q, k, v]; None for others. Of
+    other fused weights their blocks."""
+    parts: int = 3
+    """Weights that are fused, if `num_heads` is given: q, k and v."""
+    rows: tuple[int, ...] = ()
+    """Rows of each block of so many as they are stored, in our order; empty for the same order."""
+    stacked: tuple[int, ...] = ()
+    """Dims of our parameter over which its tensors are stacked, such as experts; none if they are not."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if it is stored as it is here."""
+        return self == Location(self.names) and len(self.names) == 1
+
+    @property
+    def places(self) -> list[tuple[int, ...]]:
+        """Index of each tensor in the stack."""
+        return list(product(*map(range, self.stacked)))
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of each stored tensor of a parameter whose shape here is `ours`."""
+        if self.stacked:
+            return ours[len(self.stacked) :]
+        stored = ours[::-1] if self.transposed else ours
+        return (stored[0] // len(self.names), *stored[1:])
+
+    def to_ours(self, values: Sequence[Tensor]) -> Tensor:
+        """Convert stored tensors to our parameter, as a view where possible."""
+        if self.stacked:
+            return torch.stack(list(values)).view(*self.stacked, *values[0].shape)
+        value = values[0] if len(values) == 1 else torch.cat(list(values))
+        del values  # the caller may hold none: a large tensor is then in memory twice at most
+        value = value.t() if self.transposed else value
+        if self.rows:
+            value = value.unflatten(0, (-1, len(self.rows)))[:, list(self.rows)].flatten(0, 1)
+        return value if self.num_heads is None else _swap(value, self.parts, self.num_heads)
+
+    def to_theirs(self, value: Tensor) -> tuple[Tensor, ...]:
+        """Convert our parameter to stored tensors: the inverse of `to_ours`."""
+        if self.stacked:
+            return value.flatten(0, len(self.stacked) - 1).unbind()
+        value = value if self.num_heads is None else _swap(value, self.num_heads, self.parts)
+        if self.rows:
+            order = sorted(range(len(self.rows)), key=self.rows.__getitem__)
+            value = value.unflatten(0, (-1, len(self.rows)))[:, order].flatten(0, 1)
+        value = value.t() if self.transposed else value
+        return value.chunk(len(self.names))
+
+
+def _swap(rows: Tensor, outer: int, inner: int) -> Tensor:
+    """Reorder rows [outer][inner][…] as [inner][outer][…]."""
+    return rows.reshape(outer, inner, -1, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
+
+
+def weight_and_bias(
+    ours: str, *theirs: str, transposed: bool = False, num_heads: int | None = None
+) -> Iterator[tuple[str, Location]]:
+    """Yield (our name, location) of both parameters of a module."""
+    for part in ("weight", "bias"):
+        names = tuple(f"{module}.{part}" for module in theirs)
+        yield f"{ours}.{part}", Location(names, transposed and part == "weight", num_heads)
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Token ids and label names in a config.json."""
+
+    eod: int | None = None
+    """End of document."""
+    bos: int | None = None
+    """Beginning of a sequence."""
+    pad: int | None = None
+    labels: tuple[str, ...] = ()
+    """Names of the labels by number; empty if unknown."""
+    ends_texts: bool = False
+    """True if the model was finetuned on texts that end with `eod`, which its head reads."""
+
+
+class Note(str):
+    """A remark for the user, in one line."""
+
+    about: str
+    """Module without which it does not matter: pooler, sop_head; "ids" in an export; else empty."""
+
+    def __new__(cls, text: str, about: str = "") -> "Note":
+        """Format nothing: `text` is the line."""
+        self = super().__new__(cls, text)
+        self.about = about
+        return self
+
+
+@dataclass(frozen=True)
+class FolderContent:
+    """Model that a folder's tensors make, found from their names.
+
+    `architectures` in config.json names a class, but folders are saved from other classes and edited by hand.
+    """
+
+    config: ModelConfig
+    """Settings with the head that was found."""
+    filled: frozenset[str] = frozenset()
+    """Our parameters that the folder lacks: they take initial values."""
+    left_out: frozenset[str] = frozenset()
+    """Tensors of the folder that our model has no use for."""
+    notes: tuple[Note, ...] = ()
+    """Remarks on both for the user."""
+
+
+PROBE_BATCH, PROBE_LENGTH = 2, 64
+
+Outputs = dict[str, Tensor]
+"""Outputs of a model by name: of each token [R, …], of each sample [B, …]."""
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeSamples:
+    """Random samples on which a model is compared with its twin of `transformers`, the same at every call.
+
+    Shapes: B samples, S tokens.
+    """
+
+    tokens: Tensor
+    """[B, S] int64, over the whole vocabulary."""
+    lengths: Tensor
+    """[B] int64: tokens before the padding. The last sample is shorter, but for a causal language model."""
+    token_types: Tensor | None
+    """[B, S] int64; None for a model without token types."""
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "ProbeSamples":
+        """Samples for a model."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (PROBE_BATCH, min(model.max_positions, PROBE_LENGTH))
+        tokens = torch.randint(model.vocab_size, shape, generator=generator)
+        lengths = torch.full((PROBE_BATCH,), shape[1])
+        if not model.family.causal or model.head == "classification":
+            lengths[-1] -= shape[1] // 3
+        types = torch.randint(model.token_types, shape, generator=generator) if model.token_types else None
+        return cls(tokens, lengths, types)
+
+    @property
+    def mask(self) -> Tensor:
+        """[B, S] bool: True for tokens that are no padding."""
+        return torch.arange(self.tokens.shape[1]) < self.lengths[:, None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceMapping:
+    """A model family as `transformers` names, configures and runs it."""
+
+    model_types: tuple[str, ...]
+    """Values of model_type in config.json."""
+    architecture: Callable[[ModelConfig], str]
+    """Return the class that holds such a model with its head."""
+    prefix: str
+    """Prefix of the base model's tensors in classes that have a head."""
+    head_prefixes: tuple[str, ...]
+    """Prefixes of the heads' tensors."""
+    plain: Callable[[str], str]
+    """Return a tensor's name without prefix, in today's spelling."""
+    tied: Mapping[str, str]
+    """Tensors that may be stored a second time -> the tensor they must equal."""
+    ties: Callable[[ModelConfig], bool] = lambda model: True
+    """True if a model has those of `tied` once; else they are parameters of their own."""
+    ignored: "re.Pattern[str]"
+    """Stored tensors that are no parameters."""
+    read: Callable[[Mapping[str, JSON], str], tuple[ModelConfig, list[str]]]
+    """(config.json, its path for messages) -> our settings but for the head, and notes on differences. Raises
+    ConfigError for what our model does not compute."""
+    content: Callable[[ModelConfig, Mapping[str, tuple[int, ...]], str], FolderContent]
+    """(settings from `read`, plain name -> shape, the folder for messages) -> the model they make."""
+    write: Callable[[ModelConfig, TokenIds], dict[str, JSON]]
+    """Return config.json."""
+    locations: Callable[[ModelConfig], Iterator[tuple[str, Location]]]
+    """Yield (our name, location) of every parameter, in the order of the model."""
+    heads_without_bias: frozenset[str] = frozenset()
+    """Heads whose classifier has no bias in `transformers`; ours is carried by the norm before it."""
+    problem: Callable[[ModelConfig], str | None] = lambda model: None
+    """Return why `transformers` has no such model, in a line with the fix."""
+    pads_with_special_token: bool = False
+    """True if an imported padding id is kept only where it is a special token of the tokenizer."""
+    special_tokens: "Callable[[Tokenizer, ModelConfig, TokenIds], dict[str, JSON]]"
+    """Return the entries of tokenizer_config.json that AutoTokenizer needs."""
+    our_outputs: "Callable[[Transformer, Tensor, Tensor], Outputs]"
+    """(last stage, its hidden states [S, B, H], mask [B, S]) -> outputs without a finetuning head."""
+    hf_outputs: Callable[[Any, ProbeSamples, FolderContent], Outputs]
+    """Run a model of `transformers` on a probe; parameters that the folder lacks are not compared."""
+
+    def copies(self, model: ModelConfig) -> Mapping[str, str]:
+        """Return `tied` for a model that ties them."""
+        return self.tied if self.ties(model) else {}
+
+    def stored_name(self, name: str, head: str) -> str:
+        """Plain name as the class with this head stores it; the base model alone has no prefix."""
+        return name if head == "none" or name.startswith(self.head_prefixes) else f"{self.prefix}{name}"
+
+    def to_ours(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+        """Convert the state of a class of `transformers` to whole (unsplit) parameters.
+
+        Raises KeyError for an unknown name or a missing one.
+        """
+        found = {self.plain(theirs): value for theirs, value in state.items()}
+        locations = dict(self.locations(model))
+        known = {name for location in locations.values() for name in location.names}
+        for name in found:
+            if name not in known and name not in self.copies(model) and not self.ignored.fullmatch(name):
+                raise KeyError(f"{name!r} is not a parameter of {self.architecture(model)}")
+        return {
+            ours: location.to_ours([found[name] for name in location.names])
+            for ours, location in locations.items()
+        }
+
+
+def one_head(heads: Mapping[Head, str], found: Mapping[str, object], path: str) -> Head | None:
+    """Return the head whose tensor was found; `heads`: our name -> a tensor that only it has.
+
+    Raises UserError for two.
+    """
+    present = [(head, theirs) for head, theirs in heads.items() if theirs in found]
+    if len(present) > 1:
+        names = " and ".join(theirs for _, theirs in present)
+        raise UserError(f"{path}: holds {names}, of two heads. Save the model with one")
+    return present[0][0] if present else None
+
+
+def token_ids_to_keep(config: Mapping[str, JSON], model: ModelConfig) -> tuple[TokenIds, tuple[Note, ...]]:
+    """Return padding and label names of a config.json for a later export, and notes on those not kept.
+
+    Default names of `transformers` do not count.
+    """
+    notes = []
+    pad, size = config.get("pad_token_id"), model.vocab_size
+    if pad is not None and (isinstance(pad, bool) or not isinstance(pad, int) or not 0 <= pad < size):
+        notes.append(f"pad_token_id={show(pad)} is not kept: the model reads ids from 0 to {size - 1}")
+        pad = None
+    names: tuple[str, ...] = ()
+    by_number = config.get("id2label")
+    if by_number and not _are_defaults(by_number):
+        if model.head != "classification":
+            notes.append("id2label is not kept: there is no classifier that it could name the labels of")
+        elif not (names := _names(by_number, model.num_labels)):
+            notes.append(f"id2label is not kept: it does not give {model.num_labels} labels a name each")
+    return TokenIds(pad=pad, labels=names), tuple(Note(note, about="ids") for note in notes)
+
+
+def _are_defaults(by_number: JSON) -> bool:
+    """Return True if all names of an id2label are those that `transformers` gives."""
+    return isinstance(by_number, dict) and all(name == f"LABEL_{n}" for n, name in by_number.items())
+
+
+def _names(by_number: JSON, count: int) -> tuple[str, ...]:
+    """Return the names of an id2label by number; empty unless it has `count` different ones."""
+    if not isinstance(by_number, dict) or by_number.keys() != {str(n) for n in range(count)}:
+        return ()
+    names = [name for n in range(count) if isinstance(name := by_number[str(n)], str)]
+    return tuple(names) if len(set(names)) == count else ()
+
+
+def label_entries(model: ModelConfig, known: Sequence[str] = ()) -> dict[str, JSON]:
+    """Labels in config.json: their names, or the defaults of `transformers` if unknown."""
+    names = [f"LABEL_{n}" for n in range(model.num_labels)]
+    if len(set(known)) == model.num_labels:
+        names = list(known)
+    return {
+        "id2label": {str(n): name for n, name in enumerate(names)},
+        "label2id": {name: n for n, name in enumerate(names)},
+    }
+
+
+class SizeKey(NamedTuple):
+    """A whole number from 1 in a config.json; null too if that is the default."""
+
+    ours: str
+    """Field of ModelConfig; "" for none."""
+    default: int | None
+    most: int
+
+
+class NumberKey(NamedTuple):
+    """A number in a config.json."""
+
+    ours: str
+    """Field of ModelConfig; "" for none."""
+    default: float
+    least: float = 0.0
+    below: float = 1.0
+
+
+@dataclass(frozen=True)
+class ConfigKeys:
+    """Keys of a family's config.json. The bounds limit the model that a hostile file can make us build."""
+
+    activation: str
+    """Key of the activation, which is among `fixed`."""
+    fixed: Mapping[str, tuple[JSON, ...]]
+    """Key -> supported values; the first is the default."""
+    sizes: Mapping[str, SizeKey]
+    numbers: Mapping[str, NumberKey]
+    """Of two keys for one field the last counts."""
+    types: Mapping[str, tuple[type, ...]] = field(default_factory=lambda: TYPES)
+    """Key -> types of its value, if it is there, for keys that are read elsewhere."""
+
+    def settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields of ModelConfig for the values that `read` returned."""
+        sizes = {key.ours: values[theirs] for theirs, key in self.sizes.items() if key.ours}
+        numbers = {key.ours: float(values[theirs]) for theirs, key in self.numbers.items() if key.ours}
+        name = values[self.activation]
+        activation = next(ours for ours, names in ACTIVATIONS.items() if name in names)
+        return {**sizes, **numbers, "activation": activation}
+
+    def write(self, model: ModelConfig, architecture: str) -> dict[str, JSON]:
+        """Return the entries of config.json that any of its classes has."""
+        keys = {theirs: key.ours for theirs, key in self.sizes.items() if key.ours}
+        keys |= {theirs: key.ours for theirs, key in self.numbers.items() if key.ours}
+        return {
+            "architectures": [architecture],
+            **{theirs: getattr(model, ours) for theirs, ours in keys.items()},
+            self.activation: ACTIVATIONS[model.activation][0],
+            "dtype": "float32",
+            "tie_word_embeddings": True,
+        }
+
+    def read(self, config: Mapping[str, JSON], path: str, name: str) -> dict[str, Any]:
+        """Return the value of every key. Raises ConfigError with a line for each that is not supported."""
+        problems = []
+        found: dict[str, Any] = {key: config.get(key, allowed[0]) for key, allowed in self.fixed.items()}
+        for key, allowed in self.fixed.items():
+            if not any(type(found[key]) is type(one) and found[key] == one for one in allowed):
+                meant = " or ".join(json.dumps(one) for one in allowed)
+                problems.append(
+                    f"{path}: {key}={show(found[key])} is not what our {name} computes; supported: {meant}"
+                )
+        for key, (_, default, most) in self.sizes.items():
+            value = found[key] = config.get(key, default)
+            if (value is None and default is None) or (type(value) is int and 0 < value <= most):
+                continue
+            problems.append(f"{path}: {key}={show(value)} must be a whole number from 1 to {most}")
+        for key, types in self.types.items():
+            if key in config and type(config[key]) not in types:
+                wanted = " or ".join(_WORDS[kind] for kind in types)
+                problems.append(f"{path}: {key}={show(config[key])} must be {wanted}")
+        for key, (_, standard, least, below) in self.numbers.items():
+            value = found[key] = config.get(key, standard)
+            if type(value) not in (int, float) or not least <= value < below:
+                problems.append(
+                    f"{path}: {key}={show(value)} must be a number, at least {least} and below {below}"
+                )
+        ours = {size.ours: key for key, size in self.sizes.items()}
+        width, heads = ours["hidden_size"], ours["num_heads"]
+        if not problems and found[width] % found[heads]:
+            problems.append(f"{path}: {width}={found[width]} must be a multiple of {heads}={found[heads]}")
+        if problems:
+            raise ConfigError(problems)
+        return found
+
+
+def show(value: JSON) -> str:
+    """Value of a file in a message: short, on one line."""
+    text = value if isinstance(value, str) and value.isprintable() else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

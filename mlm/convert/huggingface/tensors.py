@@ -1,0 +1,174 @@
+"""The tensors of a model folder of `transformers` as our parameters: checked, read, digested."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mlm.checkpoint.native.compare import are_equal
+from mlm.checkpoint.native.format import DTYPE_NAMES
+from mlm.checkpoint.native.reader import copy_region
+from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.parameters import parameters
+from mlm.convert.huggingface.folder import (
+    CONFIG,
+    SAVE_AGAIN,
+    SMALL_FILES,
+    TOKENIZER,
+    HFModel,
+    find_file,
+)
+from mlm.convert.huggingface.mapping import Location, show
+from mlm.util.errors import CorruptFileError, UserError, reading_from
+from mlm.util.files import digest_file
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class HFTensors:
+    """The tensors of a model folder, one read at a time, under our names."""
+
+    def __init__(self, model: HFModel) -> None:
+        """Check names and dtypes; `check` compares shapes.
+
+        Each parameter must be stored once, but those in `content.filled`, and nothing else but tensors that
+        the family ignores. Raises UserError.
+        """
+        self.model = model
+        self._locations = self._check_names()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files that hold tensors."""
+        return sum(path.stat().st_size for path in self.model.files.values())
+
+    @property
+    def filled(self) -> frozenset[str]:
+        """Parameters that the folder lacks: not for `read`, they take initial values."""
+        return self.model.content.filled
+
+    def holds(self, name: str) -> bool:
+        """Return True if `read` has this parameter."""
+        return name in self._locations
+
+    def digests(self, progress: Callable[[int], None]) -> dict[str, str]:
+        """Return the content digest of each file, the tokenizer's too; `progress` receives tensor bytes."""
+        out, folder = {}, self.model.folder
+        beside_vocabulary, vocabulary = TOKENIZER[-1], TOKENIZER[-2]
+        for name in SMALL_FILES:
+            if name == beside_vocabulary and not find_file(folder, vocabulary):
+                continue
+            if path := find_file(folder, name):
+                with reading_from(folder / name, SAVE_AGAIN):
+                    out[name] = digest_file(path)
+        for name, path in self.model.files.items():
+            with reading_from(folder / name, SAVE_AGAIN):
+                out[name] = digest_file(path, progress)
+        return dict(sorted(out.items()))
+
+    def check(self) -> None:
+        """Raise UserError unless shapes are those that config.json implies, and copies are equal."""
+        for name, parameter in parameters(self.model.config).items():
+            if name in self.filled:
+                continue
+            want = self._locations[name].shape(parameter.shape)
+            for theirs in self._locations[name].names:
+                file, stored = self.model.stored[theirs]
+                if stored.shape != want:
+                    raise UserError(
+                        f"{self.model.folder / file}: {theirs} is {list(stored.shape)}, {CONFIG} makes it "
+                        f"{list(want)}. Fix {CONFIG}, or save the model again"
+                    )
+        self._check_tied()
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """Return those elements of our parameter `name`, float32.
+
+        A tensor stored like ours is read in part; of others the whole is held, twice at most. Experts are
+        read one after the other.
+        """
+        return self._read(self._locations[name], region)
+
+    def _read(self, location: Location, region: Region) -> Tensor:
+        if location.stacked:
+            target, depth = torch.empty(region.size, dtype=torch.float32), len(location.stacked)
+            inner = Region(region.offset[depth:], region.size[depth:])
+            for place, name in zip(location.places, location.names, strict=True):
+                at = tuple(n - first for n, first in zip(place, region.offset, strict=False))
+                if all(0 <= n < size for n, size in zip(at, region.size, strict=False)):
+                    target[at].copy_(self._load(name, inner))
+            return target
+        if location.is_plain:
+            return self._load(location.names[0], region)
+        whole = location.to_ours([self._load(theirs) for theirs in location.names])
+        return whole[region.within(Region((0,) * whole.ndim, tuple(whole.shape)))]
+
+    def _load(self, theirs: str, region: Region | None = None) -> Tensor:
+        """Return a tensor as it is stored, or some of its elements, as float32."""
+        file, stored = self.model.stored[theirs]
+        whole = Region((0,) * len(stored.shape), stored.shape)
+        region = region or whole
+        target = torch.empty(region.size, dtype=torch.float32)
+        if region.volume:
+            with reading_from(self.model.folder / file, SAVE_AGAIN), open(self.model.files[file], "rb") as f:
+                copy_region(f, stored, region, whole, target)
+            if not torch.stack(target.aminmax()).isfinite().all():  # without a copy of the tensor's size
+                raise CorruptFileError(f"{self.model.folder / file}: {theirs} is not finite. {SAVE_AGAIN}")
+        return target
+
+    def _check_names(self) -> dict[str, Location]:
+        model, locations, known = self.model, {}, set(self.model.content.left_out)
+        for ours, location in model.mapping.locations(model.config):  # stops at the first that is missing
+            if ours in self.filled:
+                continue
+            for theirs in location.names:
+                if theirs not in model.stored:
+                    raise UserError(
+                        f"{model.folder}: holds no tensor {theirs}, which {CONFIG} requires. {SAVE_AGAIN}"
+                    )
+            locations[ours] = location
+            known.update(location.names)
+        known_twice = {copy for copy, name in model.copies.items() if name in known}
+        for name, (file, stored) in model.stored.items():
+            if name not in known | known_twice and not model.mapping.ignored.fullmatch(name):
+                wanted = model.architecture
+                raise UserError(
+                    f"{model.folder / file}: {show(name)} is no parameter of {wanted}. Save the model as "
+                    f"{wanted}, without other heads or more layers than {CONFIG} says"
+                )
+            if name in known and stored.dtype not in FLOATS:
+                kinds = ", ".join(DTYPE_NAMES[dtype] for dtype in FLOATS)
+                raise UserError(
+                    f"{model.folder / file}: {name} is {DTYPE_NAMES[stored.dtype]}; supported: {kinds}. Save "
+                    f"the model in one of them"
+                )
+        return locations
+
+    def _check_tied(self) -> None:
+        """Raise UserError unless copies are equal: the output layer is our token table."""
+        model = self.model
+        has_output = model.config.head == "language_model"
+        for copy, name in model.copies.items():
+            if copy in model.stored:
+                self._check_copy(copy, name)
+            elif has_output and not model.is_tied and copy.endswith("weight"):
+                raise UserError(
+                    f"{model.folder / CONFIG}: tie_word_embeddings=false, and no {copy} is there. "
+                    f"Supported: an output layer that is the token table"
+                )
+
+    def _check_copy(self, copy: str, name: str) -> None:
+        model = self.model
+        (_, mine), (_, other) = model.stored[name], model.stored[copy]
+        is_alike = mine.shape == other.shape and other.dtype in FLOATS
+        if is_alike and are_equal(partial(self._load, name), partial(self._load, copy), mine.shape):
+            return
+        untied, _ = model.mapping.read({**model.raw, "tie_word_embeddings": False}, CONFIG)
+        fix = f"an untied output layer of {untied.kind} is not supported. Remove {copy} if {name} is meant"
+        if not model.mapping.copies(untied):
+            fix = (
+                f"tie_word_embeddings=true in {CONFIG}: transformers 5 computes with the former, 4 with the "
+                f"latter. Set tie_word_embeddings=false to keep {copy}, or remove that tensor"
+            )
+        raise UserError(f"{model.folder}: {copy} differs from {name}, and {fix}")

@@ -1,0 +1,175 @@
+"""Megatron Core's distributed checkpoints (torch_dist), and plain DCP folders with its names.
+
+    metadata.json    {"sharded_backend": "torch_dist", …}
+    common.pt        args, iteration and other plain values, a file of torch.save
+    .metadata, __*_*.distcp    tensors, whole over all ranks (mlm/convert/dcp)
+
+Names are those with Transformer Engine. The layers of a usual model are one tensor with the layer as its
+first dim, decoder.layers.mlp.linear_fc1.weight; with other settings, and in fsdp_dtensor, each has a
+number. The rows of a fused gate and input are [gate, up], whatever the tensor-parallel size; fsdp_dtensor
+has them as two tensors, …weight_w and …weight_v, and args and iteration in place of common.pt as items of
+.metadata. Source: NVIDIA/Megatron-LM,
+core/dist_checkpointing, core/transformer/transformer_block.py, mlp.py,
+core/transformer/fsdp_dtensor_checkpoint.py, training/checkpointing.py.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlm.checkpoint.native.slices import Region
+from mlm.convert.dcp.metadata import (
+    METADATA,
+    MOMENTS,
+    StoredTensor,
+    read_metadata,
+    read_objects,
+)
+from mlm.convert.dcp.storage import DCPReader
+from mlm.convert.megatron.args import Given, MegatronArgs, mappings
+from mlm.convert.megatron.files import TorchFile
+from mlm.convert.megatron.mapping import HEAD
+from mlm.convert.megatron.model import HeldTensors, MegatronModel, assemble, kind_of, no_part
+from mlm.util.errors import CorruptFileError
+
+COMMON = "common.pt"
+BACKEND = "metadata.json"
+_OTHER = re.compile(
+    r"(optimizer|chained_\d+|rng_state|rerun_state|opt_param_scheduler)[._/].*|.*_extra_state.*"
+)
+"""Tensors that are not of the model."""
+_WRAPPERS = re.compile(r"(?:(?:model\d*|module)\.)+")
+"""What wrappers of modules put before a name."""
+_STACKED = re.compile(r"((?:decoder|encoder)\.layers)\.(?!\d)(.+)")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias)\d*)_([wv])")
+_MOMENT = re.compile(r"optimizer\.state\.(?:(exp_avg(?:_sq)?)\.(.+)|(.+)\.(exp_avg(?:_sq)?))")
+MOST_STACKED = 1 << 17
+"""Layers of a tensor."""
+Place = tuple[str, tuple[int, ...]]
+"""A stored tensor, and an index into its first dims."""
+
+
+class CoreTensors(HeldTensors):
+    """The tensors of a distributed checkpoint."""
+
+    def __init__(self, path: Path, reader: DCPReader, places: dict[str, Place]) -> None:
+        super().__init__(path, places)
+        self.reader, self.places = reader, places
+        """Our name -> the stored tensor, and the layer's index in it."""
+
+    def shape(self, name: str, tp_dim: int | None = None) -> tuple[int, ...]:
+        """Return the shape of a tensor, which is stored whole."""
+        stored, index = self.places[self.names[name]]
+        return self.reader.tensors[stored].shape[len(index) :]
+
+    def load(self, name: str, region: Region) -> Tensor:
+        """Return those elements, float32 on the CPU."""
+        stored, index = self.places[self.names[name]]
+        part = Region((*index, *region.offset), (*(1 for _ in index), *region.size))
+        return self.reader.read(stored, part, torch.float32).reshape(region.size)
+
+
+def is_distributed(folder: Path) -> bool:
+    """Return True for a folder of DCP, torch_dist included."""
+    return (folder / METADATA).is_file()
+
+
+def open_distributed(folder: Path, given: Given) -> MegatronModel:
+    """Open a distributed checkpoint: names, shapes, supported arguments. Its files stay open.
+
+    Raises UserError and CorruptFileError.
+    """
+    common = read_common(folder)
+    args = MegatronArgs(common.get("args"), folder / COMMON)
+    tensors = joined(read_metadata(folder, lambda name: not _OTHER.fullmatch(name)))
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _FLOATS:
+            raise CorruptFileError(
+                f"{folder}: {name} is of {tensor.dtype}: only floating-point numbers are read"
+            )
+    theirs = core_names(tensors)
+    kind = kind_of({folder: theirs}, args) if given.config is None else given.config.kind
+    mapping = mappings()[kind]
+    places = {}
+    for name, place in theirs.items():
+        ours = mapping.our_name(name)
+        if ours is None or ours in places:
+            raise no_part(folder, name)
+        places[ours] = place
+    held = CoreTensors(folder, DCPReader(folder, tensors), places)
+    return assemble(held, args, kind, iteration=common.get("iteration"), given=given)
+
+
+def open_moments(opened: MegatronModel) -> dict[str, MegatronModel]:
+    """Return Adam's moments by name, each read as the parameters are; empty if some are missing or not whole.
+
+    Whole ones are stored under the names of the parameters: optimizer.state.exp_avg.decoder.…, in
+    fsdp_dtensor optimizer.state.module.decoder.….exp_avg. Raises as `open_distributed`.
+    """
+    held, found, mapping = opened.held, dict[str, MegatronModel](), mappings()[opened.model.kind]
+    if not isinstance(held, CoreTensors) or not opened.iteration:
+        return {}
+    by_moment: dict[str, dict[str, StoredTensor]] = {moment: {} for moment in MOMENTS}
+    for stored, tensor in read_metadata(held.path, lambda name: bool(_MOMENT.fullmatch(name))).items():
+        before, name_after, name_before, after = _MOMENT.fullmatch(stored).groups()  # type: ignore[union-attr]
+        by_moment[before or after][name_after or name_before] = tensor
+    for moment in MOMENTS:
+        tensors = joined(by_moment[moment])
+        places = {mapping.our_name(name): place for name, place in core_names(tensors).items()}
+        if HEAD in places and not opened.model.is_tied:
+            places["output.weight"] = places.pop(HEAD)
+        wanted = {*opened.shapes} - opened.zeros
+        if not wanted <= places.keys():
+            return {}
+        moments = CoreTensors(held.path, DCPReader(held.path, tensors), {n: places[n] for n in wanted})
+        if any(moments.shape(name) != opened.shapes[name] for name in wanted):
+            return {}
+        found[moment] = replace(opened, held=moments)
+    return found
+
+
+def read_common(folder: Path) -> Mapping[str, Any]:
+    """Return args and iteration of a folder, from common.pt or items; empty without. Raises as above."""
+    if (folder / COMMON).is_file():
+        return TorchFile(folder / COMMON).parts
+    saved = read_objects(folder, ("args", "iteration"))
+    return {name: TorchFile(folder / METADATA, content).value for name, content in saved.items()}
+
+
+def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors with each …weight_w and …weight_v as one, w's rows first."""
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        half = _HALF.fullmatch(name)
+        other = tensors.get(f"{half[1]}_v") if half and half[2] == "w" else None
+        if half is None or other is None or (other.shape, other.dtype) != (tensor.shape, tensor.dtype):
+            continue
+        rows, *rest = tensor.shape
+        pieces = list(tensor.pieces)
+        for piece in other.pieces:
+            first, *offset = piece.region.offset
+            pieces.append(replace(piece, region=piece.region._replace(offset=(rows + first, *offset))))
+        del found[name], found[f"{half[1]}_v"]
+        found[half[1]] = StoredTensor((2 * rows, *rest), tensor.dtype, tuple(pieces))
+    return found
+
+
+def core_names(tensors: Mapping[str, StoredTensor]) -> dict[str, Place]:
+    """Return Megatron Core's name of each layer's tensors -> where it is stored."""
+    names: dict[str, Place] = {}
+    for stored, tensor in tensors.items():
+        plain = _WRAPPERS.sub("", stored, count=1) if _WRAPPERS.match(stored) else stored
+        if not _STACKED.fullmatch(plain):
+            names[plain] = stored, ()
+            continue
+        if not tensor.shape or tensor.shape[0] > MOST_STACKED:
+            raise CorruptFileError(f"{stored} is {list(tensor.shape)}; {MOST_STACKED} layers are supported")
+        for layer in range(tensor.shape[0]):
+            names[_STACKED.sub(rf"\g<1>.{layer}.\g<2>", plain)] = stored, (layer,)
+    return names

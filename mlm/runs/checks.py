@@ -1,0 +1,312 @@
+"""Checks of the settings of a training run."""
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from mlm.config.imports import OwnCodeError, imported, is_path
+from mlm.config.plain_yaml import problem_of
+from mlm.config.tree import leaves, out_of_range, values_of
+from mlm.data import files_present as present
+from mlm.data.blend_checks import blend_problems
+from mlm.data.config import SOURCES, DataConfig
+from mlm.launch.rules.checks import (
+    devices_exist,
+    loss_scale_can_fall,
+    lowest_problem,
+    lr_falls,
+    problems_of,
+)
+from mlm.launch.rules.layout import TRAIN_RULES, Launch, LayoutValues, batch_quantum
+from mlm.models.config import ModelConfig
+from mlm.models.family import (
+    SHIPPED,
+    data_problem,
+    model_problem,
+    parameters_by_name,
+    pretraining_problem,
+)
+from mlm.optim.config import STABLE_DECAYS, MuonConfig, OptimizerConfig
+from mlm.optim.groups import patterns
+from mlm.optim.own import check_decay, check_optimizer, layout_problem
+from mlm.runs.config import PretrainConfig
+from mlm.util.errors import Problem, escape_controls, show
+
+MOST_PROMPTS = 64
+MOST_PADDING = 1 << 16  # rows that a saved model.vocab_multiple may add to the token table
+
+
+def check_pretrain(
+    config: PretrainConfig, *, world_size: int | None, local_devices: int | None
+) -> list[Problem]:
+    """Problems of a pretraining run.
+
+    `world_size` is None when started plainly, `local_devices` None on CPU.
+    """
+    return pretraining_problems(config, Launch(world_size, local_devices))
+
+
+def pretraining_problems(config: PretrainConfig, launch: Launch) -> list[Problem]:
+    """Problems of a pretraining run."""
+    problems = problems_of(config, launch, TRAIN_RULES, PRETRAIN_RULES)
+    return [*problems, *blend_problems(config.data)]
+
+
+def saved_problems(config: PretrainConfig) -> list[Problem]:
+    """Problems of the configuration in a checkpoint, which is untrusted, in itself."""
+    problems, model, values = list(out_of_range(config).values()), config.model, values_of(config)
+    found = {key: why for key, value in values.items() if (why := problem_of(value))}
+    problems += [Problem((key,), f"{key}: {why}") for key, why in found.items()]
+    for key, leaf in leaves(PretrainConfig).items():
+        if leaf.shipped and values[key] not in leaf.shipped and not is_path(values[key]):
+            problem = f"{key}={values[key][:40]!r} is neither shipped nor an import path"
+            problems.append(Problem((key,), problem))
+    if model.vocab_multiple > MOST_PADDING:
+        problem = f"model.vocab_multiple={model.vocab_multiple} must be {MOST_PADDING} at most"
+        problems.append(Problem(("model.vocab_multiple",), problem))
+    if not problems and model.hidden_size % model.num_heads:
+        problem = f"model.num_heads={model.num_heads} does not divide model.hidden_size={model.hidden_size}"
+        problems.append(Problem(("model.num_heads", "model.hidden_size"), problem))
+    return [*problems, *filter(None, [model_problem(model)])]
+
+
+def optimizer_works(config: Any, _: Launch) -> Problem | None:
+    """The problem of an optimizer that cannot be built."""
+    return _own_code_problem(check_optimizer, config.optimizer)
+
+
+def _check_patterns(optimizer: OptimizerConfig, model: ModelConfig) -> None:
+    """Raise OwnCodeError for patterns that fit no parameter of the model, built on the meta device."""
+    named = {f"optimizer.groups: {each.names}": each.names for each in patterns(optimizer.groups)}
+    default = MuonConfig().matrices
+    if optimizer.kind == "muon" and (model.kind not in SHIPPED or optimizer.muon.matrices != default):
+        named[f"optimizer.muon.matrices={optimizer.muon.matrices}"] = optimizer.muon.matrices
+    if not named or model_problem(model) is not None:
+        return
+    dims = {name: p.dim() for name, p in parameters_by_name(model).items()}
+    for text, pattern in named.items():
+        least = 2 if text.startswith("optimizer.muon") else 1
+        known = [name for name in dims if dims[name] >= least]
+        if not any(fnmatchcase(name, pattern) for name in known):
+            what = "matrix" if least > 1 else "parameter"
+            some = ", ".join(known[1:4])
+            problem = f"no {what} of model.kind={model.kind} has such a name"
+            raise OwnCodeError(f"{text}: {problem}; write a pattern of its names, such as {some}")
+
+
+def optimizer_fits_layout(config: Any, _: Launch) -> Problem | None:
+    """The problem of a layout at which the user's own optimizer would train otherwise."""
+    try:
+        return layout_problem(config.optimizer, config.parallel)
+    except OwnCodeError:
+        return None  # reported by `optimizer_works`
+
+
+def _observers_exist(config: PretrainConfig, _: Launch) -> Problem | None:
+    if not config.train.observers:
+        return None
+    from mlm.training.observer import own_observers  # imports torch, which checks of settings need not
+
+    return _own_code_problem(own_observers, config.train.observers)
+
+
+def _own_code_problem(check: Callable[..., object], *arguments: object) -> Problem | None:
+    try:
+        check(*arguments)
+    except OwnCodeError as error:
+        return error.problems[0]
+    return None
+
+
+def _warmup_ends(config: PretrainConfig, _: Launch) -> Problem | None:
+    schedule, steps = config.schedule, config.train.steps
+    warmup, cooldown = schedule.warmup_end(steps), schedule.cooldown_start(steps)
+    if schedule.decay in STABLE_DECAYS:
+        if cooldown >= min(warmup, steps):
+            return lowest_problem(config) if cooldown < steps else None
+        return Problem(
+            ("schedule.cooldown", "schedule.warmup_steps", "train.steps"),
+            f"the last {steps - cooldown} of train.steps={steps} cool down, and warm-up takes {warmup} steps",
+            f"use schedule.cooldown={max(0, steps - warmup)} or fewer",
+        )
+    if cooldown < steps:  # by a preset such as schedule=wsd
+        return Problem(
+            ("schedule.decay", "schedule.cooldown_share"),
+            f"schedule.decay={schedule.decay}: falls to the end of the run, and a cooldown is set",
+            f"use schedule.decay={' or '.join(STABLE_DECAYS)}, or schedule.cooldown_share=0",
+        )
+    end = schedule.decay_end(steps)
+    if warmup < end:
+        return None
+    key = "train.steps" if schedule.decay_steps is None else "schedule.decay_steps"
+    return Problem(
+        ("schedule.warmup_steps", "schedule.decay_steps", "train.steps"),
+        f"schedule.warmup_steps={warmup} must be below {key}={end}, where the decay ends",
+        f"use schedule.warmup_steps={end - 1} or fewer",
+    )
+
+
+def _ramp_divides(config: PretrainConfig, launch: Launch) -> Problem | None:
+    train = config.train
+    if train.ramp_batch is None:
+        return None
+    start, increment, _ = train.ramp_batch
+    whole, key = train.global_batch_size, "train.ramp_batch"
+    quantum = batch_quantum(LayoutValues(values_of(config)), launch)
+    if start % quantum or increment % quantum:
+        problem = f"its sizes must be multiples of {quantum} samples, a micro-batch of each rank"
+    elif start > whole or (whole - start) % increment:
+        problem = f"{start} does not grow to train.global_batch_size={whole} by steps of {increment}"
+    else:
+        return None
+    typed = f"{key}={show(train.ramp_batch)}"
+    fix = f"use {key}={show((quantum, quantum, train.ramp_batch[2]))}"
+    return Problem((key, "train.global_batch_size", "dp"), f"{typed}: {problem}", fix)
+
+
+def _attention_serves(config: PretrainConfig, _: Launch) -> Problem | None:
+    kind, dtype = config.attention, config.precision.dtype
+    if kind not in ("flash", "cudnn"):
+        return None
+    if dtype in ("fp32", "fp64", "tf32"):
+        return Problem(
+            ("attention", "precision.dtype"),
+            f"attention={kind} needs half precision, not precision.dtype={dtype}",
+            "use attention=auto or precision=bf16",
+        )
+    model, resets = config.model, config.data.reset_attention
+    if kind == "flash" and (resets or not model.family.causal):
+        why = "data.reset_attention=true" if resets else "the padding of this model"
+        if not model.family.packs:
+            return Problem(
+                ("attention", "data.reset_attention"),
+                f"attention=flash takes no mask, which {why} needs in a model.kind={model.kind}",
+                "use attention=auto",
+            )
+        if model.attention_dropout > 0:
+            return Problem(
+                ("attention", "model.attention_dropout"),
+                f"attention=flash has no dropout (model.attention_dropout={model.attention_dropout:g}) for "
+                f"sequences of several lengths, which {why} makes",
+                "use attention=auto or model.attention_dropout=0",
+            )
+    return None
+
+
+def _accumulation_fuses(config: PretrainConfig, _: Launch) -> Problem | None:
+    if not config.fuse_accumulation:
+        return None
+    parallel, is_fp8 = config.parallel, config.precision.dtype == "fp8"
+    conflicts = {
+        "zero": (parallel.zero > 0, "zero=0"),
+        "recompute": (parallel.recompute == "full", "recompute=selective"),
+        "precision.dtype": (is_fp8, "precision=bf16"),
+    }
+    return _conflict(config, "fuse_accumulation", conflicts)
+
+
+def graphs_replay(config: PretrainConfig, _: Launch) -> Problem | None:
+    """Why cuda_graphs=true cannot be, with the setting that it does not go with."""
+    if not config.cuda_graphs:
+        return None
+    parallel = config.parallel
+    conflicts: dict[str, tuple[bool, str]] = {
+        "compile": (config.compile is False, "compile=true"),
+        "tp": (parallel.tp > 1, "tp=1"),
+        "cp": (parallel.cp > 1, "cp=1"),
+        "pp": (parallel.pp > 1, "pp=1"),
+        "vp": (parallel.vp > 1, "vp=1"),
+        "pipeline": (parallel.pipeline != "1f1b", "pipeline=1f1b"),
+        "zero": (parallel.zero > 0, "zero=0"),
+        "recompute": (parallel.recompute == "full", "recompute=selective"),
+        "fuse_accumulation": (config.fuse_accumulation, "fuse_accumulation=false"),
+        "deterministic": (config.deterministic, "deterministic=false"),
+    }
+    experts = (config.model.options or {}).get("num_experts", 0)
+    if experts:  # the host reads how many rows each expert has
+        problem = f"cuda_graphs=true does not go with model.options.num_experts={experts}"
+        keys = ("cuda_graphs", "model.options.num_experts")
+        return Problem(keys, problem, "use cuda_graphs=false")
+    return _conflict(config, "cuda_graphs", conflicts)
+
+
+def _conflict(
+    config: PretrainConfig, switch: str, conflicts: Mapping[str, tuple[bool, str]]
+) -> Problem | None:
+    """The first setting that a switch does not go with, of (True if it does not, what to set) by key."""
+    for key, (applies, fix) in conflicts.items():
+        if applies:
+            problem = f"{switch}=true does not go with {key}={show(values_of(config)[key])}"
+            return Problem((switch, key), problem, f"use {switch}=false or {fix}")
+    return None
+
+
+def context_problem(cp: int, model: ModelConfig, data: DataConfig) -> Problem | None:
+    """Return the problem of a model or its documents that cp ranks cannot split; None if they can."""
+    if cp == 1:
+        return None
+    if not model.family.splits_sequences:
+        why = f"model.kind={model.kind} has no attention over sequences that ranks split"
+        return Problem(("cp", "model.kind"), f"cp={cp}: {why}", "use cp=1")
+    if data.reset_attention:
+        why = "data.reset_attention=true keeps documents apart, which attention over cp ranks does not"
+        return Problem(("cp", "data.reset_attention"), f"cp={cp}: {why}", "use cp=1")
+    return None
+
+
+def _prompts_can_be_continued(config: PretrainConfig, _: Launch) -> Problem | None:
+    prompts, key = config.train.sample_prompts, "train.sample_prompts"
+    if not prompts:
+        return None
+    if not config.model.family.causal:
+        why = f"model.kind={config.model.kind} does not read from left to right"
+        return Problem((key, "model.kind"), f"{key}: {why}", f"remove {key}")
+    if len(prompts) > MOST_PROMPTS:
+        return Problem((key,), f"{key}: {len(prompts)} prompts; {MOST_PROMPTS} is the limit", "choose some")
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt or problem_of(prompt) or any("\ud800" <= c <= "\udfff" for c in prompt):
+            why = f"prompt {number} ({escape_controls(prompt[:40])}) is empty, or no text of a configuration"
+            return Problem((key,), f"{key}: {why}", "use UTF-8 without control characters and ${")
+    return None
+
+
+def _adapters_have_a_base(config: PretrainConfig, _: Launch) -> Problem | None:
+    if not config.lora.rank or config.ckpt is not None:
+        return None
+    problem = f"lora.rank={config.lora.rank}: adapters are trained beside the weights of a trained model"
+    return Problem(("lora.rank", "ckpt"), problem, "set ckpt=… to one, or lora.rank=0")
+
+
+OWN_CODE_RULES = (
+    optimizer_works,
+    lambda config, _: _own_code_problem(_check_patterns, config.optimizer, config.model),
+    optimizer_fits_layout,
+    lambda config, _: _own_code_problem(check_decay, config.schedule),
+    lambda config, _: _own_code_problem(imported, "data.kind", config.data.kind, SOURCES.shipped, Callable),
+)
+"""Conditions of the user's own code beside the model's family."""
+SETTINGS_RULES = (
+    _warmup_ends,
+    _ramp_divides,
+    lr_falls,
+    loss_scale_can_fall,
+    lambda config, _: model_problem(config.model),
+    *OWN_CODE_RULES,
+    lambda config, _: pretraining_problem(config),
+    lambda config, _: data_problem(config),
+    _attention_serves,
+    _accumulation_fuses,
+    graphs_replay,
+    lambda config, _: context_problem(config.parallel.cp, config.model, config.data),
+    _prompts_can_be_continued,
+)
+"""Conditions of the settings alone."""
+PRETRAIN_RULES = (
+    devices_exist,
+    *SETTINGS_RULES,
+    _observers_exist,
+    lambda config, _: present.corpus(config.data),
+    lambda config, _: present.corpus_extras(config.data),
+    lambda config, _: present.checkpoint(config.ckpt),
+    _adapters_have_a_base,
+)

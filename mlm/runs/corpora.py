@@ -1,0 +1,348 @@
+"""The corpora a run spec names, one or several that are blended, and the token that ends their documents."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mlm.config.imports import OwnCodeError, imported
+from mlm.data.blend import BlendedDataset
+from mlm.data.blend_checks import corpus_names, normalize_weights, parse_entry
+from mlm.data.blend_history import (
+    BlendSource,
+    History,
+    continue_history,
+    known_digest,
+    samples_needed,
+    seed_of,
+)
+from mlm.data.config import SOURCES, DataConfig
+from mlm.data.files_present import pair_prefix, training_prefix
+from mlm.data.indexed import IndexedDataset, bin_path, idx_path
+from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
+from mlm.data.sampler import CheckedDataset, Dataset
+from mlm.data.stored_corpus import stored_tokens
+from mlm.data.tokenizer import Tokenizer
+from mlm.runs.config import PretrainConfig
+from mlm.util.errors import UserError
+from mlm.util.files import digest_bytes, digest_file, sampled_digest
+
+SYNTHETIC_VALIDATION_SAMPLES = 256
+SWITCHES = ("reset_positions", "reset_attention", "mask_eod_loss")
+"""Settings that keep documents apart."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus to train on."""
+
+    name: str
+    """Name in logs."""
+    train: Path
+    """Prefix of its training .bin/.idx."""
+    validation: Path | None
+    """Prefix of its validation set, None where there is none."""
+    weight: float | None
+    """As it was given; None means by its tokens."""
+    tokenizer: Path | None
+    """Its tokenizer.json, None where there is none."""
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """Validation samples of one corpus."""
+
+    name: str
+    """Of the corpus; empty for the only one."""
+    windows: Dataset
+    weight: float
+    """Its part in the loss of the blend."""
+
+
+def corpora(data: DataConfig) -> list[Corpus]:
+    """Corpora of data.blend in its order, or the one corpus there is; none for synthetic data."""
+    if data.kind != "indexed":
+        return []
+    if not data.blend:
+        prefix = training_prefix(data) if data.train is None else pair_prefix(data, "data.train", data.train)
+        return [
+            Corpus(corpus_names([prefix])[0], prefix, validation_prefix(data), None, tokenizer_path(data))
+        ]
+    entries = [parse_entry(text) for text in data.blend]
+    prefixes = [training_prefix(data, e.path) for e in entries]
+    return [
+        Corpus(name, prefix, _sibling_part(prefix, "validation"), e.weight, _tokenizer_of(prefix))
+        for name, prefix, e in zip(corpus_names(prefixes), prefixes, entries, strict=True)
+    ]
+
+
+def validation_prefix(data: DataConfig) -> Path | None:
+    """Prefix of the validation .bin/.idx of a run on one corpus, or of the one it names; None without."""
+    if data.validation is not None:
+        return pair_prefix(data, "data.validation", data.validation)
+    return _sibling_part(training_prefix(data), "validation") if data.path is not None else None
+
+
+def tokenizer_path(data: DataConfig) -> Path | None:
+    """tokenizer.json of the corpus, of a blend that of its first which has one; None where there is none."""
+    if data.tokenizer is not None:
+        return Path(data.tokenizer)
+    if data.blend and data.kind == "indexed":
+        return next((corpus.tokenizer for corpus in corpora(data) if corpus.tokenizer is not None), None)
+    return _tokenizer_of(training_prefix(data)) if data.path is not None else None
+
+
+def _sibling_part(train: Path, part: str) -> Path | None:
+    """Another part of the folder of a training part."""
+    prefix = train.with_name(part)
+    return prefix if train.name == "train" and idx_path(prefix).exists() else None
+
+
+def _tokenizer_of(train: Path) -> Path | None:
+    path = train.with_name("tokenizer.json")
+    return path if path.exists() else None
+
+
+def corpus_problems(config: PretrainConfig) -> list[str]:
+    """Problems of a run's corpora, a line each; read before any rank starts."""
+    problems, named = [], corpora(config.data)
+    vocab_size, seq_length = config.model.vocab_size, config.data.seq_length
+    family, tokenizer = config.model.family, tokenizer_path(config.data)
+    for corpus in named:
+        problems += check_corpus(
+            corpus.train,
+            vocab_size=vocab_size,
+            seq_length=seq_length,
+            # a small corpus of a blend may go through several epochs in a step
+            min_samples=1 if config.data.blend else config.train.global_batch_size,
+        )
+    if config.train.validate_every:
+        for prefix in validation_prefixes(config.data).values():
+            problems += check_corpus(prefix, vocab_size=vocab_size, seq_length=1, min_samples=1)
+    return [
+        *(problems or problems_between(named)),
+        *document_problems(config),
+        *(family.corpus_problems(config.model, [c.train for c in named], tokenizer) if named else []),
+    ]
+
+
+def problems_between(named: Sequence[Corpus]) -> list[str]:
+    """Corpora that cannot be blended: copies of one, or made with different tokenizers."""
+    problems, first = list[str](), dict[str, Corpus]()
+    sizes = [idx_path(corpus.train).stat().st_size for corpus in named]
+    for corpus, size in zip(named, sizes, strict=True):
+        if sizes.count(size) == 1:
+            continue  # copies have indices of one size; only those are read
+        source = corpus_source(corpus)
+        other = first.setdefault(f"{source.digest} {source.tokens}", corpus)
+        if other is not corpus:
+            said = f"data.blend: {other.train} and {corpus.train} are copies of one corpus"
+            problems.append(f"{said}; name one of them, with the sum of the weights")
+    made_with = {digest: corpus for corpus in named if (digest := source_facts(corpus)["tokenizer"])}
+    if len(made_with) > 1:
+        each = ", ".join(f"{corpus.train} by {digest}" for digest, corpus in made_with.items())
+        problems.append(f"data.blend: written with different tokenizers: {each}; build all with one")
+    return problems
+
+
+def corpus_source(corpus: Corpus, weight: float = 1.0) -> BlendSource:
+    """Entry of a corpus in a checkpoint. Reads its index whole, and samples its tokens."""
+    tokens = bin_path(corpus.train)
+    stored = stored_tokens(tokens)
+    source = BlendSource(
+        name=corpus.name,
+        path=str(corpus.train) if stored is None else stored.source.url.removesuffix(".bin"),
+        digest=digest_file(idx_path(corpus.train)),
+        sampled=sampled_digest(tokens) if stored is None else stored.sampled_digest(),
+        weight=weight,
+    )
+    return replace(source, **source_facts(corpus))
+
+
+def source_facts(corpus: Corpus) -> dict[str, Any]:
+    """Digests a corpus's receipt gives: of the .bin, of the receipt, of the recipe and of the tokenizer."""
+    receipt = read_receipt(corpus.train.parent) or {}
+    entry_of_bin = receipt.get("files", {}).get(bin_path(corpus.train).name)
+    if entry_of_bin is None:  # no receipt, or one of other files
+        return {"tokens": "", "receipt": "", "recipe": "", "tokenizer": ""}
+    recipe = receipt.get("recipe")
+    return {
+        "tokens": known_digest(entry_of_bin.get("digest")),
+        "receipt": digest_file(corpus.train.with_name(RECEIPT)),
+        "recipe": digest_bytes(json.dumps(recipe, sort_keys=True).encode()) if recipe else "",
+        "tokenizer": known_digest(receipt.get("tokenizer")),
+    }
+
+
+def sources(data: DataConfig) -> tuple[BlendSource, ...]:
+    """The corpora of a run with their shares. Reads the indices whole. Raises UserError, OSError."""
+    named = corpora(data)
+    if len(named) < 2:
+        return tuple(corpus_source(corpus) for corpus in named)
+    weights = [
+        float(IndexedDataset(corpus.train).num_tokens) if corpus.weight is None else corpus.weight
+        for corpus in named
+    ]
+    return tuple(
+        replace(corpus_source(corpus, share), order=1)
+        for corpus, share in zip(named, normalize_weights(weights), strict=True)
+    )
+
+
+def train_dataset(config: PretrainConfig, num_samples: int, history: History = ()) -> Dataset:
+    """The training samples of the run up to number `num_samples`.
+
+    They follow the newest segment of `history`; without one the run begins.
+    """
+    data = config.data
+    if data.kind != "indexed":
+        return dataset_without_corpus(config, num_samples, config.seed)
+    segment = (history or continue_history((), sources(data), 0))[-1]
+    datasets = [
+        corpus_samples(config, corpus.train, count, seed_of(source, config.seed))
+        for corpus, source, count in zip(
+            corpora(data), segment.sources, samples_needed(segment, num_samples), strict=True
+        )
+    ]
+    only = segment.sources[0]
+    if len(datasets) == 1 and only.first == segment.from_sample:
+        return datasets[0]  # the samples of the run are those of the corpus, index for index
+    return BlendedDataset(
+        datasets,
+        [source.weight for source in segment.sources],
+        num_samples=num_samples,
+        from_sample=segment.from_sample,
+        first=[source.first for source in segment.sources],
+    )
+
+
+def dataset_without_corpus(
+    config: PretrainConfig, num_samples: int, seed: int, *, validation: bool = False
+) -> Dataset:
+    """Return samples that are random, or of the user's own dataset. Raises OwnCodeError (a UserError)."""
+    data, vocab_size = config.data, config.model.vocab_size
+    if data.kind == "synthetic":
+        return config.model.family.samples.synthetic(data, vocab_size, num_samples, seed)
+    build = imported("data.kind", data.kind, SOURCES.shipped, Callable)
+    dataset = build(data, vocab_size=vocab_size, num_samples=num_samples, seed=seed, validation=validation)
+    if not (hasattr(dataset, "gather") and hasattr(dataset, "__len__")):
+        returned = "returned " + ("None" if dataset is None else f"a {type(dataset).__name__}")
+        raise OwnCodeError(f"data.kind={data.kind}: {returned}; return a Dataset (mlm/data/sampler.py)")
+    noun = "validation sample" if validation else "sample"
+    return CheckedDataset(dataset, data.kind, vocab_size, data.seq_length, noun)
+
+
+def corpus_samples(config: PretrainConfig, prefix: Path, num_samples: int, seed: int) -> Dataset:
+    """Return the training samples of one corpus."""
+    data = config.data
+    return config.model.family.samples.train(
+        data,
+        prefix,
+        samples_tokenizer(config),
+        num_samples,
+        seed=seed,
+        cache=Path(data.cache) if data.cache is not None else prefix.parent / "index-cache",
+    )
+
+
+def samples_tokenizer(config: PretrainConfig) -> Tokenizer | None:
+    """Return the tokenizer that samples depend on; None if they depend on none, or there is none."""
+    path = tokenizer_path(config.data)
+    return Tokenizer.load(path) if path is not None and config.model.family.check_tokenizer else None
+
+
+def validation_prefixes(data: DataConfig) -> dict[str, Path]:
+    """Prefix of each corpus's validation set under its name; of the only one, or a given one, under ""."""
+    if data.kind != "indexed":
+        return {}
+    if data.validation is not None or not data.blend:
+        prefix = validation_prefix(data)
+        return {} if prefix is None else {"": prefix}
+    return {c.name: c.validation for c in corpora(data) if c.validation is not None}
+
+
+def validation_sets(config: PretrainConfig, history: History = ()) -> list[ValidationSet]:
+    """Validation sets; empty where there is none. Weights are those of the newest blend."""
+    data, samples = config.data, config.model.family.samples
+    if data.kind != "indexed":
+        windows = dataset_without_corpus(
+            config, SYNTHETIC_VALIDATION_SAMPLES, config.seed + 1, validation=True
+        )
+        return [ValidationSet("", windows, 1.0)]
+    weights = {source.name: source.weight for source in history[-1].sources} if history else {}
+    tokenizer = samples_tokenizer(config)
+    return [
+        ValidationSet(name, samples.validation(data, prefix, tokenizer), weights.get(name, 1.0))
+        for name, prefix in validation_prefixes(data).items()
+    ]
+
+
+def document_problems(config: PretrainConfig) -> list[str]:
+    """Problem of finding the ends of documents, at most one line; read before any rank starts."""
+    try:
+        eod_id, size = fill_eod_id(config.data).eod_id, config.model.vocab_size
+    except UserError as error:
+        return list(error.problems)
+    if eod_id is None or eod_id < size:
+        return []
+    return [f"data.eod_id={eod_id} is no token of model.vocab_size={size}; set data.eod_id to one"]
+
+
+def fill_eod_id(data: DataConfig) -> DataConfig:
+    """Settings with data.eod_id filled in, where one of the three switches needs it.
+
+    Raises UserError as `find_eod` does.
+    """
+    switch = next((switch for switch in SWITCHES if getattr(data, switch)), None)
+    return data if switch is None else replace(data, eod_id=find_eod(data, switch))
+
+
+def find_eod(data: DataConfig, switch: str) -> int:
+    """Id of the end-of-document token by data.eod_id and the corpora's receipts, else by their tokenizer.
+
+    Raises UserError, which names `switch`, where these contradict each other, where a corpus was written
+    without ends, and where nothing says it; CorruptFileError for a damaged receipt or tokenizer.
+    """
+    folders = corpus_folders(data)
+    recorded = {"data.eod_id": data.eod_id} if data.eod_id is not None else {}
+    for folder in folders:
+        receipt = read_receipt(folder) or {}
+        if receipt.get("append_eod") is False:
+            raise UserError(
+                f"data.{switch}=true, and the documents in {folder} were written without an end-of-document "
+                f"token: build them with append_eod=true, or set data.{switch}=false"
+            )
+        if type(eod_id := receipt.get("eod_id")) is int and eod_id >= 0:
+            recorded[str(folder / RECEIPT)] = eod_id
+    if len(set(recorded.values())) > 1:
+        each = ", ".join(f"{eod_id} by {source}" for source, eod_id in recorded.items())
+        raise UserError(
+            f"data.{switch}=true: the end-of-document token is {each}: build with one tokenizer, leave "
+            f"data.eod_id out, or set data.{switch}=false"
+        )
+    if recorded:
+        return next(iter(recorded.values()))
+    beside = (folder for folder in folders if (folder / "tokenizer.json").is_file())
+    if tokenizer := data.tokenizer or next(beside, None):
+        return Tokenizer.load(tokenizer).eod_id
+    raise UserError(
+        f"data.{switch}=true needs the id of the end-of-document token, and no {RECEIPT} or tokenizer.json "
+        "of a corpus records it: set data.eod_id=… or data.tokenizer=…"
+    )
+
+
+def recorded_special(data: DataConfig) -> tuple[int | None, int | None]:
+    """Ids of the end of a document, by data.eod_id if given, and of the beginning, by the first receipt."""
+    receipts = [read_receipt(folder) or {} for folder in corpus_folders(data)]
+    eod, bos = (
+        next((id for receipt in receipts if type(id := receipt.get(key)) is int), None)
+        for key in ("eod_id", "bos_id")
+    )
+    return (eod if data.eod_id is None else data.eod_id), bos
+
+
+def corpus_folders(data: DataConfig) -> list[Path]:
+    """Folders of the training corpora, each with a receipt if `mlm data build` wrote it."""
+    is_named = data.blend or data.train is not None or data.path is not None
+    return [corpus.train.parent for corpus in corpora(data)] if is_named else []

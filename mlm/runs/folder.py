@@ -1,0 +1,180 @@
+"""A run directory made of another library's weights, atomically.
+
+    out/checkpoints/step-00000000, out/checkpoints/latest, out/tokenizer.json
+
+It is written beside `out`, checked, then renamed.
+"""
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+
+import mlm
+from mlm.checkpoint.native.format import JSON, FileEntry, TensorEntry
+from mlm.checkpoint.native.run_state import TOKENIZER
+from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.native.stream import derived_id, write_streamed
+from mlm.checkpoint.parameters import build_on_meta
+from mlm.config.build import to_dict
+from mlm.data.config import DataConfig
+from mlm.data.tokenizer import Tokenizer
+from mlm.models.config import ModelConfig
+from mlm.parallel.mesh import Axis
+from mlm.parallel.random import init_shard
+from mlm.parallel.sharding import parameter_shards
+from mlm.runs.config import PretrainConfig
+from mlm.runs.tokenizer import digests_of_tokenizer
+from mlm.training.state import CHECKPOINTS
+from mlm.util.errors import UserError, writing_to
+from mlm.util.files import fsync_directory, read_regular, write_atomic
+from mlm.util.lock import LOCK, single_writer
+from mlm.util.ownership import claim_folder, delete_owned, real_path
+
+GB = 1e9
+UNFINISHED = "unfinished"
+JOURNAL = "journal.json"
+SPARE = 64 << 20  # bytes for manifest, tokenizer and the file system itself
+
+
+def initial_values(model: ModelConfig, names: Collection[str], seed: int) -> dict[str, Tensor]:
+    """Return initial values of those parameters: whole, float32, on the CPU."""
+    values = {}
+    for shard in parameter_shards(build_on_meta(model), Axis("tp")) if names else ():
+        if shard.name in names:
+            values[shard.name] = torch.empty(shard.global_shape)
+            whole = replace(shard, parameter=nn.Parameter(values[shard.name]), true_size=None)
+            init_shard(whole, seed)
+    assert values.keys() == set(names), "no parameters of the model"
+    return values
+
+
+def write_run(
+    run: Path,
+    tensors: Mapping[str, TensorEntry],
+    read: Callable[[str, Region], Tensor],
+    *,
+    state: Mapping[str, JSON],
+    tokenizer: Tokenizer | None,
+    progress: Callable[[int], None] = lambda count: None,
+    tp: int = 1,
+    stage_ranks: Mapping[int | str, int] = MappingProxyType({}),
+    done: Callable[[str, Callable[[], FileEntry]], FileEntry] = lambda name, write: write(),
+) -> Path:
+    """Write tensors into `run`, which `new_folder` yields, as a run directory; return its step-00000000.
+
+    `state`, with the versions and the tokenizer, and the layout alone make the checkpoint. `stage_ranks` are
+    the pipeline ranks of layers, "first" and "last": one if it is empty. `read`, `progress` and `done` are as
+    in `write_streamed`.
+    """
+    whole: dict[str, JSON] = {
+        **state,
+        "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
+        **({} if tokenizer is None else {TOKENIZER: digests_of_tokenizer(tokenizer).encode()}),
+    }
+    if tokenizer is not None:
+        tokenizer.save(run)
+    return write_streamed(
+        run / CHECKPOINTS,
+        0,
+        tensors,
+        read,
+        save_id=derived_id({"state": whole, "tp": tp, "pp": 1 + max(stage_ranks.values(), default=0)}),
+        state=whole,
+        tp=tp,
+        stage_rank=lambda stage: stage_ranks.get(stage, 0),
+        progress=progress,
+        done=done,
+    )
+
+
+def run_config(name: str, model: ModelConfig) -> PretrainConfig:
+    """Return the configuration of a run that starts from imported weights."""
+    return PretrainConfig(
+        name=name, out=f"runs/{name}", model=model, data=DataConfig(seq_length=model.max_positions)
+    )
+
+
+def imported_state(
+    config: PretrainConfig, source: Mapping[str, JSON], filled: Collection[str]
+) -> dict[str, JSON]:
+    """Return the state of a checkpoint of imported weights; `filled` are parameters that the source lacks."""
+    return {
+        "step": 0,
+        "weights_only": True,
+        "config": to_dict(config),
+        "source": {**source, **({"filled": sorted(filled)} if filled else {})},
+    }
+
+
+def out_problems(out: str | Path) -> list[str]:
+    """Return what keeps a command from writing the new folder `out`, for its preflight."""
+    path = Path(out)
+    try:
+        if path.is_dir() and not any(path.iterdir()):
+            return []
+    except OSError as error:
+        return [f"out={out}: {error.strerror}: make it readable, or name another folder"]
+    if os.path.lexists(path):
+        return [f"out={out}: is there already, and nothing is overwritten; name a new folder, or delete it"]
+    return []
+
+
+@contextmanager
+def new_folder(out: Path, count: int, kind: str = "run", *, journal: bytes | None = None) -> Iterator[Path]:
+    """Yield an empty folder for about `count` bytes, which becomes `out` if the block succeeds.
+
+    If it fails, nothing is left; a kill leaves a hidden folder beside `out`, which the next command that
+    writes there removes. With `journal`, which says what is written and from what, an interruption or a
+    failing disk leaves that folder too, and a command of the same journal finds in it what was there.
+
+    Raises UserError if `out` is not free, if the disk is too small or not writable, and in place of an
+    OSError within.
+    """
+    final = real_path(out)
+    work = final.with_name(f".{final.name}.partial")
+    with writing_to(str(out)):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        claim_folder(work, UNFINISHED)
+        with single_writer(work):
+            is_kept = False
+            try:
+                if problems := out_problems(out):
+                    raise UserError(problems[0])
+                check_space(final.parent, count, f"out={out}")
+                # of a command with this journal that was interrupted
+                there, size = work / JOURNAL, len(journal or b"") + 1
+                continues = journal is not None and there.is_file() and read_regular(there, size) == journal
+                if not continues:
+                    delete_owned(work, UNFINISHED, names=(final.name, JOURNAL), keep_folder=True)
+                    if journal is not None:
+                        write_atomic(work / JOURNAL, journal)
+                folder = work / final.name
+                folder.mkdir(exist_ok=True)
+                claim_folder(folder, kind)
+                yield folder
+                fsync_directory(folder)
+                os.rename(folder, final)  # over an empty folder too
+                fsync_directory(final.parent)
+            except BaseException as error:
+                is_kept = journal is not None and not isinstance(error, UserError)
+                raise
+            finally:
+                written = () if is_kept else (final.name, JOURNAL)
+                delete_owned(work, UNFINISHED, names=(*written, LOCK), keep_folder=is_kept)
+
+
+def check_space(folder: Path, count: int, setting: str) -> None:
+    """Raise UserError, naming `setting`, unless `count` bytes are free where `folder` is."""
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    if free < count + SPARE:
+        raise UserError(
+            f"{setting}: needs {(count + SPARE) / GB:.2f} GB, {free / GB:.2f} GB are free there: "
+            f"free some, or name a folder on another disk"
+        )

@@ -1,1 +1,0 @@
-"""Pretraining from initial weights or from a checkpoint."""

@@ -1,0 +1,250 @@
+"""The surface of the command line: commands, help, what is shown of the config."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mlm
+from mlm.cli.commands import COMMANDS, Command, resolve
+from mlm.cli.compose.groups import takes_task, task_names, task_summaries
+from tests.cli.doubles import Cli, make_cli, write
+from tests.data.corpora import write_corpus
+from tests.slow import thinned
+from tests.tracking.page.made import started, stepped, write_run
+
+cli = pytest.fixture(make_cli)
+EXAMPLES = [line for command in COMMANDS for _, line in command.examples if line.startswith("mlm ")]
+
+
+class TestSurface:
+    """The commands that exist. A change here is a change for users."""
+
+    def test_commands_are_these_in_this_order_besides_newer_ones(self) -> None:
+        known = [
+            "pretrain",
+            "parity",
+            "verify-resume",
+            "plan schedule",
+            "eval loss",
+            "eval wikitext103",
+            "eval lambada",
+            "eval all",
+            "generate",
+            "finetune",
+            "eval",
+            "reshard",
+            "import hf",
+            "import megatron",
+            "export hf",
+            "ckpt inspect",
+            "ckpt verify",
+            "ckpt diff",
+            "ckpt prune",
+            "ckpt rollback",
+            "data tokenizer",
+            "data build",
+            "data inspect",
+            "data verify",
+        ]
+        assert [command.name for command in COMMANDS if command.name in known] == known
+
+    @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+    def test_targets_exist(self, command: Command) -> None:
+        assert callable(resolve(command.target))
+        assert command.preflight is None or callable(resolve(command.preflight))
+
+    @pytest.mark.parametrize("line", ["", "--help", "-h", "help"])
+    def test_help_lists_the_commands(self, cli: Cli, line: str) -> None:
+        assert cli(line) == 0
+        shown = [command.usage if takes_task(command) else command.name for command in COMMANDS]
+        assert all(f"  {name}  " in cli.out for name in shown)
+
+    def test_help_of_a_first_word_lists_its_commands(self, cli: Cli) -> None:
+        assert cli("data --help") == 0
+        assert "data build" in cli.out
+        assert "pretrain  " not in cli.out
+
+    @pytest.mark.parametrize("line", ["eval --help", "eval race --help", "finetune --help"])
+    def test_tasks_are_listed_with_what_they_ask(self, cli: Cli, line: str) -> None:
+        assert cli(line) == 0
+        assert "  wnli         WNLI (GLUE, arXiv:1804.07461): does a sentence follow" in cli.out
+        assert all(f"\n  {name}  " in cli.out for name in task_names())
+
+    def test_every_task_says_what_it_asks(self) -> None:
+        assert [name for name, asked in task_summaries() if not asked.endswith("?")] == []
+
+    @pytest.mark.parametrize("word", ["--version", "-V", "version"])
+    def test_version_names_hydras_too(self, cli: Cli, word: str) -> None:
+        assert cli(word) == 0
+        assert cli.out.startswith(f"mlm {mlm.__version__} (hydra 1.3")
+
+
+class TestHelp:
+    """Help of one command."""
+
+    def test_groups_and_their_options_are_listed(self, cli: Cli) -> None:
+        assert cli("pretrain --help") == 0
+        for shown in (
+            "cluster     local, slurm",
+            "precision   auto, bf16, fp16, fp32, fp64",
+            "gpt2_8b",
+            "sc21_1t",
+        ):
+            assert shown in cli.out
+
+    @pytest.mark.parametrize("command", thinned(COMMANDS, 3), ids=lambda command: command.name)
+    def test_every_command_shows_examples_keys_and_exit_codes(self, cli: Cli, command: Command) -> None:
+        assert cli(f"{command.name}{' race' * takes_task(command)} --help") == 0
+        for heading in ("Usage: mlm", "Examples:", "Keys", "Flags:", "Exit codes:"):
+            assert heading in cli.out
+
+    def test_keys_show_docstring_and_composed_default(
+        self, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "200")
+        cli("pretrain --help tp")
+        shown = " ".join(cli.out.split())
+        assert "Must divide model.num_heads. (a whole number, greater than 0) [default 1]" in shown
+        cli("pretrain --help out")
+        assert "[default runs/${name}]" in cli.out
+
+    def test_section_shows_all_its_keys_and_options(self, cli: Cli) -> None:
+        assert cli("pretrain --help schedule") == 0
+        assert "cosine_v1" in cli.out
+        assert "schedule.min_lr" in cli.out
+
+    def test_unknown_section_is_corrected(self, cli: Cli) -> None:
+        assert cli("pretrain --help optimiser") == 2
+        assert "did you mean 'optimizer'?" in cli.err
+
+    def test_options_of_the_users_folder_are_listed(self, cli: Cli, tmp_path: Path) -> None:
+        write(tmp_path / "mine/model/my_model.yaml", "num_layers: 1\n")
+        cli("pretrain --help --config-dir mine")
+        assert "my_model" in cli.out
+
+    def test_tasks_of_the_users_folder_are_listed(self, cli: Cli, tmp_path: Path) -> None:
+        write(tmp_path / "mine/task/reviews.yaml", "# Is a book liked?\nname: reviews\n")
+        for command in ("finetune", "eval reviews"):
+            assert cli(f"{command} --help --config-dir mine") == 0
+            assert "  reviews      Is a book liked?\n" in cli.out
+
+    def test_list_of_commands_needs_no_library_of_settings(self) -> None:
+        heavy = {"torch", "numpy", "tokenizers", "pydantic", "hydra", "omegaconf", "rich"}
+        code = (
+            "import sys; from mlm.cli import main; "
+            f"main(['--help']); sys.exit(bool({heavy} & sys.modules.keys()))"
+        )
+        assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+    @pytest.mark.parametrize("line", thinned(EXAMPLES, 5))
+    def test_example_composes(self, cli: Cli, tmp_path: Path, line: str) -> None:
+        write(tmp_path / "my_configs/model/my_model.yaml", "num_layers: 1\nhidden_size: 8\nnum_heads: 2\n")
+        task = "name: reviews\ncolumns: [text]\nlabels: [bad, good]\n"
+        write(tmp_path / "my_configs/task/reviews.yaml", task)
+        write(tmp_path / "runs/shakespeare/config.yaml", "name: shakespeare\n")
+        write(tmp_path / "runs/race/config.yaml", "name: race\n")
+        one_of_a_sweep = re.sub(r" (-m|--multirun)(?= )|(?<=\d),[\d,e-]+", "", line)
+        words = one_of_a_sweep.removeprefix("mlm ")
+        assert cli(words if "--cfg" in words else f"{words} --cfg job") == 0, cli.err
+
+
+@pytest.mark.parametrize(
+    "line, same",
+    [
+        ("help pretrain", "pretrain --help"),
+        ("help eval loss", "eval loss --help"),
+        ("help data", "data --help"),
+        ("help pretrain tp", "pretrain --help tp"),
+    ],
+)
+def test_help_takes_a_command(cli: Cli, line: str, same: str) -> None:
+    assert cli(line) == 0
+    shown = cli.out
+    assert cli(same) == 0
+    assert shown == cli.out
+
+
+def test_help_of_an_unknown_command_is_a_mistake(cli: Cli) -> None:
+    assert cli("help pretrian") == 2
+    assert "did you mean 'pretrain'?" in cli.err
+
+
+@pytest.mark.parametrize(
+    "line, shown",
+    thinned(
+        [
+            ("pretrain --help model", "[24 layers, hidden size 1024, 16 heads, 336.2M parameters]"),
+            (
+                "pretrain --help optimizer",
+                "[lr=0.002 betas=[0.9,0.95] eps=1e-08 weight_decay=0.1 clip_grad_norm=1.0]",
+            ),
+            ("pretrain --help schedule", "optimizer.lr from the first step to the last."),
+            ("pretrain --help experiment", "[model=gpt2_demo parallel=cpu_tp2"),
+            ("pretrain --help pipeline", "(1f1b, gpipe or zb_h1) [default 1f1b]"),
+            (
+                "pretrain --help optimizer.betas",
+                "(a list of 2 numbers, at least 0 and below 1) [default [0.9,0.999]]",
+            ),
+            ("generate --help prompt", "(text) [default '']"),
+        ],
+        2,
+    ),
+)
+def test_help_of_a_group_or_key_shows_sizes_types_and_values(cli: Cli, line: str, shown: str) -> None:
+    assert cli(line) == 0
+    assert shown in " ".join(cli.out.split())
+
+
+WITHOUT_TORCH = """
+import contextlib, io, json, os, sys
+import mlm.launch.start
+from mlm.cli import main
+mlm.launch.start.launch_ranks = lambda *_, **__: 0  # after all that the parent of ranks does
+for line in json.load(sys.stdin):
+    words, said = line.split(), io.StringIO()
+    os.environ["COMP_LINE"] = "mlm pretrain model=gpt2_"
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main(words)
+    if code or "torch" in sys.modules:
+        sys.exit(f"{line}: exit code {code}, torch {'torch' in sys.modules}: {said.getvalue()}")
+"""
+
+
+@pytest.mark.slow
+def test_these_commands_start_without_torch(tmp_path: Path) -> None:
+    """Importing torch takes longer than all else that they do. Ranks start in `launch_ranks`."""
+    write_corpus(tmp_path / "train", [range(300)] * 40)
+    run = write_run(tmp_path / "run", started(), stepped(1))
+    tiny = f"model=gpt2_tiny data.train={tmp_path / 'train'} train.global_batch_size=8 out={tmp_path / 'new'}"
+    lines = [f"{command.name} --help" for command in COMMANDS]
+    lines += ["pretrain --help model", "pretrain --help experiment", "--version"]
+    lines += [f"pretrain model={name}_tiny data=synthetic --check" for name in ("gpt2", "bert", "llama")]
+    lines += [f"pretrain {tiny} --check", f"parity {tiny} --check", f"verify-resume {tiny} --check"]
+    lines += ["plan layouts model=gpt2_8b gpus=64 --check", "plan memory model=gpt2_8b --check"]
+    lines += ["plan dry-run model=gpt2_8b --check", "plan schedule pp=4 micro_batches=8", "doctor --check"]
+    lines += [f"finetune mnli ckpt={run} --check", f"eval race ckpt={run} --check"]
+    lines += [f"generate ckpt={run} prompt=a --check", f"report {run} out={tmp_path / 'report.html'}"]
+    lines += [f"pretrain {tiny} tp=2 dist.device={device}" for device in ("cpu", "auto")]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], input=json.dumps(lines), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+class TestShowing:
+    """What would run."""
+
+    def test_cfg_job_prints_the_composition(self, cli: Cli) -> None:
+        assert cli("pretrain model=gpt2_8b --tp 8 --cfg job") == 0
+        assert "  num_layers: 72\n" in cli.out
+        assert "\ntp: 8\n" in cli.out
+        assert cli.launched.configs == []
+
+    @pytest.mark.parametrize("flags", ["-c job --resolve", "--resolve"])
+    def test_resolve_fills_in_interpolations(self, cli: Cli, flags: str) -> None:
+        assert cli(f"pretrain model=gpt2_8b {flags}") == 0
+        assert "\nout: runs/gpt2_8b\n" in cli.out

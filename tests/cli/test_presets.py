@@ -1,0 +1,273 @@
+"""Every shipped YAML composes, passes the checks, and has its paper's shape."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from mlm.cli.commands import SPECS
+from mlm.cli.compose.composition import compose_values, load_config
+from mlm.config.paths import CONFIG_DIR, groups
+from mlm.config.tree import flatten, leaves
+from mlm.corpus.config import check_build
+from mlm.finetune.checks import check_finetune
+from mlm.models.config import ModelConfig
+from mlm.optim.schedule import learning_rate
+from mlm.plan.checks import check_plan_layouts
+from mlm.plan.hardware import preset
+from mlm.runs.checks import check_pretrain
+from mlm.runs.config import PretrainConfig
+from mlm.util.errors import Absent
+from tests.slow import thinned
+
+RECIPES = groups(CONFIG_DIR)["recipe"]
+TASKS = groups(CONFIG_DIR)["task"]
+HARDWARE = groups(CONFIG_DIR)["hardware"]
+GROUPS = {
+    group: names for group, names in groups(CONFIG_DIR).items() if group not in ("recipe", "task", "hardware")
+}  # of `pretrain`
+V1_LAYOUTS = {"v1_1_2b": 64, "v1_2_5b": 128, "v1_4_2b": 256, "v1_8_3b": 512}  # GPUs, figure 5
+SC21 = {  # arXiv:2104.04473, table 1: billions of parameters as printed, GPUs
+    "1_7b": (1.7, 32), "3_6b": (3.6, 64), "7_5b": (7.5, 128), "18b": (18.4, 256), "39b": (39.1, 512),
+    "76b": (76.1, 1024), "145b": (145.6, 1536), "310b": (310.1, 1920), "530b": (529.6, 2520),
+    "1t": (1008.0, 3072),
+}  # fmt: skip
+LLAMA3 = [  # GPUs, tokens a step
+    ("llama3_405b", 16_384, 1 << 24),
+    ("llama3_405b_128k", 16_384, 1 << 24),
+    ("llama3_70b", 64, 1 << 20),
+    ("llama3_70b_zero3", 256, 1 << 22),
+]
+
+
+@cache
+def pretrain(*overrides: str) -> PretrainConfig:
+    """The run spec of these overrides; composing takes a tenth of a second."""
+    return load_config("pretrain", overrides)
+
+
+def model(name: str) -> ModelConfig:
+    return pretrain(f"model={name}").model
+
+
+@pytest.mark.parametrize(
+    "choice", thinned([f"{group}={name}" for group, names in GROUPS.items() for name in names], 3)
+)
+def test_shipped_choice_composes_into_a_run_spec_without_problem(choice: str) -> None:
+    config = pretrain(choice, *model_of_layout(choice))
+    layout = config.parallel
+    world_size = layout.replica * (layout.dp or 1)
+    problems = check_pretrain(config, world_size=world_size, local_devices=8)
+    assert [
+        problem for problem in problems if not problem.startswith("data.path")
+    ] == []  # the user has the corpus
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_shipped_recipe_composes_into_a_build_without_problem(name: str) -> None:
+    config = load_config("data_build", ["input=i", "tokenizer=t", "out=o", f"recipe={name}"])
+    assert check_build(config) == []
+    assert config.dedup.enabled == (name != "plain")
+
+
+@pytest.mark.parametrize("name", thinned(HARDWARE, 3))
+def test_shipped_hardware_composes_into_a_plan_without_problem(name: str) -> None:
+    config = load_config("plan_layouts", [f"hardware={name}", "precision=fp16"])
+    assert check_plan_layouts(config) == []
+    assert config.hardware == preset(name)
+
+
+@pytest.mark.parametrize("name", thinned(TASKS, 3))
+def test_shipped_task_composes_into_a_finetuning_run_without_problem(name: str) -> None:
+    config = load_config("finetune", ["ckpt=c", f"task={name}"])
+    problems = check_finetune(config, world_size=None, local_devices=None)
+    assert [problem for problem in problems if not isinstance(problem, Absent)] == []  # no model is named
+    assert config.out == f"runs/{name}"
+    task = config.task
+    assert (config.optimizer.lr, config.train.epochs, config.schedule.warmup) == (
+        task.lr,
+        task.epochs,
+        task.warmup,
+    )
+
+
+def model_of_layout(choice: str) -> list[str]:
+    """The model that a layout's first lines say it is for."""
+    group, _, name = choice.partition("=")
+    text = (CONFIG_DIR / group / f"{name}.yaml").read_text()
+    return re.findall(r"for (model=\w+):", text) if group == "parallel" else []
+
+
+@pytest.mark.parametrize("name", thinned(SPECS, 5))
+def test_primary_config_holds_exactly_the_keys_of_its_dataclass(name: str) -> None:
+    assert flatten(compose_values(name)).keys() == leaves(SPECS[name]).keys()
+
+
+@pytest.mark.parametrize(
+    "name, parameters",
+    [
+        ("gpt2_124m", 124_439_808),
+        ("gpt2_355m", 354_823_168),
+        ("gpt2_774m", 774_030_080),
+        ("gpt2_1_5b", 1_557_611_200),
+    ],
+)
+def test_openai_model_has_its_released_parameter_count(name: str, parameters: int) -> None:
+    assert model(name).num_parameters() == parameters
+
+
+@pytest.mark.parametrize(
+    "name, billions",
+    [
+        ("gpt2_1_2b", 1.2),
+        ("gpt2_2_5b", 2.5),
+        ("gpt2_4_2b", 4.2),
+        ("gpt2_8b", 8.3),
+        ("gpt2_v1_355m", 0.4),
+        ("gpt2_v1_2_5b", 2.5),
+        ("gpt2_v1_8_3b", 8.3),
+    ],
+)
+def test_v1_model_has_the_printed_parameter_count(name: str, billions: float) -> None:
+    assert round(model(name).num_parameters() / 1e9, 1) == billions
+
+
+@pytest.mark.parametrize("name", SC21)
+def test_sc21_model_has_the_printed_parameter_count(name: str) -> None:
+    """P = 12 l h^2 (1 + 13 / (12 h) + (V + s) / (12 l h)), V padded (arXiv:2104.04473, section 5.1)."""
+    m = model(f"gpt2_sc21_{name}")
+    layers, h, vocab = m.num_layers, m.hidden_size, 51_200
+    count = 12 * layers * h**2 * (1 + 13 / (12 * h) + (vocab + m.max_positions) / (12 * layers * h))
+    assert round(count / 1e9, 1) == SC21[name][0]
+    assert m.num_parameters() == pytest.approx(count - (vocab - m.vocab_size) * h, rel=1e-4)  # + final norm
+
+
+def test_sc21_vocabulary_pads_to_the_papers() -> None:
+    assert model("gpt2_sc21_1t").padded_vocab_size(tp=8) == 51_200
+
+
+@pytest.mark.parametrize("name", thinned(SC21, 3))
+def test_sc21_layout_fills_its_gpus_and_fits_its_model(name: str) -> None:
+    config = load_config("pretrain", [f"model=gpt2_sc21_{name}", f"parallel=sc21_{name}", "data=synthetic"])
+    gpus = SC21[name][1]
+    layout = config.parallel
+    assert layout.tp * layout.pp * layout.dp == gpus
+    problems = check_pretrain(config, world_size=gpus, local_devices=8)
+    assert problems == []
+
+
+@pytest.mark.parametrize(
+    "name, vp", thinned([("39b", 1), ("76b", 3), ("145b", 2), ("310b", 2), ("530b", 3), ("1t", 1)], 2)
+)
+def test_sc21_layout_interleaves_where_the_authors_script_does(name: str, vp: int) -> None:
+    """--num-layers-per-virtual-pipeline-stage of examples/sc21/run_table_1.sh in NVIDIA/Megatron-LM."""
+    assert pretrain(f"parallel=sc21_{name}").parallel.vp == vp
+
+
+@pytest.mark.parametrize(("name", "gpus", "tokens"), LLAMA3)
+def test_llama3_layout_fills_its_gpus_and_fits_its_model(name: str, gpus: int, tokens: int) -> None:
+    """At the length of sequence that its source has, which gives the source's tokens a step."""
+    seq_length = 131_072 if name.endswith("128k") else 8192
+    words = [*model_of_layout(f"parallel={name}"), f"parallel={name}", "data=synthetic"]
+    config = load_config("pretrain", [*words, f"data.seq_length={seq_length}"])
+    assert config.parallel.dp is not None
+    assert config.parallel.replica * config.parallel.dp == gpus
+    assert config.train.global_batch_size * seq_length == tokens
+    assert check_pretrain(config, world_size=gpus, local_devices=8) == []
+
+
+@pytest.mark.parametrize("name", V1_LAYOUTS)
+def test_v1_experiment_fills_its_gpus_and_has_no_problem(name: str) -> None:
+    config = load_config("pretrain", [f"experiment={name}", "data=synthetic"])
+    assert config.parallel.tp * config.parallel.dp == V1_LAYOUTS[name]
+    assert config.train.global_batch_size == 512
+    assert check_pretrain(config, world_size=V1_LAYOUTS[name], local_devices=8) == []
+
+
+def test_v1_experiment_has_the_papers_training_settings() -> None:
+    config = pretrain("experiment=v1_8_3b")
+    assert (config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.clip_grad_norm) == (
+        1.5e-4,
+        0.01,
+        1.0,
+    )
+    assert (config.schedule.warmup_steps, config.schedule.decay_steps, config.schedule.min_lr) == (
+        3000,
+        300_000,
+        1e-5,
+    )
+    assert (config.precision.dtype, config.model.hidden_dropout, config.model.init_std) == ("fp16", 0.1, 0.02)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1000, 10), (300_000, 3000)])
+def test_default_schedule_follows_the_length_of_the_run(steps: int, warmup: int) -> None:
+    config = pretrain(f"train.steps={steps}")
+    lr = [learning_rate(step, config.optimizer, config.schedule, steps) for step in (warmup, steps)]
+    assert lr == [config.optimizer.lr, pytest.approx(1e-5)]
+
+
+@pytest.mark.parametrize(
+    ("words", "warmup", "end"),
+    [
+        (["experiment=v1_1_2b"], 3000, 300_000),
+        (["schedule=cosine_v1"], 3000, 300_000),
+        (["model=bert_336m"], 10_000, 2_000_000),
+    ],
+)
+def test_presets_keep_their_schedule_whatever_the_length_of_the_run(
+    words: list[str], warmup: int, end: int
+) -> None:
+    schedule = pretrain(*words).schedule
+    assert (schedule.warmup_end(5000), schedule.decay_end(900)) == (warmup, end)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(900, 60), (30, 2), (3, 0)])
+def test_demo_can_be_made_shorter_without_touching_its_warm_up(steps: int, warmup: int) -> None:
+    schedule = pretrain("experiment=shakespeare", f"train.steps={steps}").schedule
+    assert schedule.warmup_end(steps) == warmup
+
+
+def test_evaluated_8b_model_has_heads_of_128_and_the_scaling_one_of_96() -> None:
+    assert (model("gpt2_v1_8_3b").head_dim, model("gpt2_8b").head_dim) == (128, 96)
+
+
+def test_typed_value_wins_over_every_group() -> None:
+    config = load_config(
+        "pretrain", ["tp=4", "parallel=v1_8_3b", "experiment=v1_8_3b", "train.micro_batch_size=2"]
+    )
+    assert (config.parallel.tp, config.parallel.dp, config.train.micro_batch_size) == (4, 64, 2)
+
+
+def test_typed_group_wins_over_the_experiments() -> None:
+    assert load_config("pretrain", ["experiment=shakespeare", "model=gpt2_tiny"]).model.hidden_size == 64
+
+
+def test_sequence_length_follows_the_model() -> None:
+    assert pretrain("model=gpt2_sc21_18b").data.seq_length == 2048
+
+
+def test_shakespeare_needs_nothing_but_its_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = pretrain("experiment=shakespeare")
+    assert config.out == "runs/shakespeare"
+    (problem,) = check_pretrain(config, world_size=None, local_devices=None)
+    assert problem.startswith("data.path=demo/corpus")
+
+
+@pytest.mark.parametrize(
+    ("words", "out"),
+    thinned(
+        [
+            ([], "runs/gpt2_124m"),
+            (["model=gpt2_tiny"], "runs/gpt2_tiny"),
+            (["experiment=laptop"], "runs/laptop"),
+            (["experiment=laptop", "model=gpt2_tiny"], "runs/laptop"),
+            (["experiment=moe_laptop"], "runs/moe_laptop"),
+            (["experiment=shakespeare", "name=mine"], "runs/mine"),
+        ],
+        2,
+    ),
+)
+def test_run_is_named_by_its_experiment_else_by_its_model(words: list[str], out: str) -> None:
+    assert load_config("pretrain", words).out == out

@@ -1,0 +1,268 @@
+"""A run's config.yaml is data: it sets values of our keys; nothing in it is resolved, called or followed."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mlm.cli import main
+from mlm.cli.compose.composition import load_config
+from mlm.cli.compose.saved import read_run, read_values
+from mlm.config.build import build
+from mlm.config.tree import flatten
+from mlm.runs.config import PretrainConfig
+from mlm.training.loop import composed_yaml
+from mlm.util.errors import UserError
+from tests.slow import thinned
+
+HEAD = "command: pretrain\n"
+BOMB = "".join(
+    f"{b}: ${{{a}}}${{{a}}}${{{a}}}${{{a}}}\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+HOSTILE = {
+    "searchpath": "hydra: {searchpath: ['pkg://theirs.run.evil']}\n",
+    "run folder of Hydra": "hydra: {run: {dir: @}}\n",
+    "sweep": "hydra: {mode: MULTIRUN, sweep: {dir: @}}\n",
+    "group of Hydra": "defaults: [pretrain, {override hydra/launcher: theirs}]\n",
+    "another command": "command: finetune\n",
+    "environment": "name: ${oc.env:MLM_SECRET}\n",
+    "environment in a list": "data: {blend: ['${oc.env:MLM_SECRET}']}\n",
+    "decoded": "name: ${oc.decode:'[1]'}\n",
+    "interpolation bomb": f"a: xxxxxxxx\n{BOMB}name: ${{i}}\n",
+    "interpolation of a missing value": "name: ???\n",
+    "alias": "name: &a run\nout: *a\n",
+    "alias bomb": "name: &a [x, x]\nout: &b [*a, *a]\n",
+    "anchor alone": "name: &a run\n",
+    "merge": "<<: {name: x}\n",
+    "python tag": "name: !!python/name:os.system ''\n",
+    "standard tag": "name: !!binary aGk=\n",
+    "key twice": "name: a\nname: b\n",
+    "key twice in a section": "model: {num_layers: 1, num_layers: 2}\n",
+    "key that is a list": "? [a]\n: 1\n",
+    "key that is a number": "1: 2\n",
+    "two documents": "name: a\n---\nname: b\n",
+    "unknown key": "nme: run\n",
+    "unknown key in a section": "model: {layers: 2}\n",
+    "section that is a number": "model: 3\n",
+    "value that is a section": "name: {a: 1}\n",
+    "list of lists of interpolations": "data: {blend: [[['${x}']]]}\n",
+    "infinite": "optimizer: {lr: .inf}\n",
+    "no number": "optimizer: {lr: .nan}\n",
+    "number of many digits": f"seed: {'9' * 5000}\n",
+    "number in base 60": f"seed: {':'.join(['59'] * 60)}\n",
+    "out of range": "name: a\nmodel: {num_layers: 1, hidden_size: 8, num_heads: 0}\n",
+    "out of range in a list": "name: a\nmodel: {num_layers: 1, hidden_size: 8, num_heads: 2}\n"
+    "optimizer: {betas: [2.0, 0.9]}\n",
+    "wrong type": "tp: two\n",
+    "brackets": f"name: {'[' * 100_000}\n",
+    "size": "#" * (1 << 19),
+    "many values": f"data: {{blend: [{'1,' * 30_000}]}}\n",
+    "long value": f"name: {'x' * 20_000}\n",
+    "no mapping": "- a\n",
+    "empty": "",
+    "no YAML": "a: b: c: [\n",
+    "control characters": "name: \x1b[2J\n",
+    "escape in a name": 'name: "\\e[2J"\n',
+    "escape in a list": 'data: {blend: ["1 \\x9b2J"]}\n',
+    "escaped control characters": 'tp: "\\e[2J"\n',
+    "no UTF-8": b"name: \xff\n",
+}
+"""Hostile content of a config.yaml; @ is a folder that must not appear."""
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder of others, in a package whose import leaves a mark, seen from its parent."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("MLM_SECRET", "hunter2")
+    run = tmp_path / "theirs/run"
+    (run / "evil").mkdir(parents=True)
+    for folder in (run.parent, run, run / "evil"):
+        (folder / "__init__.py").write_text("")
+    (run / "evil/__init__.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w').close()\n")
+    yield run
+    for name in [name for name in sys.modules if name.split(".")[0] == "theirs"]:
+        del sys.modules[name]
+
+
+def write(run: Path, text: str | bytes) -> None:
+    content = text if isinstance(text, bytes) else text.replace("@", str(run.parents[1] / "marker")).encode()
+    (run / "config.yaml").write_bytes(content)
+
+
+WHOLE = (
+    "group of Hydra",
+    "another command",
+    "two documents",
+    "size",
+    "no mapping",
+    "empty",
+    "no YAML",
+    "no UTF-8",
+)
+"""Cases that are a file as they stand; the others stand behind what a run writes first."""
+BUILT = {
+    "infinite": "optimizer.lr=Infinity",
+    "no number": "optimizer.lr=NaN",
+    "out of range": "model.num_heads=0",
+    "out of range in a list": "optimizer.betas=[2.0,0.9]",
+    "wrong type": "tp=two",
+}
+"""Cases that are data, found where all values are checked, and what is said of them."""
+
+
+@pytest.mark.parametrize("case", thinned(HOSTILE, 2))
+def test_a_saved_config_that_is_not_data_is_an_error(
+    theirs: Path, capfd: pytest.CaptureFixture[str], case: str
+) -> None:
+    """One line for each problem, exit code 2; nothing is imported, read from the environment or written."""
+    write(theirs, HOSTILE[case] if case in WHOLE else HEAD + HOSTILE[case])
+    shown = [] if case in BUILT else ["--cfg", "job", "--resolve"]
+    code = main(["pretrain", "resume=theirs/run", "out=o", *shown])
+    told = capfd.readouterr()
+    assert code == 2, told.err
+    assert all(line.startswith("mlm pretrain: ") for line in told.err.splitlines())
+    assert BUILT.get(case, "theirs/run/config.yaml") in told.err
+    assert "hunter2" not in told.err + told.out
+    assert "\x1b" not in told.err + told.out
+    assert not [name for name in sys.modules if name.startswith("theirs")], "a module was imported"
+    assert os.listdir() == ["theirs"], "something was written"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "device"])
+def test_only_a_plain_file_is_read(theirs: Path, capfd: pytest.CaptureFixture[str], kind: str) -> None:
+    path = theirs / "config.yaml"
+    (theirs / "other.yaml").write_text("name: a\n")
+    match kind:
+        case "link":
+            path.symlink_to(theirs / "other.yaml")
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "device":
+            path.symlink_to("/dev/zero")
+    assert main(["pretrain", "resume=theirs/run", "--cfg", "job"]) == 2
+    assert "theirs/run/config.yaml" in capfd.readouterr().err
+
+
+def composed(capfd: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """Return the run spec that a command line gives."""
+    capfd.readouterr()
+    code = main(["pretrain", *words, "--cfg", "job"])
+    told = capfd.readouterr()
+    assert code == 0, told.err
+    found: dict[str, Any] = yaml.safe_load(told.out)
+    return found
+
+
+SAVED = (
+    HEAD
+    + """name: mine
+out: elsewhere
+tp: 2
+model: {num_layers: 3, hidden_size: 64, num_heads: 4, max_positions: 32}
+optimizer: {lr: 1e-3, betas: [0.8, 0.9], eps: 1.0e-06}
+data: {kind: indexed, path: corpus, seq_length: 16}
+precision: {dtype: bf16, min_loss_scale: 2.0}
+"""
+)
+
+
+class TestTyped:
+    """Overrides after resume= are applied on top of the saved settings."""
+
+    def test_nothing_typed_leaves_the_saved_values(
+        self, theirs: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        write(theirs, SAVED)
+        found = composed(capfd, "resume=theirs/run")
+        saved = yaml.safe_load(SAVED.replace("1e-3", "1.0e-3").removeprefix(HEAD)) | {"out": "theirs/run"}
+        assert (
+            flatten(found).items()
+            >= {k: v for k, v in flatten(saved).items() if k != "optimizer.betas"}.items()
+        )
+        assert found["optimizer"]["betas"] == [0.8, 0.9]
+
+    def test_a_key_replaces_that_key(self, theirs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        write(theirs, SAVED)
+        found = composed(
+            capfd, "resume=theirs/run", "optimizer.lr=5e-4", "tp=1", "--train.steps", "9", "out=o"
+        )
+        assert [found["optimizer"][key] for key in ("lr", "betas", "eps")] == [5e-4, [0.8, 0.9], 1e-6]
+        assert (found["tp"], found["train"]["steps"], found["out"], found["name"]) == (1, 9, "o", "mine")
+
+    def test_a_group_replaces_the_keys_it_sets(self, theirs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        """The choice that is the default of a new run too, which composing alone would not show."""
+        write(theirs, SAVED)
+        found = composed(capfd, "resume=theirs/run", "precision=fp32")
+        assert (found["precision"]["dtype"], found["precision"]["min_loss_scale"]) == ("fp32", 2.0)
+        assert found["data"]["seq_length"] == 16
+
+    def test_an_experiment_replaces_what_it_sets(
+        self, theirs: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        write(theirs, SAVED)
+        found = composed(capfd, "resume=theirs/run", "experiment=shakespeare")
+        assert (found["name"], found["train"]["steps"], found["data"]["path"]) == (
+            "shakespeare",
+            450,
+            "demo/corpus",
+        )
+        assert found["out"] == "theirs/run"
+
+    def test_groups_of_ones_own_join(self, theirs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        """They are typed, so Hydra composes them; their interpolations see the saved values."""
+        write(theirs, SAVED)
+        Path("mine/optimizer").mkdir(parents=True)
+        Path("mine/optimizer/slow.yaml").write_text("lr: 1e-9\nweight_decay: ${model.num_layers}\n")
+        found = composed(
+            capfd,
+            "resume=theirs/run",
+            "--config-dir",
+            "mine",
+            "optimizer=slow",
+            "schedule.min_lr=0",
+            "--resolve",
+        )
+        assert (found["optimizer"]["lr"], found["optimizer"]["weight_decay"]) == (1e-9, 3)
+
+    @pytest.mark.parametrize(
+        ("words", "problem"),
+        [
+            ("resume=nothing", "no such folder"),
+            (f"resume={'x' * 300}", "too long for a file system"),
+            ("resume=", "empty"),
+            ("resume=theirs", "holds no config.yaml"),
+            ("resume=theirs/run --multirun tp=1,2", "not as a sweep"),
+            ("resume=theirs/run optimzer.lr=1", "did you mean 'optimizer.lr'?"),
+            ("resume=theirs/run model=none", "no such choice"),
+        ],
+    )
+    def test_a_mistake_is_one_line(
+        self, theirs: Path, capfd: pytest.CaptureFixture[str], words: str, problem: str
+    ) -> None:
+        write(theirs, SAVED)
+        assert main(["pretrain", *words.split(), "data=synthetic"]) == 2
+        err = capfd.readouterr().err
+        assert problem in err
+        assert len(err.splitlines()) == 1
+
+
+def test_what_a_run_writes_is_read_back(tmp_path: Path) -> None:
+    words = ["model=gpt2_tiny", "data.blend=['0.3 a','0.7 b']", "name='2024-01-01'", "optimizer.lr=1e-5"]
+    config = load_config("pretrain", [*words, "experiment=v1_8_3b", "out='yes'"])
+    (tmp_path / "config.yaml").write_text(composed_yaml(config, "pretrain"))
+    assert build(PretrainConfig, read_values(tmp_path / "config.yaml", "pretrain")) == config
+
+
+def test_a_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "config.yaml").write_text("name: mine\n")
+    assert read_run("~", "pretrain")["out"] == str(tmp_path)
+    with pytest.raises(UserError, match="no such folder"):
+        read_run("~/nothing", "pretrain")

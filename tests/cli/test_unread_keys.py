@@ -1,0 +1,295 @@
+"""A key that nothing reads here is an error where it is typed, also with its default.
+
+The table of `mlm finetune` is compared with what the classes of each type of task read, by their source.
+"""
+
+import inspect
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+from mlm.cli.compose.composition import load_config
+from mlm.cli.compose.groups import task_names
+from mlm.cli.compose.unread import unread_problems
+from mlm.config.paths import CONFIG_DIR
+from mlm.config.tree import flatten, leaves
+from mlm.finetune.config import SHIPPED, FinetuneConfig, PreferenceLoss, TaskConfig
+from mlm.finetune.task_type import TaskType, task_type
+from mlm.runs.config import PretrainConfig
+from tests.cli.doubles import Cli, make_cli, write
+from tests.slow import thinned
+
+cli = pytest.fixture(make_cli)
+NONE: frozenset[str] = frozenset()
+TEXTS = ("classification", "regression", "choice", "span")
+CHATS = ("chat", "preferences")
+KINDS = {
+    **dict.fromkeys(("task.label", "task.allow_empty", "task.submission", "train.sort_batches"), TEXTS),
+    **dict.fromkeys(("task.labels", "task.submit_names"), ("classification", "choice")),
+    "task.label_range": ("regression",),
+    "task.question_length": ("choice", "span"),
+    **dict.fromkeys(("task.unanswerable", "task.doc_stride", "task.max_answer_length"), ("span",)),
+    **dict.fromkeys(("task.n_best", "task.null_threshold"), ("span",)),
+    "task.answers": ("chat",),
+    **dict.fromkeys(("task.held_out", "task.keep_nulls", "data.chat_template"), CHATS),
+    **dict.fromkeys(("task.loss", "task.beta", "task.label_smoothing", "task.margin"), ("preferences",)),
+}
+"""Kinds of task that read a key of `mlm finetune`; every kind reads the keys that are not here."""
+LOSSES = {"task.label_smoothing": ("dpo", "simpo"), "task.margin": ("simpo",)}
+WITHOUT_OTHERS = {
+    "data.seed",  # data.train_rows
+    *(f"lora.{name}" for name in ("alpha", "targets", "dropout", "rslora", "dora")),  # lora.rank
+    "zero_reduce",  # zero
+    *(key for key in leaves(FinetuneConfig) if key.startswith("optimizer.muon.")),  # optimizer.kind
+    *(f"precision.{name}" for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "cast")),
+    "incident.rewinds",  # incident.action
+}
+"""Keys of `mlm finetune` that its defaults of another key leave unread."""
+
+
+def unread(config: Any) -> set[str]:
+    """The keys of a run spec that are rejected where they are typed."""
+    known = leaves(type(config)).keys()
+    return {key for key in known if any(unread_problems(config, {key}, NONE))}
+
+
+@pytest.mark.parametrize("task", thinned(task_names(), 3))
+def test_keys_of_finetune_are_read_or_rejected_by_task(task: str) -> None:
+    config = load_config("finetune", [f"task={task}", "ckpt=x"])
+    kind = config.task.kind
+    expected = {key for key, kinds in KINDS.items() if kind not in kinds} | WITHOUT_OTHERS
+    expected |= {"task.null_threshold"} if not config.task.unanswerable else NONE
+    expected |= {"task.margin"} if kind == "preferences" else NONE  # dpo
+    expected |= {"data.predict_tests"} if not config.task.tests else NONE
+    assert unread(config) == expected
+
+
+@pytest.mark.parametrize("loss", get_args(PreferenceLoss))
+def test_keys_of_preferences_are_read_or_rejected_by_loss(loss: str) -> None:
+    config = load_config("finetune", ["task=preferences", "ckpt=x", f"task.loss={loss}"])
+    rejected = {key for key, losses in LOSSES.items() if loss not in losses}
+    others = {key for key, kinds in KINDS.items() if "preferences" not in kinds}
+    assert unread(config) == rejected | others | WITHOUT_OTHERS | {"data.predict_tests"}
+
+
+@cache
+def source_of(kind: str) -> str:
+    """The source of a type of task: of its classes and of the modules that they are in."""
+    classes = type(task_type(kind)).__mro__
+    modules = [inspect.getmodule(each) for each in classes[: classes.index(TaskType)]]
+    own = "".join(map(inspect.getsource, dict.fromkeys(filter(None, modules))))
+    return own + Path(inspect.getfile(task_type), "../rows.py").resolve().read_text() * (kind in TEXTS)
+
+
+@pytest.mark.parametrize("kind", SHIPPED)
+@pytest.mark.parametrize("name", ["doc_stride", "max_answer_length", "n_best", "null_threshold", "answers"])
+def test_the_type_of_task_that_takes_a_key_has_its_reader(kind: str, name: str) -> None:
+    own = inspect.getsource(type(task_type(kind)))
+    functions = source_of(kind) if kind == "span" else own
+    assert bool(re.search(rf"\btask\.{name}\b", functions)) == (kind in KINDS[f"task.{name}"])
+
+
+FACTORS = {
+    "optimizer.kind": {
+        "optimizer=adamw_v1": {key for key in leaves(PretrainConfig) if key.startswith("optimizer.muon.")},
+        "optimizer=muon": NONE,
+    },
+    "schedule.decay": {
+        "schedule=cosine": {f"schedule.cooldown{end}" for end in ("", "_share", "_shape")},
+        "schedule=cosine_v1": {
+            *("schedule.warmup", "schedule.cooldown", "schedule.cooldown_share", "schedule.cooldown_shape")
+        },
+        "schedule=wsd": {"schedule.decay_steps"},
+        "schedule=inverse_sqrt": {"schedule.decay_steps", "schedule.warmup"},
+    },
+    "model.kind": {
+        "model=gpt2_tiny": {"data.masked_lm_prob", "data.short_seq_prob", "data.max_ngram"},
+        "model=bert_tiny": {"check.expert_steps", "check.expert_share"},
+        "model=moe_tiny": {"data.masked_lm_prob", "data.short_seq_prob", "data.max_ngram"},
+    },
+    "precision.dtype": {
+        "precision=fp16": NONE,
+        "precision=bf16": {f"precision.{n}" for n in ("initial_loss_scale", "min_loss_scale")},
+        "precision=fp32": {"precision.cast", "precision.loss_scale_window"},
+    },
+    "others": {
+        "zero=2": {"train.sample_tokens", "checkpoint.from_mirror", "incident.rewinds", "lora.alpha"},
+        "train.validate_every=0": {"train.validate_batches", "train.sample_prompts", "zero_reduce"},
+        "check.ranks_every=0": {"check.slow_factor", "model.num_labels"},
+    },
+}
+"""What one choice of `mlm pretrain` leaves unread, by the key that decides."""
+
+
+@pytest.mark.parametrize(
+    "factor, choice", thinned([(f, choice) for f, each in FACTORS.items() for choice in each], 3)
+)
+def test_keys_of_pretrain_are_read_or_rejected_by_choice(factor: str, choice: str) -> None:
+    """Of keys that another choice leaves unread, only this choice's are rejected."""
+    rejected, choices = unread(load_config("pretrain", [choice])), FACTORS[factor]
+    assert choices[choice] <= rejected
+    taken = {"optimizer.kind": "optimizer.muon.", "precision.dtype": "precision.initial"}.get(factor)
+    if taken and not choices[choice]:
+        assert not [key for key in rejected if key.startswith(taken)]
+
+
+MOE = "pretrain model=moe_tiny model.options.num_experts=0"
+
+
+@pytest.mark.parametrize(
+    "line, problem",
+    thinned(
+        [
+            (
+                "finetune chat ckpt=x task.loss=simpo",
+                "task.loss=simpo: has no effect with task.kind=chat; remove it, or",
+            ),
+            (
+                "finetune rte ckpt=x task.beta=0.1",
+                "task.beta=0.1: has no effect with task.kind=classification",
+            ),
+            (
+                "finetune rte ckpt=x task.answers=all",
+                "task.answers=all: has no effect with task.kind=classification",
+            ),
+            (
+                "finetune rte ckpt=x data.chat_template=chatml",
+                "or set task.kind=chat or task.kind=preferences",
+            ),
+            (
+                "finetune chat ckpt=x task.doc_stride=128",
+                "task.doc_stride=128: has no effect with task.kind=chat",
+            ),
+            (
+                "finetune chat ckpt=x task.null_threshold=0",
+                "task.null_threshold=0.0: has no effect with task.kind=chat",
+            ),
+            (
+                "finetune preferences ckpt=x task.loss=orpo task.label_smoothing=0.1",
+                "task.label_smoothing=0.1: has no effect with task.loss=orpo; "
+                "remove it, or set task.loss=dpo or",
+            ),
+            (
+                "finetune preferences ckpt=x task.loss=orpo task.margin=3",
+                "task.margin=3.0: has no effect with",
+            ),
+            (
+                "finetune rte ckpt=x lora.alpha=16",
+                "lora.alpha=16.0: has no effect with lora.rank=0; remove it, or set",
+            ),
+            ("finetune rte ckpt=x lora={alpha:16}", "lora.alpha=16.0: has no effect with lora.rank=0"),
+            (
+                "eval rte ckpt=x task.lr=2e-5",
+                "task.lr=2e-05: has no effect without optimizer.kind; remove it",
+            ),
+            ("pretrain lora.dropout=0", "lora.dropout=0.0: has no effect with lora.rank=0"),
+            ("pretrain zero_reduce=last", "zero_reduce=last: has no effect with zero=0"),
+            ("pretrain optimizer.muon.nesterov=true", "has no effect with optimizer.kind=adamw"),
+            (
+                "pretrain schedule.cooldown_share=0",
+                "schedule.cooldown_share=0.0: has no effect with schedule.decay=",
+            ),
+            (
+                "pretrain check.expert_steps=100",
+                "check.expert_steps=100: has no effect without model.options.num",
+            ),
+            (f"{MOE} model.options.z_loss=0.1", "z_loss=0.1: has no effect with model.options.num_experts=0"),
+            (
+                "pretrain model=llama_tiny model.options.rope_factor=2.0",
+                "has no effect with model.options.rope_scaling=default",
+            ),
+            (
+                "pretrain model=llama_tiny model.options.q_lora_rank=11",
+                "q_lora_rank=11: has no effect with model.options.kv_lora_rank=0",
+            ),
+            (
+                "generate ckpt=x temperature=0 top_k=5",
+                "top_k=5: has no effect with temperature=0.0; remove it",
+            ),
+            (
+                "generate ckpt=x system=hi",
+                "system=hi: has no effect with chat=false; remove it, or set chat=true",
+            ),
+            ("generate ckpt=x prompt=a prompts=b", "prompt=a: has no effect with prompts=b"),
+            ("eval lambada ckpt=x force=true", "force=true: has no effect with tokenizer=null"),
+            ("plan layouts price_per_gpu_hour=2", "price_per_gpu_hour=2.0: has no effect with tokens=null"),
+            ("plan layouts failures.restart_s=1", "has no effect with failures.mtbf_hours=null"),
+            (
+                "convert a b to=hf tp=1",
+                "tp=1: has no effect with to=hf; remove it, or set to=native or to=torch",
+            ),
+            (
+                "data build data=a tokenizer=t out=o hub_split=train",
+                "hub_split=train: has no effect with input=a",
+            ),
+            (
+                "data build data=a tokenizer=t out=o recipe=plain dedup.rows=6",
+                "has no effect with dedup.enabled=",
+            ),
+            (
+                "report runs every_s=5",
+                "every_s=5.0: has no effect with watch=false; remove it, or set watch=true",
+            ),
+            (
+                "pretrain schedule=wsd schedule.decay=cosine",
+                "schedule.decay=cosine: falls to the end of the run",
+            ),
+            (
+                "data build data=a input=b tokenizer=t out=o",
+                "input=a input=b: one input is taken; remove the",
+            ),
+            ("ckpt inspect a ckpt=b", "ckpt=a ckpt=b: one ckpt is taken; remove the other"),
+        ],
+        3,
+    ),
+)
+def test_a_key_that_nothing_reads_is_one_line(cli: Cli, line: str, problem: str) -> None:
+    assert cli(f"{line} --check") == 2
+    assert len([each for each in cli.err.splitlines() if problem in each]) == 1
+
+
+OWN_TASK = "name: mine\nkind: chat\ncolumns: [messages]\nmetrics: [loss]\ntests: []\n"
+ROWS = "ckpt=. data=rows"
+
+
+@pytest.mark.parametrize(
+    "written, words, is_rejected",
+    [
+        ("doc_stride: 64", "", True),
+        ("doc_stride: 64", "task.kind=preferences task.columns=[a,b,c]", False),
+        ("doc_stride: 128", "", False),  # as in a copy of all settings
+        ("answers: last", "", False),
+    ],
+)
+def test_a_users_yaml_counts_as_typed(
+    cli: Cli, tmp_path: Path, written: str, words: str, is_rejected: bool
+) -> None:
+    write(tmp_path / "mine/task/mine.yaml", f"{OWN_TASK}{written}\n")
+    cli(f"finetune mine --config-dir mine ckpt=x data=x {words} --check")
+    assert ("has no effect" in cli.err) == is_rejected
+
+
+def test_a_default_in_yaml_is_rejected_where_the_switch_is_forgotten(cli: Cli, tmp_path: Path) -> None:
+    write(tmp_path / "mine/experiment/mine.yaml", "# @package _global_\nlora:\n  alpha: 16\n")
+    cli("pretrain --config-dir mine experiment=mine data=synthetic --check")
+    assert "lora.alpha=16.0: has no effect with lora.rank=0" in cli.err
+
+
+@pytest.mark.parametrize("task", thinned(task_names(), 3))
+def test_shipped_tasks_set_no_unread_key(task: str) -> None:
+    values = yaml.safe_load((CONFIG_DIR / f"task/{task}.yaml").read_text())
+    keys = flatten(values, "task.").keys()
+    assert not [*unread_problems(load_config("finetune", [f"task={task}", "ckpt=x"]), keys, NONE)]
+
+
+def test_every_condition_names_a_key() -> None:
+    """A condition on a key that a run spec lacks is of the model that only a checkpoint knows."""
+    for spec in (PretrainConfig, FinetuneConfig):
+        known = leaves(spec)
+        others = {leaf.only_if.key for leaf in known.values() if leaf.only_if}
+        assert {key for key in others - known.keys() if not key.startswith("model.")} == set()
+    assert {f"task.{name}" for name in TaskConfig.__dataclass_fields__} < leaves(FinetuneConfig).keys()

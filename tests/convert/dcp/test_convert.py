@@ -1,0 +1,260 @@
+"""`mlm convert`: around the circle of formats, bytes stay; what it writes, PyTorch and transformers read."""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.serialization import safe_globals
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from mlm.cli import convert, main
+from mlm.cli.conversion_settings import ConvertConfig
+from mlm.util.errors import UserError
+from tests.convert.dcp.llamas import VOCAB, core_state, random_llama, torchtitan_state
+from tests.convert.hf_berts import make_bert
+from tests.convert.hf_models import edit_config, make_model
+from tests.finetune.chats import write_llama
+
+QWEN: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+}
+TOKENS = torch.randint(0, VOCAB, (2, 19), generator=torch.Generator().manual_seed(1))
+
+
+def converted(source: Path, out: Path, to: str, **settings: Any) -> Path:
+    config = ConvertConfig(source=str(source), out=str(out), to=to, **settings)  # type: ignore[arg-type]
+    assert convert.preflight(config) == []
+    convert.run(config)
+    return out
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    random_llama().save_pretrained(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def test_circle_of_formats_gives_the_same_bytes(llama: Path, tmp_path: Path) -> None:
+    torch_dist = converted(llama, tmp_path / "1", "torch_dist")
+    native = converted(torch_dist, tmp_path / "2", "native", tp=2, pp=2)
+    assert len(list(native.glob("checkpoints/step-00000000/*.safetensors"))) == 4
+    titan = converted(native, tmp_path / "3", "torchtitan")
+    ranks = converted(titan, tmp_path / "4", "torch", tp=2, pp=2)
+    assert len(list(ranks.glob("release/mp_rank_*"))) == 4
+    numbered = converted(ranks, tmp_path / "5", "megatron_dcp")
+    back = weights(converted(numbered, tmp_path / "6", "hf"))
+    first = weights(llama)
+    assert back.keys() == first.keys()
+    assert all(torch.equal(back[name].view(torch.uint8), first[name].view(torch.uint8)) for name in first)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "6")
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).logits, random_llama()(TOKENS).logits)
+
+
+def load_dcp(folder: Path, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of these names and shapes, by PyTorch's loader."""
+    found = {name: torch.full_like(value, 9.0) for name, value in state.items()}
+    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    return found
+
+
+def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def test_torchtitan_names_are_read_by_pytorch_bit_equal(llama: Path, tmp_path: Path) -> None:
+    wanted = torchtitan_state(random_llama())
+    assert_equal(load_dcp(converted(llama, tmp_path / "dcp", "torchtitan"), wanted), wanted)
+
+
+@pytest.mark.parametrize("to", ["torch_dist", "megatron_dcp"])
+def test_megatron_names_are_read_by_pytorch_bit_equal(llama: Path, tmp_path: Path, to: str) -> None:
+    folder = converted(llama, tmp_path / "dcp", to)
+    wanted = core_state(random_llama(), stacked=to == "torch_dist")
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        padding = torch.zeros(128 - VOCAB, wanted[name].shape[1])
+        wanted[name] = torch.cat([wanted[name][:VOCAB], padding])
+    found = load_dcp(folder / "release" if to == "torch_dist" else folder, wanted)
+    assert_equal(found, wanted)
+
+
+def test_checkpoint_of_torchtitan_takes_the_model_of_config(llama: Path, tmp_path: Path) -> None:
+    dcp.save(torchtitan_state(random_llama()), checkpoint_id=tmp_path / "titan", no_dist=True)
+    with pytest.raises(UserError, match="config=… of mlm convert"):
+        convert.run(ConvertConfig(source=str(tmp_path / "titan"), out=str(tmp_path / "x"), to="hf"))
+    back = converted(tmp_path / "titan", tmp_path / "back", "hf", config=str(llama))
+    assert_equal(weights(back), weights(llama))
+
+
+def test_newer_names_of_torchtitan_are_read(llama: Path, tmp_path: Path) -> None:
+    state = {
+        "lm_head.weight"
+        if name == "output.weight"
+        else re.sub(r"\.attention\.(w[qkv])\.", r".attention.qkv_linear.\1.", name): value
+        for name, value in torchtitan_state(random_llama()).items()
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "titan", no_dist=True)
+    back = converted(tmp_path / "titan", tmp_path / "back", "hf", config=str(llama))
+    assert_equal(weights(back), weights(llama))
+
+
+def test_config_of_fewer_layers_than_are_stored_is_rejected(llama: Path, tmp_path: Path) -> None:
+    dcp.save(torchtitan_state(random_llama()), checkpoint_id=tmp_path / "titan", no_dist=True)
+    edit_config(llama, num_hidden_layers=2)
+    settings = {"out": str(tmp_path / "x"), "to": "hf", "config": str(llama)}
+    with pytest.raises(UserError, match=r"layers\.2\.\S+ is \[.*none is needed"):
+        convert.run(ConvertConfig(source=str(tmp_path / "titan"), **settings))  # type: ignore[arg-type]
+
+
+def test_tied_qwen_around_torchtitan_gives_the_same_bytes(tmp_path: Path) -> None:
+    config = Qwen3Config(**QWEN, intermediate_size=48, tie_word_embeddings=True)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "hf")
+    titan = converted(tmp_path / "hf", tmp_path / "1", "torchtitan")
+    torch_dist = converted(titan, tmp_path / "2", "torch_dist")
+    assert_equal(weights(converted(torch_dist, tmp_path / "3", "hf")), weights(tmp_path / "hf"))
+
+
+@pytest.mark.slow
+def test_export_commands_write_a_run(llama: Path, tmp_path: Path) -> None:
+    run = converted(llama, tmp_path / "run", "native", tp=2)
+    assert main(["export", "megatron", str(run), f"out={tmp_path / 'm'}", "format=torch", "tp=2"]) == 0
+    assert (tmp_path / "m/release/mp_rank_01/model_optim_rng.pt").is_file()
+    assert main(["export", "dcp", str(run), f"out={tmp_path / 'd'}", "names=megatron"]) == 0
+    assert (tmp_path / "d/.metadata").is_file()
+
+
+def test_layout_of_a_format_without_one_is_rejected(
+    llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(llama), str(tmp_path / "x"), "to=torch_dist", "tp=2"]) == 2
+    assert "tp=2: has no effect with to=torch_dist" in capfd.readouterr().err
+
+
+def test_interrupted_conversion_continues(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that were whole are not written again; a damaged one is."""
+    settings = {"max_file_gb": 1e-5}
+
+    def stop(*_: Any) -> str:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "compare", stop)
+        with pytest.raises(KeyboardInterrupt):
+            converted(llama, tmp_path / "out", "torchtitan", **settings)
+    left = sorted((tmp_path / ".out.partial" / "out").glob("*.distcp"))
+    assert len(left) > 3
+    times = {path.name: path.stat().st_mtime_ns for path in left}
+    left[1].write_bytes(left[1].read_bytes()[:-1] + b"x")
+    out = converted(llama, tmp_path / "out", "torchtitan", **settings)
+    again = {path.name for path in out.glob("*.distcp") if path.stat().st_mtime_ns != times[path.name]}
+    assert again == {left[1].name}
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    wanted = torchtitan_state(random_llama())
+    assert_equal(load_dcp(out, wanted), wanted)
+
+
+def test_bfloat16_is_the_rounded_source(llama: Path, tmp_path: Path) -> None:
+    back = weights(converted(llama, tmp_path / "back", "hf", dtype="bfloat16"))
+    assert_equal(back, {name: value.bfloat16() for name, value in weights(llama).items()})
+
+
+def test_difference_is_found(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that exchanges gates and inputs is seen, and nothing is published."""
+    write = convert.write
+
+    def spoil(config: Any, source: Any, folder: Path, *rest: Any) -> None:
+        write(config, source, folder, *rest)
+        file = next(folder.glob("*.safetensors"))
+        content = bytearray(file.read_bytes())
+        content[-9] ^= 1
+        file.write_bytes(content)
+
+    monkeypatch.setattr(convert, "write", spoil)
+    with pytest.raises(UserError, match="differs from"):
+        converted(llama, tmp_path / "out", "hf")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_bert_around_megatron_gives_the_same_bytes(tmp_path: Path) -> None:
+    make_bert(tmp_path / "hf", "megatron-bert", "ForPreTraining")
+    ranks = converted(tmp_path / "hf", tmp_path / "1", "torch", tp=2, pp=2)
+    torch_dist = converted(ranks, tmp_path / "2", "torch_dist")
+    back = weights(converted(torch_dist, tmp_path / "3", "hf"))
+    first = weights(tmp_path / "hf")
+    assert_equal(back, {name: first[name] for name in back})
+
+
+@pytest.mark.slow
+def test_gpt2_around_megatron_gives_the_same_bytes(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    make_model(folder)
+    ranks = converted(folder, tmp_path / "1", "torch", tp=2)
+    back = weights(converted(converted(ranks, tmp_path / "2", "torch_dist"), tmp_path / "3", "hf"))
+    first = weights(folder)
+    assert_equal(back, {name: first[name] for name in back})
+
+
+@pytest.fixture
+def mixtral(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "mixtral", kind="Mixtral")
+
+
+def test_a_run_keeps_its_chat_template(mixtral: Path, tmp_path: Path) -> None:
+    back = converted(converted(mixtral, tmp_path / "run", "native"), tmp_path / "hf", "hf")
+    theirs, ours = (AutoTokenizer.from_pretrained(folder).chat_template for folder in (mixtral, back))
+    assert theirs
+    assert theirs == ours
+
+
+@pytest.mark.parametrize("to", ["torch", "torch_dist", "megatron_dcp"])
+def test_a_mixture_goes_to_megatron_by_the_hugging_face_folder(
+    mixtral: Path, tmp_path: Path, to: str
+) -> None:
+    with pytest.raises(UserError, match=r"num_experts=4: .* mlm export hf"):
+        convert.run(ConvertConfig(source=str(mixtral), out=str(tmp_path / "out"), to=to))
+
+
+@pytest.mark.parametrize("content", ["args", "names"])
+def test_a_mixture_of_megatron_comes_by_the_hugging_face_folder(tmp_path: Path, content: str) -> None:
+    """Told by its arguments, or by its tensors where a file has none."""
+    random_llama().save_pretrained(tmp_path / "hf")
+    ranks = converted(tmp_path / "hf", tmp_path / "ranks", "torch")
+    path = ranks / "release/mp_rank_00/model_optim_rng.pt"
+    with safe_globals([argparse.Namespace]):
+        stored = torch.load(path, weights_only=True)
+    if content == "args":
+        stored["args"].num_experts = 8
+    else:
+        stored["model"]["decoder.layers.0.mlp.router.weight"] = torch.zeros(8, 32)
+    torch.save(stored, path)
+    with pytest.raises(UserError, match="Megatron Bridge") as raised:
+        convert.open_(ConvertConfig(source=str(ranks), out=str(tmp_path / "x"), to="native"))
+    assert "\n" not in str(raised.value)
+
+
+def test_torchtitan_has_no_such_mixture(mixtral: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="it has experts, which are converted to hf alone"):
+        convert.run(ConvertConfig(source=str(mixtral), out=str(tmp_path / "x"), to="torchtitan"))

@@ -1,0 +1,188 @@
+"""Merging the ranks of a Megatron-LM checkpoint: what does not belong together is named."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mlm.checkpoint.native.slices import Region
+from mlm.convert.megatron.args import Given
+from mlm.convert.megatron.files import find_files
+from mlm.convert.megatron.merge import MegatronModel, open_checkpoint
+from mlm.util.errors import CorruptFileError, UserError
+from tests.convert.megatron.written import (
+    FILE,
+    HIDDEN,
+    VOCAB,
+    Change,
+    Layout,
+    language_model,
+    same_gpt2,
+    written,
+)
+
+
+def opened(folder: Path, **settings: Any) -> MegatronModel:
+    return open_checkpoint(find_files(folder), Given(**({"vocab_size": VOCAB} | settings)))
+
+
+def test_tensors_stay_in_their_file_until_they_are_read(tmp_path: Path) -> None:
+    """Mapped: a weight changed in the file after opening is the one that is read. Memory is one tensor's."""
+    folder = written(tmp_path)
+    found = opened(folder)
+    path = folder / "mp_rank_00" / FILE
+    bias = same_gpt2().state_dict()["transformer.h.1.mlp.c_fc.bias"]
+    at = path.read_bytes().index(bias.numpy().tobytes())
+    with open(path, "r+b") as f:
+        f.seek(at)
+        f.write(torch.full_like(bias, 5.0).numpy().tobytes())
+    whole = Region((0,), (4 * HIDDEN,))
+    assert found.read("layers.1.mlp.up.bias", whole).tolist() == [5.0] * 4 * HIDDEN
+
+
+def test_read_gives_the_region(tmp_path: Path) -> None:
+    found = opened(written(tmp_path, Layout(tp=2)))
+    whole = same_gpt2().state_dict()["transformer.wte.weight"]
+    assert torch.equal(found.read("token.weight", Region((30, 4), (20, 9))), whole[30:50, 4:13])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.zeros(1).expand(HIDDEN),  # a few bytes that claim any size
+        torch.zeros(HIDDEN, dtype=torch.int64),
+        torch.zeros(HIDDEN, device="meta"),
+        torch.zeros(HIDDEN).to_sparse(),
+        [0.0] * HIDDEN,
+        None,
+    ],
+    ids=["strides", "integers", "meta", "sparse", "list", "none"],
+)
+def test_weight_that_is_no_plain_tensor_is_rejected(tmp_path: Path, value: Any) -> None:
+    name = "layers.2.mlp.dense_4h_to_h.bias"
+    folder = written(tmp_path, change=lambda c: language_model(c)["encoder"].update({name: value}))
+    with pytest.raises(CorruptFileError, match="is not a plain tensor"):
+        opened(folder)
+
+
+def holding_itself() -> dict[str, Any]:
+    loop: dict[str, Any] = {}
+    loop.update({str(n): loop for n in range(50)})
+    return loop
+
+
+def shared_six_deep() -> dict[str, Any]:
+    """50^6 entries in a few kilobytes."""
+    shared: dict[str, Any] = {}
+    for _ in range(6):
+        shared = {str(n): shared for n in range(50)}
+    return shared
+
+
+@pytest.mark.parametrize("make", [holding_itself, shared_six_deep])
+def test_dictionaries_without_end_are_rejected(tmp_path: Path, make: Callable[[], dict[str, Any]]) -> None:
+    folder = written(tmp_path, change=lambda c: language_model(c).update(encoder=make()))
+    with pytest.raises(CorruptFileError, match="no dictionary of names"):
+        opened(folder)
+
+
+PROBLEMS: list[tuple[str, Change, str]] = [
+    (
+        "half a bert",
+        lambda c: c["model"].update(lm_head={"bias": torch.zeros(64)}),
+        "mlm_head.transform.weight is missing",
+    ),
+    ("no model", lambda c: c.pop("model"), "holds no model"),
+    ("version", lambda c: c.update(checkpoint_version=4.0), "checkpoint_version=4.0"),
+    ("args", lambda c: c.update(args={"num_layers": 4}), "args are dict, not a Namespace"),
+    ("heads", lambda c: setattr(c["args"], "num_attention_heads", 5), "num_heads=5 does not fit"),
+    ("no heads", lambda c: delattr(c["args"], "num_attention_heads"), "give num_heads="),
+    ("odd", lambda c: setattr(c["args"], "hidden_dropout", "a"), "args.hidden_dropout=a is out of range"),
+    ("layers", lambda c: setattr(c["args"], "num_layers", 5), "args.num_layers=5"),
+    (
+        "unknown",
+        lambda c: language_model(c)["encoder"].update({"layers.0.adapter.weight": torch.zeros(3)}),
+        "encoder.layers.0.adapter.weight is no part of GPT-2",
+    ),
+    (
+        "missing",
+        lambda c: language_model(c)["encoder"].pop("layers.1.mlp.dense_h_to_4h.bias"),
+        "layers.1.mlp.up.bias is missing",
+    ),
+    (
+        "shape",
+        lambda c: language_model(c)["encoder"].update(
+            {"layers.1.self_attention.dense.weight": torch.zeros(3, 3)}
+        ),
+        "layers.1.attention.out.weight is \\[3, 3\\] in its 1 tensor-parallel ranks, \\[32, 32\\] is needed",
+    ),
+    (
+        "hole",
+        lambda c: [
+            language_model(c)["encoder"].pop(name)
+            for name in list(language_model(c)["encoder"])
+            if name.startswith("layers.1.")
+        ],
+        r"its layers are \[0, 2, 3\]",
+    ),
+]
+
+
+def test_names_in_a_file_reach_no_terminal_as_they_are(tmp_path: Path) -> None:
+    odd = "layers.0.\x1b[2J\nmlm: all is well"
+    folder = written(tmp_path, change=lambda c: language_model(c)["encoder"].update({odd: torch.zeros(3)}))
+    with pytest.raises(UserError, match=r"x1b\[2J.n.*is no part of GPT-2") as refusal:
+        opened(folder)
+    assert str(refusal.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "change, message", [problem[1:] for problem in PROBLEMS], ids=[problem[0] for problem in PROBLEMS]
+)
+def test_problem_of_a_file_is_named_in_one_line(tmp_path: Path, change: Change, message: str) -> None:
+    with pytest.raises(UserError, match=message) as refusal:
+        opened(written(tmp_path, change=change))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda c: c.update(iteration=2000), "iteration=1000, but 2000 in mp_rank_00_000"),
+        (lambda c: c.update(checkpoint_version=2.0), "checkpoint_version=3.0, but 2.0"),
+        (lambda c: c.update(iteration=torch.ones(3)), r"iteration=\(Record\)"),
+        (
+            lambda c: language_model(c)["encoder"]["layers.0.input_layernorm.bias"].add_(1),
+            "layers.0.attention_norm.bias differs between",
+        ),
+        (
+            lambda c: language_model(c)["embedding"]["word_embeddings"]["weight"].add_(1),
+            "output layer differs from the token table",
+        ),
+        (
+            lambda c: language_model(c)["embedding"]["position_embeddings"]["weight"].mul_(2),
+            "position.weight differs between",
+        ),
+    ],
+    ids=["iteration", "version", "kind", "norm", "head", "positions"],
+)
+def test_ranks_that_do_not_belong_together_are_rejected(tmp_path: Path, change: Change, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        opened(written(tmp_path, Layout(tp=2, pp=2), change))
+
+
+def test_missing_last_rank_is_seen_by_the_settings(tmp_path: Path) -> None:
+    folder = written(tmp_path, Layout(tp=2))
+    shutil.rmtree(folder / "mp_rank_01")
+    with pytest.raises(CorruptFileError, match="tensor_model_parallel_size=2, but there are files of 1"):
+        opened(folder)
+
+
+def test_missing_last_rank_is_seen_by_the_shapes_without_settings(tmp_path: Path) -> None:
+    folder = written(tmp_path, Layout(tp=2), lambda c: c.pop("args"))
+    shutil.rmtree(folder / "mp_rank_01")
+    with pytest.raises(CorruptFileError, match=r"attention\.qkv\.weight is \[48, 32\].*\[96, 32\] is needed"):
+        opened(folder, num_heads=4)

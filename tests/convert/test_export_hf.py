@@ -1,0 +1,271 @@
+"""`mlm export hf`: a folder that `transformers` loads as the model it is."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer as Backend
+from torch import Tensor
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from mlm.checkpoint.native.compare import Reader
+from mlm.checkpoint.native.format import TensorEntry, read_manifest
+from mlm.checkpoint.native.stream import write_streamed
+from mlm.cli import convert, export_hf
+from mlm.cli.conversion_settings import ConvertConfig, ExportHFConfig
+from mlm.convert import sources as conversion_sources
+from mlm.convert.huggingface.folder import read_model
+from mlm.convert.huggingface.mapping import Location
+from mlm.data.tokenizer import Tokenizer
+from mlm.inference.trained import resolve_checkpoint
+from mlm.util.errors import CheckFailedError, UserError
+from mlm.verify.huggingface import reference_outputs
+from tests.convert.hf_models import (
+    TEXT,
+    add_tokenizer,
+    edit_config,
+    edit_tensors,
+    export_model,
+    import_model,
+    make_model,
+)
+
+LARGEST = 20_000  # bytes
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> GPT2LMHeadModel:
+    """The imported run."""
+    model = make_model(tmp_path / "model")
+    add_tokenizer(tmp_path / "model")
+    return model
+
+
+@pytest.fixture
+def run(model: GPT2LMHeadModel, tmp_path: Path) -> Path:
+    """The run directory of the imported model."""
+    return import_model(tmp_path / "model", tmp_path / "run", verify=False)
+
+
+def state(folder: Path) -> dict[str, Tensor]:
+    """Weights as `transformers` reads them."""
+    weights: dict[str, Tensor] = GPT2LMHeadModel.from_pretrained(folder, use_safetensors=True).state_dict()
+    return weights
+
+
+def assert_equal(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("largest", [5e9, LARGEST])
+def test_import_and_export_give_back_every_bit(
+    model: GPT2LMHeadModel, run: Path, tmp_path: Path, largest: float
+) -> None:
+    out = export_model(run, tmp_path / "out", max_file_gb=largest / 1e9)
+    assert_equal(state(out), model.state_dict())
+
+
+def test_checkpoint_of_another_layout_gives_the_same_weights(
+    model: GPT2LMHeadModel, run: Path, tmp_path: Path
+) -> None:
+    """Cut over tp=2 and pp=3, where 331 rows of the vocabulary are split into 256 and 75."""
+    source = run / "checkpoints/step-00000000"
+    manifest = read_manifest(source)
+    tensors = {}
+    for name, entry in manifest.tensors.items():
+        assert entry.split is not None
+        tensors[name] = TensorEntry(entry.shape, entry.dtype, entry.split)
+    stages = {"first": 0, 0: 0, 1: 1, 2: 2, "last": 2}
+    with Reader(source, manifest) as reader:
+        cut = write_streamed(
+            tmp_path / "cut/checkpoints",
+            0,
+            tensors,
+            reader.read,
+            save_id="cut",
+            state=manifest.state,
+            tp=2,
+            stage_rank=stages.__getitem__,
+        )
+    assert len(list(cut.glob("*.safetensors"))) == 6
+    assert_equal(state(export_model(cut, tmp_path / "out")), model.state_dict())
+
+
+def test_config_is_that_of_the_imported_model(model: GPT2LMHeadModel, run: Path, tmp_path: Path) -> None:
+    out = export_model(run, tmp_path / "out", verify=False)
+    found, want = GPT2Config.from_pretrained(out).to_dict(), model.config.to_dict()
+    eod_id = Tokenizer.load(run).eod_id
+    assert found["bos_token_id"] == found["eos_token_id"] == eod_id
+    other = {
+        "bos_token_id",
+        "eos_token_id",
+        "_name_or_path",
+        "transformers_version",
+        "architectures",
+        "dtype",
+    }
+    assert {k: v for k, v in found.items() if k not in other} == {
+        k: v for k, v in want.items() if k not in other
+    }
+
+
+def test_index_tells_where_each_tensor_is(run: Path, tmp_path: Path) -> None:
+    out = export_model(run, tmp_path / "out", max_file_gb=LARGEST / 1e9, verify=False)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    held, size = {}, 0
+    for path in sorted(out.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            held |= dict.fromkeys(file.keys(), path.name)
+            size += sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
+    assert index["weight_map"] == held
+    assert index["metadata"]["total_size"] == size
+
+
+def test_auto_tokenizer_reads_text_as_ours_does(run: Path, tmp_path: Path) -> None:
+    out = export_model(run, tmp_path / "out", verify=False)
+    theirs, ours = AutoTokenizer.from_pretrained(out), Tokenizer.load(run)
+    ids = theirs(TEXT)["input_ids"]
+    assert ids == ours.encode(TEXT)
+    assert theirs.decode(ids) == TEXT
+    assert (theirs.eos_token_id, theirs.model_max_length) == (ours.eod_id, 48)
+
+
+def test_model_without_a_tokenizer_is_exported(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "tokenizer.json").unlink()
+    out = export_model(run, tmp_path / "out")
+    assert "note: no tokenizer" in capsys.readouterr().out
+    files = [".mlm.json", "README.md", "config.json", "model.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == files
+
+
+def test_transformers_samples_the_exported_model(run: Path, tmp_path: Path) -> None:
+    """Ends at our end of document: generation_config.json names it."""
+    out = export_model(run, tmp_path / "out", verify=False)
+    exported = GPT2LMHeadModel.from_pretrained(out)
+    assert exported.generation_config.eos_token_id == Tokenizer.load(run).eod_id
+    assert exported.generate(torch.tensor([[5, 6]]), max_new_tokens=3, do_sample=False).shape[1] <= 5
+
+
+class TestRefusals:
+    """One line, and nothing left behind."""
+
+    def test_weights_written_in_another_order_are_found_out(
+        self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        right = Location.to_theirs
+        monkeypatch.setattr(
+            Location, "to_theirs", lambda place, value: right(Location(place.names, place.transposed), value)
+        )
+        with pytest.raises(CheckFailedError, match="logits differ from those of transformers"):
+            export_model(run, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        assert not (tmp_path / ".out.partial").exists()
+
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            ({"out": "run"}, "is there already"),
+            ({"max_file_gb": 0.0}, r"max_file_gb=0\.0 must be greater"),
+            ({"ckpt": "none"}, "none"),
+        ],
+    )
+    def test_problems_are_said_before_anything_is_read(
+        self, run: Path, tmp_path: Path, settings: dict[str, object], said: str
+    ) -> None:
+        named = {k: str(tmp_path / v) if isinstance(v, str) else v for k, v in settings.items()}
+        config = ExportHFConfig(**({"ckpt": str(run), "out": str(tmp_path / "out")} | named))  # type: ignore[arg-type]
+        (problem,) = export_hf.preflight(config)
+        assert re.search(said, problem)
+
+    def test_a_model_of_mup_is_neither_exported_nor_converted(
+        self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = conversion_sources.resolve_checkpoint(str(run))
+        model = replace(found.config.model, mup_base_width=8)
+        found = replace(found, config=replace(found.config, model=model))
+        monkeypatch.setattr(conversion_sources, "resolve_checkpoint", lambda path: found)
+        exported = export_hf.preflight(ExportHFConfig(ckpt=str(run), out=str(tmp_path / "out")))
+        to = ConvertConfig(source=str(run), out=str(tmp_path / "out"), to="hf")
+        for (problem,) in (exported, convert.preflight(to)):
+            assert "model.mup_base_width=8 divides what the output layer reads" in problem
+
+
+class TestHeads:
+    """Those for finetuning."""
+
+    @pytest.mark.parametrize(
+        ("name", "head"), [("SequenceClassification", "classification"), ("QuestionAnswering", "span")]
+    )
+    def test_it_comes_in_and_goes_out(self, tmp_path: Path, name: str, head: str) -> None:
+        model = make_model(
+            tmp_path / "model",
+            kind=f"GPT2For{name}",
+            **({"num_labels": 3} if head == "classification" else {}),
+        )
+        run = import_model(tmp_path / "model", tmp_path / "run")
+        assert resolve_checkpoint(str(run)).config.model.head == head
+        back = type(model).from_pretrained(export_model(run, tmp_path / "out")).state_dict()
+        assert all(torch.equal(value, back[key]) for key, value in model.state_dict().items())
+
+    def test_padding_comes_back_with_its_name(self, tmp_path: Path) -> None:
+        """The classifier looks for the last token that is not this one."""
+        folder = tmp_path / "model"
+        make_model(folder, kind="GPT2ForSequenceClassification", num_labels=3, pad_token_id=0)
+        add_tokenizer(folder)
+        backend = Backend.from_file(str(folder / "tokenizer.json"))
+        backend.add_special_tokens(["<|pad|>"])
+        backend.save(str(folder / "tokenizer.json"))
+        pad = backend.token_to_id("<|pad|>")
+        edit_config(folder, pad_token_id=pad)
+        out = export_model(import_model(folder, tmp_path / "run", verify=False), tmp_path / "out")
+        assert GPT2Config.from_pretrained(out).pad_token_id == pad
+        assert AutoTokenizer.from_pretrained(out).pad_token == "<|pad|>"
+
+    def test_padding_that_is_a_piece_of_words_is_not_kept(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = tmp_path / "model"
+        make_model(folder, kind="GPT2ForSequenceClassification", num_labels=3, pad_token_id=40)
+        add_tokenizer(folder)
+        run = import_model(folder, tmp_path / "run", verify=False)
+        assert "note: pad_token_id=40 is not kept: it is no special token" in capsys.readouterr().out
+        out = export_model(run, tmp_path / "out", verify=False)
+        assert GPT2Config.from_pretrained(out).pad_token_id == Tokenizer.load(run).eod_id
+
+    def biased(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Any = lambda tensors: None
+    ) -> Path:
+        """The run directory of a classifier whose bias was trained."""
+        make_model(tmp_path / "model", kind="GPT2ForSequenceClassification", num_labels=3)
+        edit_tensors(tmp_path / "model", edit)
+        values = lambda model, names, seed: {name: torch.tensor([1.0, -2.0, 0.5]) for name in names}  # noqa: E731
+        monkeypatch.setattr("mlm.convert.targets.initial_values", values)
+        return import_model(tmp_path / "model", tmp_path / "run", verify=False)
+
+    def test_bias_that_has_no_place_is_carried_by_the_norm(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run = self.biased(tmp_path, monkeypatch)
+        out = export_model(run, tmp_path / "out")  # compares logits
+        assert "note: the classifier's bias" in capsys.readouterr().out
+        logits = [reference_outputs(read_model(folder))["logits"] for folder in (out, tmp_path / "model")]
+        want = torch.tensor([1.0, -2.0, 0.5]).expand(2, 3)
+        torch.testing.assert_close(logits[0] - logits[1], want, rtol=0, atol=1e-5)
+
+    def test_bias_that_cannot_be_carried_is_rejected(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two labels with the same weights."""
+        run = self.biased(tmp_path, monkeypatch, lambda t: t["score.weight"][0].copy_(t["score.weight"][1]))
+        with pytest.raises(UserError, match="has no bias in its classifier"):
+            export_model(run, tmp_path / "out")
+        assert not (tmp_path / "out").exists()

@@ -1,0 +1,216 @@
+"""GGUF files in llama.cpp: logits and tokens are those of transformers, or no file is written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Backend
+
+from mlm.cli.conversion_settings import ExportGGUFConfig
+from mlm.cli.import_hf import import_hf
+from mlm.convert.gguf import export as export_gguf
+from mlm.convert.gguf.llama_cpp import LlamaCpp
+from mlm.convert.gguf.vocabulary import GPT2, PATTERNS, PROBE, vocabulary
+from mlm.data.tokenizer import Tokenizer
+from mlm.util.errors import UserError
+from tests.data.chats import TEXT, write_tokenizer
+from tests.slow import thinned
+
+LENGTH = 40
+SHAPE = {
+    "vocab_size": 340,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3 = {
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    **{"original_max_position_embeddings": 16, "rope_theta": 1e4},
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "tied": ("Llama", {"tie_word_embeddings": True}),
+    "heads of another width": ("Llama", {"head_dim": 16}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    "yarn": ("Llama", {"rope_parameters": YARN}),
+    "yarn of qwen": ("Qwen2", {"rope_parameters": YARN | {"attention_factor": 1.3}}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 8}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "qwen3_moe": ("Qwen3Moe", MOE | {"norm_topk_prob": True}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}),
+}
+REJECTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "rope_scaling=llama3": ("Qwen3", {"rope_parameters": LLAMA3, "head_dim": 8}),
+    "rope_beta_fast=16": ("Llama", {"rope_parameters": YARN | {"beta_fast": 16.0}}),
+    "router_normalise=false": ("Qwen3Moe", MOE | {"norm_topk_prob": False}),
+}
+
+
+def write_model(folder: Path, kind: str, changes: dict[str, Any]) -> Any:
+    """A model of random weights in folder/theirs and folder/run, with a tokenizer."""
+    torch.manual_seed(1)
+    settings = getattr(transformers, f"{kind}Config")(**SHAPE | changes)
+    model = getattr(transformers, f"{kind}ForCausalLM")(settings).eval()
+    for name, value in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):  # ones and zeros would hide a swap
+            torch.nn.init.normal_(value, 1.0, 0.2)
+    model.save_pretrained(folder / "theirs")
+    write_tokenizer(folder / "theirs", "qwen2", None)
+    import_hf(folder / "theirs", folder / "run", verify=False)
+    return model
+
+
+def export(folder: Path, kind: str = "f32") -> Path:
+    """Write folder/model.gguf, tried in llama.cpp by the command."""
+    config = ExportGGUFConfig(ckpt=str(folder / "run"), out=str(folder / "model.gguf"), type=kind)  # type: ignore[arg-type]
+    if problems := export_gguf.preflight(config):
+        raise UserError(problems[0])
+    export_gguf.run(config)
+    return folder / "model.gguf"
+
+
+@pytest.mark.parametrize("name", thinned(RIGHT, 3))
+def test_logits_in_llama_cpp_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    model = write_model(tmp_path, *RIGHT[name])
+    ids = torch.randint(SHAPE["vocab_size"], (LENGTH,), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        want = model(ids[None]).logits[0]
+    found = LlamaCpp(export(tmp_path)).logits(ids.tolist())
+    assert (found - want).abs().max() < 1e-4 * want.std()
+
+
+def test_a_window_bounds_the_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path, "Mistral", {"sliding_window": 24, "head_dim": 8})
+    export(tmp_path)
+    assert "context of 24 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_a_model_that_llama_cpp_computes_otherwise_is_rejected(tmp_path: Path, name: str) -> None:
+    write_model(tmp_path, *REJECTED[name])
+    with pytest.raises(UserError, match=name):
+        export(tmp_path)
+
+
+def test_a_file_that_llama_cpp_reads_otherwise_is_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path, "Llama", {})
+    monkeypatch.setattr(export_gguf, "interleave", lambda value, heads: value)
+    with pytest.raises(UserError, match="other logits than mlm"):
+        export(tmp_path)
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_a_model_without_a_tokenizer_is_loaded(tmp_path: Path) -> None:
+    write_model(tmp_path, "Llama", {})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "theirs" / name).unlink()
+    import_hf(tmp_path / "theirs", tmp_path / "bare", verify=False)
+    (tmp_path / "run").rename(tmp_path / "other")
+    (tmp_path / "bare").rename(tmp_path / "run")
+    assert LlamaCpp(export(tmp_path)).logits([1, 2]).shape == (2, SHAPE["vocab_size"])
+
+
+def byte_level(patterns: tuple[str, ...], normalizer: Any = None, **bpe: Any) -> Backend:
+    """A byte-level tokenizer trained on a few words."""
+    backend = Backend(models.BPE(**bpe))
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, last])
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator([*TEXT, *PROBE], trainer)
+    backend.add_special_tokens(["<|endoftext|>"])
+    return backend
+
+
+def tokenizer(backend: Backend) -> Tokenizer:
+    return Tokenizer(str(backend.to_str()))
+
+
+@pytest.mark.parametrize("patterns", PATTERNS)
+def test_tokens_in_llama_cpp_are_those_of_the_tokenizer(tmp_path: Path, patterns: tuple[str, ...]) -> None:
+    write_model(tmp_path, "Llama", {"vocab_size": 420})
+    whole_words = {"ignore_merges": True} if PATTERNS[patterns] == "llama-bpe" else {}
+    import_again(tmp_path, byte_level(patterns, **whole_words).to_str())
+    theirs, llama = Tokenizer.load(tmp_path / "theirs"), LlamaCpp(export(tmp_path))
+    assert [llama.tokens(text) for text in PROBE] == [theirs.encode(text) for text in PROBE]
+
+
+def import_again(folder: Path, content: str) -> None:
+    """Import folder/theirs with another tokenizer."""
+    (folder / "theirs" / "tokenizer.json").write_text(content)
+    import_hf(folder / "theirs", folder / "again", verify=False)
+    (folder / "run").rename(folder / "before")
+    (folder / "again").rename(folder / "run")
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_llama_cpp_adds_the_beginning_of_a_text_where_the_tokenizer_does(tmp_path: Path, adds: bool) -> None:
+    write_model(tmp_path, "Llama", {})
+    write_tokenizer(tmp_path / "theirs", "llama2", None)
+    backend = Backend.from_file(str(tmp_path / "theirs" / "tokenizer.json"))
+    if adds:
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    import_again(tmp_path, backend.to_str())
+    found = LlamaCpp(export(tmp_path)).tokens("the cat", add_special=True)
+    assert found == backend.encode("the cat").ids
+
+
+def test_tokens_of_sentencepiece_are_those_of_the_tokenizer(tmp_path: Path) -> None:
+    write_model(tmp_path, "Llama", {})
+    write_tokenizer(tmp_path / "theirs", "llama2", None)
+    import_again(tmp_path, (tmp_path / "theirs" / "tokenizer.json").read_text())
+    theirs, llama = Tokenizer.load(tmp_path / "theirs"), LlamaCpp(export(tmp_path))
+    assert [llama.tokens(text) for text in PROBE] == [theirs.encode(text) for text in PROBE]
+
+
+LOWER = {"Lowercase": normalizers.Lowercase(), "NFKC": normalizers.NFKC(), "Strip": normalizers.Strip()}
+LOWER["Replace"] = normalizers.Replace("a", "b")
+
+
+@pytest.mark.parametrize("name", LOWER)
+def test_a_tokenizer_that_changes_text_first_is_rejected(name: str) -> None:
+    with pytest.raises(UserError, match="otherwise than this tokenizer"):
+        vocabulary(tokenizer(byte_level((GPT2,), LOWER[name])), 420)
+
+
+@pytest.mark.parametrize("change", ["prefix space", "end of word", "removed", "unigram"])
+def test_a_tokenizer_that_llama_cpp_has_not_is_rejected(change: str) -> None:
+    content = json.loads(byte_level((GPT2,)).to_str())
+    if change == "prefix space":
+        content["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}
+        content["pre_tokenizer"]["use_regex"] = True
+    elif change == "end of word":
+        content["model"]["end_of_word_suffix"] = "b"
+    elif change == "removed":
+        content["pre_tokenizer"]["pretokenizers"][0]["behavior"] = "Removed"
+    else:
+        content["model"] = {"type": "Unigram", "unk_id": 0, "vocab": [["<|endoftext|>", 0.0], ["a", -1.0]]}
+        content["added_tokens"] = []
+    with pytest.raises(UserError, match=r"tokenizer: .*llama\.cpp"):
+        vocabulary(Tokenizer(json.dumps(content)), 420)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_rejected() -> None:
+    with pytest.raises(UserError, match="vocab_size=100"):
+        vocabulary(tokenizer(byte_level((GPT2,))), 100)

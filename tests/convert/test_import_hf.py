@@ -1,0 +1,326 @@
+"""`mlm import hf`: the same model as `transformers` has, whole or not at all."""
+
+import json
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from tokenizers import Tokenizer as Backend
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+import mlm
+from mlm.checkpoint.native.format import read_manifest
+from mlm.cli import import_hf
+from mlm.cli.conversion_settings import ImportHFConfig
+from mlm.convert.huggingface.folder import read_model
+from mlm.convert.huggingface.mapping import Location, ProbeSamples
+from mlm.convert.huggingface.tensors import HFTensors
+from mlm.data.tokenizer import Tokenizer
+from mlm.inference.trained import trained_config
+from mlm.parallel.mesh import ParallelContext
+from mlm.util.errors import CheckFailedError, CorruptFileError, UserError
+from mlm.verify.huggingface import our_outputs
+from tests.convert.hf_models import (
+    MODEL,
+    TEXT,
+    add_tokenizer,
+    edit_config,
+    hub_cache,
+    import_model,
+    make_model,
+)
+from tests.ranks import run_on_ranks
+
+LIMIT = 1e-5
+"""Of the largest logit; float32 sums of 60 numbers in another order differ by a tenth of it."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A sound model with a tokenizer."""
+    make_model(tmp_path / "model")
+    add_tokenizer(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def reference(model: GPT2LMHeadModel) -> Tensor:
+    """Logits of `transformers`, from the model that was never saved."""
+    with torch.no_grad():
+        logits: Tensor = model(ProbeSamples.of(MODEL).tokens).logits
+    return logits.flatten(0, 1)
+
+
+def difference(found: Tensor, want: Tensor) -> float:
+    """Largest difference in units of the largest logit."""
+    assert found.shape == want.shape
+    return float((found - want).abs().max() / want.abs().max())
+
+
+def test_folder_that_transformers_saved_with_its_defaults_is_imported(tmp_path: Path) -> None:
+    """A tokenizer without a length says model_max_length=10^30, as the whole number of that float."""
+    model = make_model(tmp_path / "model")
+    add_tokenizer(tmp_path / "model")
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "model/tokenizer.json"))
+    theirs.save_pretrained(tmp_path / "model")
+    saved = json.loads((tmp_path / "model/tokenizer_config.json").read_bytes())
+    assert saved["model_max_length"] == int(1e30)
+    run = import_model(tmp_path / "model", tmp_path / "run")
+    assert Tokenizer.load(run / "tokenizer.json").encode(TEXT) == theirs(TEXT)["input_ids"]
+    assert difference(our_outputs(run)["logits"], reference(model)) <= LIMIT
+
+
+LARGE: dict[str, tuple[str, ...]] = {
+    "config.json": (),
+    "model.safetensors.index.json": (),
+    "tokenizer_config.json": (),
+    "vocab.json and its settings": ("tokenizer.json",),
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_large_number_that_nothing_reads_does_no_harm_and_endless_digits_are_rejected(
+    tmp_path: Path, case: str
+) -> None:
+    make_model(tmp_path / "model", shard=20_000)
+    add_tokenizer(tmp_path / "model")
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "model/tokenizer.json"))
+    theirs.save_pretrained(tmp_path / "model")
+    Backend.from_file(str(tmp_path / "model/tokenizer.json")).model.save(str(tmp_path / "model"))
+    for name in LARGE[case]:
+        (tmp_path / "model" / name).unlink()
+    edited = tmp_path / "model" / (case if (tmp_path / "model" / case).exists() else "tokenizer_config.json")
+    content = edited.read_text().rstrip().removesuffix("}")
+    edited.write_text(f'{content}, "some_length": {"9" * 300}, "some_float": 1e999}}')
+    import_model(tmp_path / "model", tmp_path / "run", verify=False)
+    edited.write_text(f'{content}, "some_length": {"9" * 301}}}')
+    with pytest.raises(UserError, match=edited.name) as caught:
+        mlm.import_hf(tmp_path / "model", tmp_path / "other", verify=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_imported_model_has_the_logits_of_transformers(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", shard=20_000)
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) == 6
+    run = import_model(tmp_path / "model", tmp_path / "run", verify=False)
+    assert difference(our_outputs(run)["logits"], reference(model)) <= LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_imported_model_splits_over_two_ranks(tmp_path: Path, axis: str) -> None:
+    model = make_model(tmp_path / "model")
+    run = import_model(tmp_path / "model", tmp_path / "run", verify=False)
+    found = run_on_ranks(logits_on_rank, run, **{axis: 2})
+    assert difference(found[-1], reference(model)) <= LIMIT
+
+
+def logits_on_rank(ctx: ParallelContext, run: Path) -> Tensor:
+    return our_outputs(run, ctx).get("logits", torch.empty(0))
+
+
+@pytest.mark.parametrize(
+    ("names", "note"),
+    [
+        (["<|endoftext|>"], None),
+        (["<|user|>", "<|tool|>", "<|end|>"], "holds the token <|user|>, one of 3 not kept"),
+    ],
+)
+def test_tokens_that_only_the_settings_hold_are_said(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], names: list[str], note: str | None
+) -> None:
+    tokens = {str(300 + n): {"content": name, "special": True} for n, name in enumerate(names)}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": tokens}))
+    import_model(folder, tmp_path / "run", verify=False)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "note: tokenizer_config.json" in line]
+    assert len(lines) == (note is not None)
+    assert note is None or note in lines[0]
+
+
+class TestCheckpoint:
+    """The files written besides the weights."""
+
+    def test_it_holds_weights_alone_and_a_run_spec(self, folder: Path, tmp_path: Path) -> None:
+        path = import_model(folder, tmp_path / "run", verify=False) / "checkpoints/step-00000000"
+        manifest = read_manifest(path)
+        config = trained_config(manifest, path)
+        assert (manifest.step, manifest.state["weights_only"]) == (0, True)
+        assert (config.model, config.data.seq_length) == (MODEL, 48)
+        assert all(entry.dtype == torch.float32 and entry.split for entry in manifest.tensors.values())
+
+    def test_it_names_its_source_with_digests(self, folder: Path, tmp_path: Path) -> None:
+        path = import_model(folder, tmp_path / "run", verify=False) / "checkpoints/step-00000000"
+        source = read_manifest(path).state["source"]
+        assert (source["kind"], source["name"]) == ("huggingface", "model")
+        read = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+        assert source["files"].keys() == read
+
+    def test_it_is_a_function_of_the_source(self, folder: Path, tmp_path: Path) -> None:
+        runs = [import_model(folder, tmp_path / name, verify=False) for name in ("one", "two")]
+        files = sorted(p.relative_to(runs[0]) for p in runs[0].rglob("*") if p.is_file())
+        assert len(files) == 7
+        for file in files:
+            assert (runs[0] / file).read_bytes() == (runs[1] / file).read_bytes(), file
+
+    def test_tokenizer_is_made_of_vocabulary_and_merges(self, folder: Path, tmp_path: Path) -> None:
+        want = Tokenizer.load(folder).encode(TEXT)
+        Backend.from_file(str(folder / "tokenizer.json")).model.save(str(folder))
+        (folder / "tokenizer.json").unlink()
+        run = import_model(folder, tmp_path / "run", verify=False)
+        assert Tokenizer.load(run).encode(TEXT) == want
+
+
+class TestRefusals:
+    """One line, and nothing left behind."""
+
+    @pytest.mark.parametrize("broken", ["qkv order", "transposition"])
+    def test_weights_in_another_order_are_found_out_by_their_logits(
+        self, folder: Path, tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        right = Location.to_ours
+
+        def wrong(place: Location, values: list[Tensor]) -> Tensor:
+            if broken == "qkv order":
+                return right(Location(place.names, place.transposed), values)
+            square = place.names[0].endswith("attn.c_proj.weight")
+            return values[0] if square else right(place, values)
+
+        monkeypatch.setattr(Location, "to_ours", wrong)
+        with pytest.raises(CheckFailedError, match="logits differ from those of transformers"):
+            import_model(folder, tmp_path / "run")
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+    @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+    @pytest.mark.parametrize("name", ["transformer.ln_f.bias", "transformer.h.1.attn.c_attn.weight"])
+    def test_weights_that_are_not_finite_are_named(self, tmp_path: Path, name: str, value: float) -> None:
+        """On import, compared or not, and on load, at each layout."""
+        model = make_model(tmp_path / "model")
+        with torch.no_grad():
+            model.get_parameter(name).view(-1)[-1] = value
+        model.save_pretrained(tmp_path / "model")
+        said = rf"model\.safetensors: {name.removeprefix('transformer.')} is not finite"
+        for verify in (True, False):
+            with pytest.raises(CorruptFileError, match=said):
+                import_model(tmp_path / "model", tmp_path / "run", verify=verify)
+        assert not (tmp_path / "run").exists()
+        with pytest.raises(CorruptFileError, match=said):
+            mlm.load(tmp_path / "model", device="cpu")
+
+    def test_what_transformers_alone_rejects_is_one_line(self, folder: Path, tmp_path: Path) -> None:
+        """When it reads the settings, whose errors are of its own classes, and when it computes with them."""
+        for key, value, said in (("initializer_range", 1, "load"), ("output_hidden_states", 0.5, "run")):
+            kept = (folder / "config.json").read_text()
+            edit_config(folder, **{key: value})
+            with pytest.raises(CheckFailedError, match=f"does not {said} it") as caught:
+                import_model(folder, tmp_path / "run")
+            assert "\n" not in str(caught.value)
+            (folder / "config.json").write_text(kept)
+
+    def test_of_two_names_of_a_setting_the_one_that_transformers_takes_counts(self, folder: Path) -> None:
+        edit_config(folder, num_attention_heads=2)
+        assert read_model(folder).config.num_heads == GPT2Config.from_pretrained(folder).n_head == 2
+
+    def test_interrupt_leaves_nothing(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(HFTensors, "read", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            import_model(folder, tmp_path / "run", verify=False)
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+    def test_folder_in_use_is_not_overwritten(self, folder: Path, tmp_path: Path) -> None:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run/notes").write_text("mine")
+        config = ImportHFConfig(source=str(folder), out=str(tmp_path / "run"))
+        assert "is there already" in import_hf.preflight(config)[0]
+        with pytest.raises(UserError, match="is there already"):
+            import_hf.run(config)
+        assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes"]
+
+    def test_all_problems_are_said_together(self, folder: Path, tmp_path: Path) -> None:
+        edit_config(folder, n_head=0, activation_function="relu")
+        config = ImportHFConfig(source=str(folder), out=str(folder), revision="main")
+        assert len(import_hf.preflight(config)) == 4
+
+    def test_absent_folder_that_is_no_id_is_said(self, tmp_path: Path) -> None:
+        config = ImportHFConfig(source=str(tmp_path / "none"), out=str(tmp_path / "run"))
+        (problem,) = import_hf.preflight(config)
+        assert "no such folder. Give one with config.json" in problem
+
+    def test_verification_without_transformers_names_the_extra(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+        config = ImportHFConfig(source=str(folder), out=str(tmp_path / "run"))
+        (problem,) = import_hf.preflight(config)
+        assert "pip install 'mlm[hf]', or set verify=false" in problem
+
+
+def interrupt(*_: Any) -> Tensor:
+    raise KeyboardInterrupt
+
+
+class TestHub:
+    """A source that is no folder but an id."""
+
+    ID = "someone/tiny"
+
+    @pytest.fixture(autouse=True)
+    def elsewhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)  # where no folder has the name of the id
+
+    def test_snapshot_is_imported_under_its_commit(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        snapshot, asked = hub_cache(folder), []
+
+        def download(repo: str, **settings: Any) -> str:
+            asked.append((repo, settings))
+            return str(snapshot)
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+        run = import_model(self.ID, tmp_path / "run", revision="v1", verify=False)
+        source = read_manifest(run / "checkpoints/step-00000000").state["source"]
+        assert (source["name"], source["revision"]) == (self.ID, snapshot.name)
+        assert all(repo == self.ID and settings["revision"] == "v1" for repo, settings in asked)
+
+    def test_only_json_text_and_safetensors_are_asked_for(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        patterns: list[str] = []
+
+        def download(repo: str, allow_patterns: list[str], **_: Any) -> str:
+            patterns.extend(allow_patterns)
+            return str(folder)
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+        import_model(self.ID, tmp_path / "run", verify=False)
+        offered = ["pytorch_model.bin", "modeling_gpt2.py", "model.h5", "model-00001-of-00002.safetensors"]
+        assert [name for name in offered if any(fnmatch(name, p) for p in patterns)] == offered[-1:]
+
+    def test_model_of_another_kind_is_rejected_before_its_weights_are_fetched(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def download(repo: str, allow_patterns: list[str], **_: Any) -> str:
+            assert not any(fnmatch("model.safetensors", pattern) for pattern in allow_patterns)
+            return str(folder)
+
+        edit_config(folder, model_type="gemma2")
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+        with pytest.raises(UserError, match="model_type=gemma2"):
+            import_model(self.ID, tmp_path / "run", verify=False)
+
+    def test_hub_that_does_not_answer_is_one_line_with_a_remedy(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def download(*_: Any, **__: Any) -> str:
+            raise ConnectionError("no route\nto host")
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+        with pytest.raises(UserError, match=r"ConnectionError: no route\).*give a folder") as caught:
+            import_model(self.ID, tmp_path / "run", verify=False)
+        assert "\n" not in str(caught.value)

@@ -1,0 +1,400 @@
+"""Llama, Mistral and Qwen folders of `transformers`, both ways; what ours does not compute is rejected."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+import mlm
+from mlm.cli import import_hf
+from mlm.cli.conversion_settings import ImportHFConfig
+from mlm.convert.huggingface.folder import read_model
+from mlm.convert.huggingface.llama import MAPPING
+from mlm.convert.huggingface.tensors import HFTensors
+from mlm.models.llama.settings import LlamaSettings
+from mlm.util.errors import UserError
+from tests.convert.hf_models import (
+    add_tokenizer,
+    edit_config,
+    edit_tensors,
+    export_model,
+    import_model,
+    make_model,
+)
+from tests.models.llama.on_ranks import greedy
+from tests.models.llama.references import YARN, our_config, their_model
+from tests.ranks import run_on_ranks
+from tests.slow import slow_but, thinned
+
+KINDS = (
+    *("llama3", "mistral", "qwen2", "qwen3 with a window", "yarn with an attention factor"),
+    *("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "deepseek_v3 without experts"),
+)
+
+
+def folder_of(name: str, folder: Path) -> Any:
+    """Save a model in small files; return it."""
+    model = their_model(name)
+    model.save_pretrained(folder, max_shard_size=20_000)
+    return model
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder."""
+    return {k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()}
+
+
+@pytest.mark.parametrize("name", thinned(KINDS, 3))
+def test_an_export_after_an_import_has_the_same_bits_and_settings(tmp_path: Path, name: str) -> None:
+    """Both ways compare logits with transformers' own (verify); tensors come in several files."""
+    source = tmp_path / "model"
+    model = folder_of(name, source)
+    assert len(list(source.glob("*.safetensors"))) > 1
+    run = import_model(source, tmp_path / "run")
+    out = export_model(run, tmp_path / "out")
+    before, after = tensors_of(source), tensors_of(out)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    loaded = transformers.AutoConfig.from_pretrained(out)
+    assert type(loaded) is type(model.config)
+    assert loaded.rope_parameters.items() >= model.config.rope_parameters.items()
+    for key in ("num_key_value_heads", "head_dim", "tie_word_embeddings", "sliding_window"):
+        assert getattr(loaded, key, None) == getattr(model.config, key, None), key
+
+
+def test_a_folder_is_a_checkpoint(tmp_path: Path) -> None:
+    """ckpt=FOLDER without an import, with its tokenizer: greedy text equal to transformers'."""
+    model = folder_of("qwen3", tmp_path)
+    add_tokenizer(tmp_path)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    ids = [i for i in tokenizer("To be, or not")["input_ids"] if i < model.config.vocab_size]
+    loaded = mlm.load(tmp_path)
+    want = model(torch.tensor([ids])).logits
+    assert (loaded.logits(torch.tensor([ids])) - want).abs().max() <= 1e-5
+
+
+ROPE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3, its context beside it": ("llama3", {"original_max_position_embeddings": 30}),
+    "yarn, its context beside it": ("yarn", {"original_max_position_embeddings": 30}),
+    "yarn of no factor": ("yarn", {"rope_parameters": {**YARN, "factor": None}}),
+    "yarn whose ramp ends before it begins": (
+        "yarn",
+        {"rope_parameters": {**YARN, "original_max_position_embeddings": 2}},
+    ),
+    "latent attention of two weights": (
+        "deepseek_v3",
+        {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 2}},
+    ),
+    "yarn of two weights": ("yarn", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 2}}),
+}
+
+
+@pytest.mark.parametrize("case", thinned(ROPE, 2))
+def test_rotary_settings_mean_what_they_mean_to_transformers(tmp_path: Path, case: str) -> None:
+    """Loaded as it is, and imported, which compares logits itself."""
+    name, changed = ROPE[case]
+    folder_of(name, tmp_path / "model")
+    edit_config(tmp_path / "model", **changed)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokens = torch.arange(30)[None]
+    want = theirs(tokens).logits
+    run = import_model(tmp_path / "model", tmp_path / "run")
+    for folder in (tmp_path / "model", run):
+        assert (mlm.load(folder, device="cpu").logits(tokens) - want).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "pp"),
+    slow_but(
+        {1, 3},
+        [
+            ("mistral", 2, 2),
+            ("deepseek_v3", 2, 2),
+            ("mixtral", 4, 1),
+            ("qwen3 with a window", 2, 2),
+            ("yarn", 2, 2),
+            ("llama3", 4, 1),
+            ("linear", 4, 1),
+        ],
+    ),
+)
+def test_a_folder_is_read_and_continued_at_any_layout(tmp_path: Path, name: str, tp: int, pp: int) -> None:
+    """Greedy texts of prompts of several lengths, equal to transformers' token by token.
+
+    At tp=4 each of two heads of keys and values is on two ranks.
+    """
+    model = folder_of(name, tmp_path)
+    prompts = [[3, 14, 15, 92, 65, 35, 89, 79], [32], [38, 46, 26]]
+    want = []
+    for prompt in prompts:
+        tokens = torch.tensor([prompt])
+        mask = torch.ones_like(tokens)
+        text = model.generate(tokens, attention_mask=mask, max_new_tokens=9, do_sample=False, pad_token_id=0)
+        want.append(text[0, len(prompt) :].tolist())
+    assert run_on_ranks(greedy, tmp_path, prompts, 9, tp=tp, pp=pp) == [want] * 4
+
+
+def test_a_tied_output_layer_that_is_stored_is_compared_and_read_once(tmp_path: Path) -> None:
+    model = their_model("qwen2")
+    state = {**model.state_dict(), "lm_head.weight": model.model.embed_tokens.weight.clone()}
+    model.save_pretrained(tmp_path, state_dict=state, safe_serialization=True)
+    tensors = HFTensors(read_model(tmp_path))
+    tensors.check()
+    assert not tensors.holds("output.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("qwen2", "Set tie_word_embeddings=false to keep lm_head.weight, or remove that tensor"),
+        ("gpt2", "an untied output layer of gpt2 is not supported. Remove lm_head.weight if wte.weight is"),
+    ],
+)
+def test_another_output_layer_than_a_tied_one_is_rejected_with_the_ways_out(
+    tmp_path: Path, name: str, said: str
+) -> None:
+    """transformers 5 computes with what is stored, which our GPT-2 lacks; with either fix it is imported."""
+    source = tmp_path / "model"
+    model = make_model(source) if name == "gpt2" else their_model(name)
+    state = {**model.state_dict(), "lm_head.weight": 2 * model.get_input_embeddings().weight}
+    model.save_pretrained(source, state_dict=state)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(source)
+    assert torch.equal(theirs.lm_head.weight, 2 * theirs.get_input_embeddings().weight)
+    with pytest.raises(UserError, match=re.escape(said)):
+        mlm.load(source, device="cpu")
+    if name == "qwen2":
+        edit_config(source, tie_word_embeddings=False)
+        import_model(source, tmp_path / "untied")
+        edit_config(source, tie_word_embeddings=True)
+    edit_tensors(source, lambda tensors: tensors.pop("lm_head.weight"))
+    import_model(source, tmp_path / "tied")
+
+
+WRAPPED: dict[str, tuple[str, Callable[[str], str], str]] = {
+    "compiled": ("llama3", "_orig_mod.{}".format, "begin with _orig_mod."),
+    "data-parallel": ("mixtral", "module.{}".format, "begin with module."),
+    "both": ("gpt2", "module._orig_mod.{}".format, "begin with module._orig_mod."),
+    "layers compiled": ("llama3", partial(re.sub, r"(layers\.\d+)", r"\1._orig_mod"), "hold _orig_mod."),
+    "the language model of two": ("qwen2", "language_model.{}".format, "begin with language_model."),
+    "the same, compiled": (
+        "llama3",
+        lambda name: f"_orig_mod.{re.sub('^model', 'model.language_model', name)}",
+        "begin with _orig_mod.model.language_model.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRAPPED)
+def test_names_in_wrappers_are_read_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    """With the logits of the model that was never wrapped; transformers compares them too."""
+    name, wrap, said = WRAPPED[case]
+    model = make_model(tmp_path / "model") if name == "gpt2" else their_model(name)
+    model.save_pretrained(tmp_path / "model")
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        renamed = {wrap(theirs): tensors.pop(theirs) for theirs in list(tensors)}
+        beside = {"model.vision_tower.patches.weight": torch.ones(2)} if "language" in said else {}
+        compiled = "_orig_mod." if said.startswith("begin with _orig_mod.") else ""
+        tensors.update(renamed, **{compiled + theirs: value for theirs, value in beside.items()})
+
+    edit_tensors(tmp_path / "model", rename)
+    run = import_model(tmp_path / "model", tmp_path / "run")
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"note: names {said}: read without" in out
+    assert ("left out beside the language model: " in out) is ("language" in said)
+    tokens = torch.arange(30)[None]
+    assert (mlm.load(run, device="cpu").logits(tokens) - model(tokens).logits).abs().max() <= 1e-5
+
+
+def test_names_of_which_some_are_wrapped_are_not_read(tmp_path: Path) -> None:
+    folder_of("llama3", tmp_path / "model").save_pretrained(tmp_path / "model")
+    wrapped = "module.model.norm.weight"
+    edit_tensors(tmp_path / "model", lambda found: found.update({wrapped: found.pop("model.norm.weight")}))
+    (tmp_path / "model" / "model.safetensors.index.json").unlink(missing_ok=True)
+    with pytest.raises(UserError, match=r"holds no tensor norm\.weight"):
+        mlm.load(tmp_path / "model", device="cpu")
+
+
+WINDOWS = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
+REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "dynamic": ("yarn", {"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope_type=dynamic"),
+    "longrope": ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type=longrope"),
+    "a factor missing": ("linear", {"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
+    "unknown yarn key": ("yarn", {"rope_parameters": {**YARN, "finetuned": True}}, "finetuned=true"),
+    "biases everywhere": ("llama", {"attention_bias": True}, "attention_bias=true"),
+    "MLP biases": ("llama", {"mlp_bias": True}, "mlp_bias=true"),
+    "experts of a dense type": ("mistral", {"num_local_experts": 8}, "num_local_experts=8"),
+    "every other layer with experts": ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+    "a dense layer between": (
+        "qwen3_moe",
+        {"mlp_only_layers": [1]},
+        "mlp_only_layers=[1]: supported: the first",
+    ),
+    "noise of the router": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+    "clipped queries": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+    "turned halves": ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=false"),
+    "another choice of experts": ("deepseek_v3", {"topk_method": "greedy"}, "topk_method=greedy"),
+    "groups that do not divide": ("deepseek_v3", {"n_group": 3}, "router_groups=3 does not divide"),
+    "weights in 8 bits": (
+        "deepseek_v3",
+        {"quantization_config": {"quant_method": "fp8"}},
+        "fp8 with block scales",
+    ),
+    "too many experts a token": (
+        "mixtral",
+        {"num_experts_per_tok": 5},
+        "experts_per_token=5 must be from 1 to",
+    ),
+    "other activation": ("llama", {"hidden_act": "relu"}, "hidden_act=relu"),
+    "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    "mixed attention": ("qwen3", WINDOWS, "layer_types=["),
+    "heads of odd sharing": ("llama", {"num_key_value_heads": 3}, "num_kv_heads=3"),
+    "every token read": ("llama", {"is_causal": False}, "is_causal=false"),
+    "a type for too few layers": ("qwen3", {"layer_types": ["full_attention"]}, "layer_types=["),
+    "no list of types": (
+        "qwen3",
+        {"layer_types": "full_attention"},
+        "layer_types=full_attention: supported: one type of attention for all 2 layers",
+    ),
+    "a type for too many layers": ("llama", {"layer_types": ["full_attention"] * 3}, "for all 2 layers"),
+    "sliding layers without a window": (
+        "qwen3",
+        {"layer_types": ["sliding_attention"] * 2},
+        "layer_types=sliding_attention does not go with sliding_window=null",
+    ),
+    "full layers beside a window": (
+        "mistral",
+        {"layer_types": ["full_attention"] * 2},
+        "layer_types=full_attention does not go with sliding_window=5",
+    ),
+    "ties null": ("qwen2", {"tie_word_embeddings": None}, "tie_word_embeddings=null must be true or false"),
+    "ties in words": ("llama", {"tie_word_embeddings": "true"}, "tie_word_embeddings=true must be true or"),
+    "a window in words": ("qwen3", {"use_sliding_window": "yes"}, "use_sliding_window=yes must be"),
+    "half a layer": ("qwen3", {"max_window_layers": 0.5}, "max_window_layers=0.5 must be a whole number"),
+    "settings of one layer": ("llama", {"per_layer_config": {"1": {"head_dim": 4}}}, "per_layer_config="),
+    "chunks": ("llama", {"attention_chunk_size": 4}, "attention_chunk_size=4"),
+    "another family": ("llama", {"model_type": "phimoe"}, "model_type=phimoe"),
+}
+"""Model, changes of its config.json, what the error names."""
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_what_is_not_computed_is_rejected_by_name(tmp_path: Path, case: str) -> None:
+    name, changed, named = REJECTED[case]
+    folder_of(name, tmp_path)
+    edit_config(tmp_path, **changed)
+    config = ImportHFConfig(source=str(tmp_path), out=str(tmp_path / "run"))
+    (problem,) = import_hf.preflight(config)
+    assert named in str(problem)
+    assert "\n" not in str(problem)
+    with pytest.raises(UserError) as caught:
+        mlm.load(tmp_path, device="cpu")
+    assert caught.value.problems == (problem,)
+
+
+def test_an_untied_model_without_its_output_layer_is_rejected(tmp_path: Path) -> None:
+    """`transformers` would draw one; a folder of the layers alone has none, and a note says so."""
+    model = folder_of("llama", tmp_path / "model")
+    model.save_pretrained(tmp_path / "model", max_shard_size="1GB")
+    edit_tensors(tmp_path / "model", lambda tensors: tensors.pop("lm_head.weight"))
+    (tmp_path / "model" / "model.safetensors.index.json").unlink(missing_ok=True)
+    said = "holds no lm_head.weight, which LlamaForCausalLM has"
+    with pytest.raises(UserError, match=said):
+        mlm.load(tmp_path / "model", device="cpu")
+    config = ImportHFConfig(source=str(tmp_path / "model"), out=str(tmp_path / "run"))
+    (problem,) = import_hf.preflight(config)
+    assert said in str(problem)
+    model.model.save_pretrained(tmp_path / "layers")
+    (note,) = read_model(tmp_path / "layers").notes
+    assert "without output" in note
+
+
+def test_a_model_that_no_class_computes_is_not_exported() -> None:
+    config = our_config(their_model("llama"))
+    both: dict[str, Any] = {"qk_norm": True, "qkv_bias": True}
+    for options, named in (({"rotary_fraction": 0.4}, "rotary_fraction"), (both, "qkv_bias")):
+        problem = MAPPING.problem(replace(config, options=config.options | options))
+        assert problem is not None
+        assert named in problem
+    problem = MAPPING.problem(replace(config, head="classification", num_labels=2))
+    assert (
+        problem == "its head=classification has a bias, which theirs lack: only a language model is exported"
+    )
+
+
+def test_a_mixture_that_no_class_computes_is_not_exported() -> None:
+    """Each setting that a type has not is named with what it has; balance is of training alone."""
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        (
+            "mixtral",
+            {"router_normalise": False},
+            "router_normalise=false is not what mixtral of transformers",
+        ),
+        ("mixtral", {"shared_experts": 1}, "shared_experts=1"),
+        ("mixtral", {"balance": "bias"}, "router_bias=true"),
+        ("qwen3_moe", {"router_scale": 2.0}, "router_scale=2.0"),
+        ("olmoe", {"dense_layers": 1}, "dense_layers=1"),
+        ("deepseek_v3", {"router_scores": "softmax"}, "router_scores=softmax"),
+        ("deepseek_v3", {"shared_experts": 0}, "shared_experts=0"),
+    ]
+    for name, options, named in cases:
+        config = our_config(their_model(name))
+        assert MAPPING.problem(config) is None
+        problem = MAPPING.problem(replace(config, options=config.options | options))
+        assert problem is not None
+        assert named in problem
+    config = our_config(their_model("deepseek_v3"))
+    assert (
+        MAPPING.problem(replace(config, options=config.options | {"balance": "bias", "z_loss": 0.1})) is None
+    )
+
+
+def test_multi_token_prediction_is_left_out_with_a_note(tmp_path: Path) -> None:
+    """The model's logits are those without it."""
+    model = folder_of("deepseek_v3", tmp_path)
+    model.save_pretrained(tmp_path, max_shard_size="1GB")
+    (tmp_path / "model.safetensors.index.json").unlink(missing_ok=True)
+    more = {
+        "model.layers.2.eh_proj.weight": torch.ones(36, 72),
+        "model.layers.2.enorm.weight": torch.ones(36),
+    }
+    edit_tensors(tmp_path, lambda tensors: tensors.update(more))
+    assert read_model(tmp_path).notes == ("multi-token prediction is left out: 2 tensors",)
+    tokens = torch.arange(30)[None]
+    assert (mlm.load(tmp_path, device="cpu").logits(tokens) - model(tokens).logits).abs().max() <= 1e-5
+    edit_tensors(tmp_path, lambda tensors: tensors.pop("model.layers.2.eh_proj.weight"))
+    with pytest.raises(UserError, match=r"layers.2.enorm.weight is no parameter of DeepseekV3ForCausalLM"):
+        mlm.load(tmp_path, device="cpu")
+
+
+def test_old_and_new_spellings_of_rotary_settings_are_one_model(tmp_path: Path) -> None:
+    """rope_theta with rope_scaling (versions before 5), and rope_parameters."""
+    new = json.loads(json.dumps(their_model("llama3").config.to_dict()))
+    rope = new.pop("rope_parameters")
+    old = new | {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    assert MAPPING.read(old, "")[0] == our_config(their_model("llama3"))
+
+
+def test_of_both_rotary_settings_the_one_that_transformers_takes_counts() -> None:
+    """A rope_scaling added by hand, as model cards advise, to a file with rope_parameters."""
+    for kind in ("llama", "qwen3"):
+        config = their_model(kind).config.to_dict() | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        }
+        config.pop("rope_theta", None)
+        theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(config))).rope_parameters
+        ours = LlamaSettings.of(MAPPING.read(config, "")[0])
+        assert (ours.rope_scaling, ours.rope_factor) == (theirs["rope_type"], theirs["factor"])
+        assert ours.rope_theta == theirs["rope_theta"]
