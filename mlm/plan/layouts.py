@@ -16,8 +16,9 @@ from mlm.plan.config import (
 )
 from mlm.plan.cost import PARTS as TIME_PARTS
 from mlm.plan.goodput import goodput
+from mlm.plan.hardware import GIB, gib
 from mlm.plan.layout import PlannedLayout
-from mlm.plan.memory import GIB, DeviceMemory, gib, in_flight
+from mlm.plan.memory import DeviceMemory, in_flight
 from mlm.plan.report import (
     Row,
     as_row,

@@ -12,9 +12,9 @@ from mlm.config.build import to_dict
 from mlm.models.config import ModelConfig
 from mlm.plan.candidates import Query
 from mlm.plan.config import PlannedRunConfig
-from mlm.plan.hardware import HardwareConfig
+from mlm.plan.hardware import HardwareConfig, gib
 from mlm.plan.layout import DEFAULTS, PlannedLayout, hardware_flops, model_flops
-from mlm.plan.memory import DeviceMemory, gib
+from mlm.plan.memory import DeviceMemory
 from mlm.plan.search import LayoutForecast
 from mlm.util.results import save_result
 from mlm.util.terminal import PlainScreen, add_row, table
