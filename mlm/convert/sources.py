@@ -37,7 +37,7 @@ from mlm.convert.megatron.distributed import CoreTensors, is_distributed, open_d
 from mlm.convert.megatron.files import check_records, find_files, find_step
 from mlm.convert.megatron.merge import RankTensors, open_checkpoint
 from mlm.convert.megatron.model import MegatronModel
-from mlm.data.chat_template import ChatTemplate
+from mlm.data.chat_files import find_chat_template
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.base import Base, base_digest
 from mlm.inference.trained import load_tokenizer, resolve_checkpoint, run_directory, trained_config
@@ -152,7 +152,7 @@ def native_source(path: str, tokenizer: Tokenizer | None = None) -> Source:
     trained, base = resolve_checkpoint(str(step)).config, Base.of(manifest, step)
     if tokenizer is None and os.path.lexists(run_directory(step) / "tokenizer.json"):
         tokenizer = load_tokenizer(None, step)
-        tokenizer.chat_template = ChatTemplate.find(run_directory(step), tokenizer)
+        tokenizer.chat_template = find_chat_template(run_directory(step), tokenizer)
     reader = Reader(step, manifest)
 
     def read(kind: str, name: str, region: Region) -> Tensor:
@@ -259,7 +259,7 @@ def read_tokenizer(model: HFModel) -> tuple[Tokenizer | None, list[str]]:
             return None, [f"the tokenizer was not taken: {error}"]
     notes, size = unread_tokens(model.folder, tokenizer), model.config.vocab_size
     try:
-        tokenizer.chat_template = ChatTemplate.find(model.folder, tokenizer)
+        tokenizer.chat_template = find_chat_template(model.folder, tokenizer)
     except UserError as error:
         notes.append(f"the chat template was not taken: {error}")
     if tokenizer.vocab_size > size:

@@ -6,7 +6,6 @@ Torch is imported only where there is a checkpoint, or a model folder, to read.
 import os
 from pathlib import Path
 
-from mlm.cli.command import resolve
 from mlm.config.build import protected_from
 from mlm.launch.environment import read_rank_place
 from mlm.runs.config import PretrainConfig
@@ -16,6 +15,7 @@ from mlm.tracking.config import missing_extras
 from mlm.util.errors import Problem, UserError
 from mlm.util.lock import LOCK, single_writer
 from mlm.util.ownership import CHECKPOINTS, claim_problems
+from mlm.util.system import resolve
 
 PROMPTS = "train.sample_prompts"
 

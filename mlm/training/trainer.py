@@ -26,7 +26,6 @@ from mlm.parallel.gradients import (
     FusedAccumulation,
     ReducedGradients,
     Reducer,
-    build_reducer,
     fuse_embedding_grad,
     sum_replicated_gradients,
     sum_tied_gradients,
@@ -34,6 +33,7 @@ from mlm.parallel.gradients import (
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import CPU, ParallelContext
 from mlm.parallel.random import init_parameters
+from mlm.parallel.reducers import build_reducer
 from mlm.parallel.sharding import DP_SLICES, ParameterShard, parameter_shards, shard_of
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import fill_eod_id

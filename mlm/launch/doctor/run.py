@@ -6,9 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mlm.cli.doctor import DoctorConfig
 from mlm.config.build import to_dict
 from mlm.launch.doctor import host
+from mlm.launch.doctor.config import DoctorConfig
 from mlm.launch.doctor.findings import (
     SAME_VERSIONS,
     Control,

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 import mlm
-from mlm.cli.report import choose
 from mlm.tracking.config import ReportConfig
+from mlm.tracking.page.chosen import choose
 from mlm.tracking.page.experts import draw_loads
 from mlm.tracking.page.html import curves_of, figure, macro, page, text
 from mlm.tracking.runs import MISSING, RunRecords, names_of, number, read_run
