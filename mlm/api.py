@@ -1,4 +1,4 @@
-"""A trained model in Python: load it, compute logits, generate, score, predict. Public as `mlm.load`.
+"""The Python API: a trained model, loaded to compute logits, generate, score and predict. Public as `mlm.load`.
 
 Shapes: B sequences, S tokens, V vocabulary.
 """
