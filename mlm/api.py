@@ -1,4 +1,4 @@
-"""The Python API: a trained model, loaded to compute logits, generate, score and predict. Public as `mlm.load`.
+"""The Python API: a trained model that computes logits, generates, scores and predicts. Public as `mlm.load`.
 
 Shapes: B sequences, S tokens, V vocabulary.
 """
