@@ -25,7 +25,8 @@ import numpy as np
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.config.build import from_dict, to_dict
 from mlm.evaluate.config import LmEvalConfig
-from mlm.inference.generation import Sampling, ends_at, generate
+from mlm.inference.config import Sampling
+from mlm.inference.generation import ends_at, generate
 from mlm.inference.scoring import Request, Score, score
 from mlm.inference.trained import load_tokenizer, load_trained
 from mlm.launch.child_run import environment_without_launcher, kill
