@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mlm.finetune.config import TaskConfig
+from mlm.finetune.config import REFERENCE_FREE, TaskConfig
 from mlm.finetune.examples import Example
 from mlm.finetune.packing import AnswerLoss, PackedBatch, Packer, PairLabel
-from mlm.finetune.preferences import REFERENCE_FREE
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import all_reduce, to_device
 from mlm.parallel.cross_entropy import loss_dtype

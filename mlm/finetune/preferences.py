@@ -28,7 +28,6 @@ from mlm.finetune.task_type import RowExamples
 
 QUESTIONS = ("question", "instruction", "input", "query")
 """Columns of prompts in other data sets."""
-REFERENCE_FREE = ("simpo", "orpo")
 
 
 class Preferences(Chat):

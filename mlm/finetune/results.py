@@ -10,7 +10,7 @@ from mlm.config.build import from_dict
 from mlm.finetune.best import Scores, merit, resolve_best
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import Start
-from mlm.finetune.task_type import task_type
+from mlm.finetune.registry import task_type
 from mlm.inference.trained import is_model_folder
 from mlm.training.loop import layout_row, model_row, run_row
 from mlm.training.trainer import Trainer

@@ -19,9 +19,9 @@ from mlm.finetune.inputs import (
     read_start,
     tokenize_split,
 )
+from mlm.finetune.registry import check_installed
 from mlm.finetune.results import RESULT, Result, finished, report
 from mlm.finetune.splits import TaskSplit
-from mlm.finetune.task_type import check_installed
 from mlm.finetune.training import Material, finetune, pretrain_config
 from mlm.inference.trained import checkpoint_problems
 from mlm.launch.stop import stopping_at_once

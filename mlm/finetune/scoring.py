@@ -16,8 +16,9 @@ from mlm.finetune.examples import Example
 from mlm.finetune.packing import AnswerLoss, Packer, answer_scores
 from mlm.finetune.pairs import PairLoss
 from mlm.finetune.preferences import Preferences
+from mlm.finetune.registry import task_type
 from mlm.finetune.splits import TaskSplit, TokenizedSplit
-from mlm.finetune.task_type import Output, Prediction, TaskType, task_type
+from mlm.finetune.task_type import Output, Prediction, TaskType
 from mlm.models.backbone import Inputs, Transformer
 from mlm.models.documents import padding_spans
 from mlm.optim.precision import DTYPES

@@ -25,10 +25,10 @@ from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import Settings, Start, load_body
 from mlm.finetune.pairs import PairLoss
 from mlm.finetune.reference import Reference
+from mlm.finetune.registry import task_type
 from mlm.finetune.results import RESULT, Result, header
 from mlm.finetune.scoring import Objective, evaluate, make_objective, one_label_warning, score_split
 from mlm.finetune.splits import TokenizedSplit
-from mlm.finetune.task_type import task_type
 from mlm.inference.base import Base, base_name
 from mlm.launch.doctor.folder import check_start
 from mlm.launch.stop import stopping_at_once

@@ -8,10 +8,10 @@ import pytest
 
 from mlm.cli.commands import SPECS
 from mlm.cli.compose.composition import compose_values, load_config
+from mlm.cli.finetune import check_finetune
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.tree import flatten, leaves
 from mlm.corpus.config import check_build
-from mlm.finetune.checks import check_finetune
 from mlm.models.config import ModelConfig
 from mlm.optim.schedule import learning_rate
 from mlm.plan.checks import check_plan_layouts

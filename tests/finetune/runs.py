@@ -26,9 +26,10 @@ from mlm.finetune.config import (
     TaskDataConfig,
 )
 from mlm.finetune.inputs import read_start, tokenize_split
+from mlm.finetune.registry import task_type
 from mlm.finetune.scoring import Finetuning, compute_outputs
 from mlm.finetune.splits import read_split
-from mlm.finetune.task_type import Output, task_type
+from mlm.finetune.task_type import Output
 from mlm.inference.trained import load_trained
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from mlm.cli import main
+from mlm.cli.finetune import check_finetune
 from mlm.finetune import run, training
 from mlm.finetune.batches import TaskBatch
-from mlm.finetune.checks import check_finetune
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.packing import PackedBatch
 from mlm.parallel.mesh import ParallelContext
