@@ -90,7 +90,7 @@ class Command:
 
 
 def resolve(target: str) -> Any:
-    """The function that an import string names: `mlm.evaluate.loss:run`."""
+    """The function that an import string names: `mlm.cli.evaluate.loss:run`."""
     path, _, name = target.partition(":")
     module = sys.modules.get(path)
     if module is None:

@@ -24,18 +24,14 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import simple_parse_args_string
 from tqdm import tqdm
 
-from mlm.cli.evaluate import check_lm_eval
 from mlm.config.build import build
-from mlm.evaluate.config import LmEvalConfig
-from mlm.evaluate.lm_eval.ranks import LocalModel, Model, RemoteModel
+from mlm.evaluate.lm_eval.ranks import LmEvalConfig, LocalModel, Model, RemoteModel
 from mlm.inference.config import DECLARED, Sampling, declared_sampling
 from mlm.inference.scoring import Request, Score, rolling_windows
-from mlm.inference.trained import (
-    check_source,
-    load_tokenizer,
-    resolve_checkpoint,
-)
+from mlm.inference.trained import check_source, load_tokenizer, resolve_checkpoint
 from mlm.launch.environment import read_rank_place
+from mlm.launch.rules.checks import checked_by, checkpoint_exists, devices_exist, tokenizer_exists
+from mlm.launch.rules.layout import READER_RULES
 from mlm.launch.start import choose_world_size, launch_facts
 from mlm.util.errors import ConfigError, UserError
 
@@ -45,6 +41,7 @@ UNSAID = "cuda:0"
 """The device that lm-eval's command passes by default, with or without a GPU."""
 IGNORED = {"num_beams": 1, "use_cache": True, "num_return_sequences": 1}
 """Settings of tasks for `transformers` that describe our default behaviour."""
+check_settings = checked_by(READER_RULES, (devices_exist, checkpoint_exists, tokenizer_exists))
 Tokens = list[int]
 Part = tuple[tuple[str, str] | None, Tokens, Tokens]
 """A text to score: lm-eval's cache key, the context, and the continuation."""
@@ -229,7 +226,7 @@ def settings(arguments: dict[str, Any]) -> LmEvalConfig:
 
     def check(config: LmEvalConfig) -> Sequence[str]:
         facts = launch_facts(config.dist)
-        return check_lm_eval(config, world_size=facts.world_size, local_devices=facts.local_devices)
+        return check_settings(config, world_size=facts.world_size, local_devices=facts.local_devices)
 
     config = build(LmEvalConfig, values, check)
     check_source(config.ckpt, config.parallel)
