@@ -25,10 +25,9 @@ from mlm.config.build import build
 from mlm.config.paths import CONFIG_DIR
 from mlm.data.chat_template import ChatError, ChatTemplate
 from mlm.data.tokenizer import Tokenizer
-from mlm.finetune.chat import CHAT
+from mlm.finetune.chat import CHAT, PREFERENCES
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Frame
-from mlm.finetune.preferences import PREFERENCES
 from mlm.finetune.rows import ExampleError, RowError
 
 FAMILIES = (

@@ -10,11 +10,11 @@ from typing import Any
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.config.build import to_dict
 from mlm.finetune.batches import make_batcher
-from mlm.finetune.best import DATA_COLUMNS, DATA_PATH, resolve_best
+from mlm.finetune.chat import Preferences
 from mlm.finetune.config import REFERENCE_FREE, EvalTaskConfig, TaskConfig
 from mlm.finetune.inputs import Start, read_start, tokenize_split
-from mlm.finetune.preferences import Preferences
 from mlm.finetune.registry import check_installed, task_type
+from mlm.finetune.results import DATA_COLUMNS, DATA_PATH, resolve_best
 from mlm.finetune.scoring import (
     Scored,
     label_probabilities,

@@ -9,11 +9,10 @@ import re
 
 from mlm.config.imports import imported
 from mlm.config.suggest import nearest
-from mlm.finetune.chat import CHAT
+from mlm.finetune.chat import CHAT, PREFERENCES
 from mlm.finetune.classification import CHOICE, CLASSIFICATION, REGRESSION
 from mlm.finetune.config import SHIPPED, TaskConfig
 from mlm.finetune.metrics import EXTRA
-from mlm.finetune.preferences import PREFERENCES
 from mlm.finetune.span import SPAN
 from mlm.finetune.task_type import TaskType
 from mlm.util.errors import Problem, UserError, show

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mlm.cli import main
 from mlm.cli.finetune import check_finetune
-from mlm.finetune import run, training
+from mlm.finetune import training
 from mlm.finetune.batches import TaskBatch
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.packing import PackedBatch
@@ -127,7 +127,7 @@ def flipping(ctx: ParallelContext) -> Iterator[None]:
 
 def flipped(ctx: ParallelContext, config: FinetuneConfig) -> None:
     with flipping(ctx), pytest.raises(IncidentError, match="replicas differ since step"):
-        run.run(config, ctx)
+        training.run(config, ctx)
 
 
 @pytest.mark.slow
