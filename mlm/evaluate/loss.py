@@ -37,6 +37,7 @@ from mlm.inference.trained import (
 from mlm.launch.rules.layout import CONTEXT_FITS, Launch
 from mlm.launch.rules.nearest import layout_problems
 from mlm.models.bert.model import PARTS
+from mlm.models.family import family_of
 from mlm.parallel.mesh import ParallelContext
 from mlm.runs.checks import context_problem
 from mlm.runs.config import PretrainConfig
@@ -56,7 +57,7 @@ def preflight(config: EvalLossConfig) -> list[str]:
         path, trained = named.path, named.config
         prefix = corpus_prefix(config, trained)
         seq_length = window_length(config.seq_length, trained)
-        if check := trained.model.family.check_tokenizer:
+        if check := family_of(trained.model.kind).check_tokenizer:
             check(load_tokenizer(config.tokenizer, path))
     except UserError as error:
         return list(error.problems)
@@ -124,7 +125,7 @@ def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
     windows = scored_windows(config, trained, prefix, seq_length)
     batches = eval_batches(windows, micro_batch_size=config.batch_size, rank=ctx.dp.rank, size=ctx.dp.size)
     rounds = -(-len(windows) // (config.batch_size * ctx.dp.size))
-    model, family = trained.model, trained.config.model.family
+    model, family = trained.model, family_of(trained.config.model.kind)
     objective = family.objective(trained.config.data, ctx, model.dtype)
     means, counts = evaluate(model, objective, progress(batches, rounds, ctx.is_main))
     if not ctx.is_main:
@@ -158,7 +159,7 @@ def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
 
 def scored_windows(config: EvalLossConfig, trained: Trained, prefix: Path, seq_length: int) -> Dataset:
     """Return the scored samples of a corpus. Raises UserError if its family cannot make them."""
-    family, data = trained.config.model.family, replace(trained.config.data, seq_length=seq_length)
+    family, data = family_of(trained.config.model.kind), replace(trained.config.data, seq_length=seq_length)
     tokenizer = load_tokenizer(config.tokenizer, trained.path) if family.check_tokenizer else None
     return family.samples.validation(data, prefix, tokenizer)
 
