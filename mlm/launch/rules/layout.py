@@ -1,7 +1,7 @@
 """Rules of a layout: conditions between ranks (tp, cp, pp, vp, dp), schedule, ZeRO, batches and model.
 
 A rule reads settings by their keys as typed (`tp`, `model.num_heads`) and returns what is wrong;
-nearest_layout.py finds the nearest settings that fix it. Letters: p = pp, v = vp, d = dp, m micro-batches per
+nearest.py finds the nearest settings that fix it. Letters: p = pp, v = vp, d = dp, m micro-batches per
 replica.
 """
 
