@@ -115,10 +115,11 @@ class LayoutFixes:
                 return {key: layout[key] for key in movable if layout[key] != self.values[key]}
             keys = [key for key in broken[0].moves if key in movable]
             changes = [change for key in keys for change in self._changes(key, layout, broken[:1])]
-            # where no key alone fixes the rule, its likeliest key makes room for the next one
-            changes = changes or [{key: 1} for key in keys if key in {*ONE_RANK, "dp"} and layout[key] != 1][:1]
-            if not changes:
-                return None
+            if not changes:  # the rule's likeliest key makes room for the next one
+                key = next((key for key in keys if key in {*ONE_RANK, "dp"} and layout[key] != 1), None)
+                if key is None:
+                    return None
+                changes = [{key: 1}]
             layout = min(map(layout.changed, changes), key=lambda changed: len(self._broken(changed)))
         return None
 
