@@ -3,7 +3,7 @@
     python scripts/compare_chat_templates.py [FOLDER or FILE.jinja …]
 
 Without arguments the templates are those that the installed TRL knows. The tokenizer is one of bytes, with
-the special tokens that a template's text spells out. Printed is a table for the guide: "equal" where the ids
+the special tokens that a template's text spells out. Printed is a table for the record: "equal" where the ids
 are those of `apply_chat_template` and the answers those of TRL, else why not. The answers of TRL are: of
 messages the {% generation %} blocks of its training variant, of prompts with completions what follows the
 tokens of the prompt (SFTTrainer), of preferences the same of both answers (DPOTrainer).
