@@ -7,7 +7,7 @@ loads the plan and a compiler: two seconds of processor time, so that it is impo
 import logging
 
 from mlm.launch.devices import device_kind
-from mlm.models.family import count_parameters
+from mlm.models.shape import architecture_of, count_parameters
 from mlm.plan.hardware import CPU_RESERVED_GIB, GIB, calibrated, gib
 from mlm.runs.config import PretrainConfig
 from mlm.tracking.summary import Predicted
@@ -50,7 +50,7 @@ def most_of_small(config: PretrainConfig, ranks: int) -> float:
     model, train, seq = config.model, config.train, config.data.seq_length
     if device_kind(config.dist) != "cpu" or calibrated() is not None:
         return 0.0
-    parts, width = model.architecture, model.ffn_size
+    parts, width = architecture_of(model), model.ffn_size
     width = max(width, parts.experts_per_token * parts.expert_size + parts.shared_size)
     channels = model.hidden_size * (1 + parts.experts_per_token) + width
     state = 32.0 * count_parameters(model)  # weights, gradients, moments, copies, buckets, temporaries

@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import HashStore, ProcessGroup
 
 from mlm.data.sampler import MicroBatch
-from mlm.models.family import count_distinct
+from mlm.models.family import family_of
+from mlm.models.shape import count_distinct
 from mlm.models.stage import PipelineStage, parameter_home
 from mlm.optim.adamw import moments
 from mlm.parallel.config import ParallelConfig
@@ -119,7 +120,7 @@ class LayerCounts:
         model, firsts = self.run.model, dict[object, int]()
         built = count_distinct(model)
         with without_numbers(self.run), META:
-            module = model.family.model(model, stage=PipelineStage(range(built), False, False))
+            module = family_of(model.kind).model(model, stage=PipelineStage(range(built), False, False))
         kinds = [firsts.setdefault(signature(layer), int(n)) for n, layer in module.layers.items()]
         return (*kinds, *[kinds[-1]] * (model.num_layers - built))
 

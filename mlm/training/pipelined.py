@@ -8,10 +8,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from mlm.convert.huggingface.families import layer_names
 from mlm.data.sampler import MicroBatch
 from mlm.models.backbone import Transformer
 from mlm.models.config import NO_ADAPTERS, LoraConfig, ModelConfig
-from mlm.models.family import Objective
+from mlm.models.family import Objective, family_of
 from mlm.models.lora import add_adapters, freeze_base
 from mlm.models.stage import PipelineStage, split_layers
 from mlm.optim.config import PrecisionConfig
@@ -70,7 +71,8 @@ class PipelinedModel:
         wide = parameter_dtype(precision)
         with torch.device(ctx.device), default_dtype(self.dtype if lora.rank else wide):
             self.chunks = [
-                model.family.model(
+                family_of(model.kind)
+                .model(
                     model,
                     tp=ctx.tp,
                     dtype=self.dtype,
@@ -79,13 +81,14 @@ class PipelinedModel:
                     stage=stage,
                     cp=ctx.cp,
                     experts=ctx.experts,
-                ).to(self.dtype if lora.rank else wide)
+                )
+                .to(self.dtype if lora.rank else wide)
                 for stage in stages
             ]
         if lora.rank:
             with torch.device(ctx.device), default_dtype(wide):
                 for chunk in self.chunks:
-                    add_adapters(chunk, lora)
+                    add_adapters(chunk, lora, layer_names(model))
                     freeze_base(chunk, wide)
         self.deferred = [DeferredWeightGrads() for _ in self.chunks]
         if self.defers_weight_grads:

@@ -12,7 +12,9 @@ from torch import Tensor
 from mlm.data.blend_history import History
 from mlm.data.sampler import Dataset, Loader, MicroBatch, Ranges, batch_at, first_of_step
 from mlm.models.backbone import Transformer
-from mlm.models.family import SHIPPED, Objective
+from mlm.models.config import KINDS
+from mlm.models.family import Objective, family_of
+from mlm.models.shape import architecture_of, is_tied
 from mlm.models.stage import PipelineStage
 from mlm.optim.adamw import apply, build_optimizer, set_lr
 from mlm.optim.clip import clip_factor, gradient_norm
@@ -27,7 +29,6 @@ from mlm.parallel.gradients import (
     FusedAccumulation,
     ReducedGradients,
     Reducer,
-    build_reducer,
     fuse_embedding_grad,
     sum_replicated_gradients,
     sum_tied_gradients,
@@ -35,6 +36,7 @@ from mlm.parallel.gradients import (
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import CPU, ParallelContext
 from mlm.parallel.random import init_parameters
+from mlm.parallel.reducers import build_reducer
 from mlm.parallel.sharding import DP_SLICES, ParameterShard, parameter_shards, shard_of
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import fill_eod_id
@@ -84,7 +86,7 @@ def early_tables(model: PipelinedModel) -> list[VocabParallelEmbedding]:
     tables: list[VocabParallelEmbedding] = []
     for chunk in model.chunks:
         stage, config = chunk.stage, chunk.config
-        if stage.is_last and config.kind in SHIPPED:
+        if stage.is_last and config.kind in KINDS:
             found = [module for module in chunk.modules() if isinstance(module, VocabParallelEmbedding)]
             tables += [table for table in found if not hasattr(table, DP_SLICES)]
     return tables
@@ -130,10 +132,10 @@ class Trainer(Generic[B]):
         self.ctx = ctx
         # finetuning's texts differ in length
         self.model = build_model(config, ctx, stages, device or ctx.device, one_shape=objective is None)
-        self.objective: Objective[Transformer, B] = objective or config.model.family.objective(
+        self.objective: Objective[Transformer, B] = objective or family_of(config.model.kind).objective(
             config.data, ctx, self.model.dtype
         )
-        has_experts = config.model.architecture.experts > 0
+        has_experts = architecture_of(config.model).experts > 0
         self.balances_experts = has_experts and objective is None and not config.lora.rank
         self.past = Past()
         self.extra_state: dict[str, Any] = {}
@@ -233,7 +235,7 @@ class Trainer(Generic[B]):
             self.balance.reduce()
             sequence_parallel = self.model.chunks[0].sequence_parallel
             sum_replicated_gradients(self.shards, self.ctx.tp, sequence_parallel=sequence_parallel)
-            if self.ctx.tied.size > 1 and self.config.model.is_tied:
+            if self.ctx.tied.size > 1 and is_tied(self.config.model):
                 sum_tied_gradients(self.shards, self.ctx.tied)
 
     def clip_and_update(self, parts: Tensor) -> StepOutcome:

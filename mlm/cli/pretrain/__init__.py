@@ -1,9 +1,10 @@
 """The command `mlm pretrain`."""
 
-from mlm.cli.command import Command, resolve
+from mlm.cli.command import Command
 from mlm.runs.checks import check_pretrain
 from mlm.runs.config import PretrainConfig
 from mlm.util.errors import Problem
+from mlm.util.system import resolve
 
 
 def check(config: PretrainConfig, *, world_size: int | None, local_devices: int | None) -> list[Problem]:
