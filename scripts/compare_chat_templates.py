@@ -26,10 +26,9 @@ from mlm.config.paths import CONFIG_DIR
 from mlm.data.chat_files import find_chat_template
 from mlm.data.chat_template import ChatError
 from mlm.data.tokenizer import Tokenizer
-from mlm.finetune.chat import CHAT
+from mlm.finetune.chat import CHAT, PREFERENCES
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Frame
-from mlm.finetune.preferences import PREFERENCES
 from mlm.finetune.rows import ExampleError, RowError
 
 FAMILIES = (

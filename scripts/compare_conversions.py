@@ -28,8 +28,8 @@ from mlm.cli.conversion_settings import ExportGGUFConfig
 from mlm.convert.gguf import export as export_gguf
 from mlm.convert.gguf.llama_cpp import LlamaCpp
 from mlm.data.tokenizer import Tokenizer
+from mlm.inference.config import as_declared
 from mlm.inference.generation import generate
-from mlm.inference.sampling import as_declared
 from mlm.util.errors import UserError
 
 LIMIT = 1e-4
