@@ -28,25 +28,13 @@ from mlm.util.files import read_bounded
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 1 << 28
 MAX_OBJECT_BYTES = 1 << 24
-PACKAGE = "torch.distributed.checkpoint"
-CLASSES = f"{PACKAGE}.metadata"
-STORAGE_INFO = f"{PACKAGE}.filesystem._StorageInfo"
+CLASSES = "torch.distributed.checkpoint.metadata"
+STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 FILE_NAME = re.compile(r"[\w-][\w.-]{0,200}\.distcp", re.ASCII)
 DTYPES_BY_NAME = {str(dtype): dtype for dtype in DTYPES.values()}
 COPY_AGAIN = "Copy the whole folder again"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's, by PyTorch's names."""
-
-_DATA = re.compile(
-    r"torch\.distributed\.checkpoint\.(metadata|planner|filesystem|_fsspec_filesystem)\.\w+"
-    r"|torch\.distributed\._shard\.(metadata|sharded_tensor\.metadata)\.\w+"  # before torch 2.3
-    r"|megatron\.core\.dist_checkpointing\.[\w.]+"
-    r"|torch\.(Size|device|strided|u?int\d+|b?float\d+\w*|bool|complex\d+)"
-    r"|torch\.serialization\._get_layout|collections\.(OrderedDict|defaultdict)"
-    r"|pathlib(\._local)?\.(Posix|Pure\w*)?Path|datetime\.timedelta",
-    re.ASCII,
-)
-"""Names that a `.metadata` may hold. None of them is imported."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +55,15 @@ class StoredTensor:
     dtype: torch.dtype
     pieces: tuple[StoredPiece, ...]
     """They tile it."""
+
+
+@dataclass(frozen=True)
+class DCPTensor:
+    """A tensor to write, in the pieces of which each becomes an item."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    regions: tuple[Region, ...]
 
 
 def read_metadata(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, StoredTensor]:
@@ -116,16 +113,12 @@ def _reading(folder: Path) -> Iterator[dict[str, Any]]:
     try:
         with reading_from(path, COPY_AGAIN):
             _check_regular(path)
-            value = read_pickle(read_bounded(path, MAX_METADATA_BYTES, COPY_AGAIN), _is_data)
+            value = read_pickle(read_bounded(path, MAX_METADATA_BYTES, COPY_AGAIN))
             if type(value) is not Record:
                 raise PickleError("holds no Metadata")
             yield value.fields(f"{CLASSES}.Metadata")
     except PickleError as error:
         raise CorruptFileError(f"{path}: {error}; nothing was executed. {COPY_AGAIN}") from error
-
-
-def _is_data(name: str) -> bool:
-    return _DATA.fullmatch(name) is not None
 
 
 def _check_regular(path: Path) -> None:
