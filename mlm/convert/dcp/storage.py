@@ -4,9 +4,10 @@ An item is an archive of torch.save that holds one tensor (`torch_file.py`).
 """
 
 import io
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from mlm.checkpoint.native.reader import copy_region
 from mlm.checkpoint.native.shard_file import Form, Stored
 from mlm.checkpoint.native.slices import Region
 from mlm.convert.dcp.metadata import COPY_AGAIN, StoredPiece, StoredTensor
-from mlm.convert.dcp.torch_file import DAMAGES, FileView, check_archive, read_archive
+from mlm.convert.dcp.torch_file import DAMAGES, check_archive, read_archive
 from mlm.convert.dcp.unpickled import PickleError
 from mlm.util.errors import CorruptFileError, reading_from
 from mlm.util.files import digest_file
@@ -80,7 +81,7 @@ class DCPReader:
         return stored._replace(begin=piece.begin + stored.begin)
 
     def _item(self, piece: StoredPiece) -> BinaryIO:
-        return io.BufferedReader(FileView(self._file(piece.file), piece.begin, piece.length), 1 << 16)
+        return io.BufferedReader(_FileView(self._file(piece.file), piece.begin, piece.length), 1 << 16)
 
     def _damaged(self, name: str, piece: StoredPiece, why: str) -> CorruptFileError:
         path = self.folder / piece.file
@@ -97,3 +98,30 @@ class DCPReader:
             with reading_from(self.folder, COPY_AGAIN):
                 self._open[name] = open(self.folder / name, "rb", buffering=0)  # noqa: SIM115
         return self._open[name]
+
+
+class _FileView(io.RawIOBase):
+    """`length` bytes of a file from `begin` on, to read as a file."""
+
+    def __init__(self, f: BinaryIO, begin: int, length: int) -> None:
+        self.f, self.begin, self.length, self.position = f, begin, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        position = offset + (0, self.position, self.length)[whence]
+        if position < 0:
+            raise OSError("seek before the beginning")
+        self.position = position
+        return position
+
+    def readinto(self, buffer: Any) -> int:
+        self.f.seek(self.begin + self.position)
+        left = max(0, self.length - self.position)
+        count = int(self.f.readinto(memoryview(buffer)[:left]))  # type: ignore[attr-defined]
+        self.position += count
+        return count

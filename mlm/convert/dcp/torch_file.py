@@ -4,11 +4,9 @@ Such a file is a zip archive: archive/data.pkl holds the value, archive/data/0 t
 uncompressed. Source: https://github.com/pytorch/pytorch/blob/main/torch/serialization.py.
 """
 
-import os
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from io import RawIOBase
 from math import prod
 from typing import Any, BinaryIO
 
@@ -38,37 +36,6 @@ DAMAGES = (
     *(LookupError, AttributeError, TypeError, ValueError),
 )
 """Errors of a damaged file; a PickleError is a ValueError."""
-
-
-class FileView(RawIOBase):
-    """`length` bytes of a file from `begin` on, to read as a file."""
-
-    def __init__(self, f: BinaryIO, begin: int, length: int) -> None:
-        self.f, self.begin, self.length, self.position = f, begin, length, 0
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Set the position of the next read."""
-        position = offset + (0, self.position, self.length)[whence]
-        if position < 0:
-            raise OSError("seek before the beginning")
-        self.position = position
-        return position
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` as far as the view goes."""
-        self.f.seek(self.begin + self.position)
-        left = max(0, self.length - self.position)
-        count = int(self.f.readinto(memoryview(buffer)[:left]))  # type: ignore[attr-defined]
-        self.position += count
-        return count
 
 
 @dataclass(frozen=True)

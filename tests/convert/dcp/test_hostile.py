@@ -175,7 +175,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
         "not supported",
     ),
     "control characters": (lambda m: rename(m, "a\x1b[2J\nall is well"), "not allowed"),
-    "no tensors": (lambda m: setattr(m, "state_dict_metadata", None), "lists no tensors"),
+    "no tensors": (lambda m: setattr(m, "state_dict_metadata", None), "is no Metadata"),
 }
 
 
@@ -280,4 +280,4 @@ def test_link_out_of_the_folder_is_not_followed(folder: Path, name: str) -> None
 def test_metadata_beyond_the_limit_is_not_read(folder: Path) -> None:
     with open(folder / ".metadata", "r+b") as f:
         f.truncate(MAX_METADATA_BYTES + 1)
-    assert_one_line(folder, "limit")
+    assert_one_line(folder, "is the limit")
