@@ -62,9 +62,7 @@ class Saved:
         if not isinstance(kind, str) or type(key) is not str:  # to hash a tuple would recurse
             raise PickleError("describes no plain tensor")
         dtype, (begin, held) = DTYPES[kind], self.storages[key]
-        if type(shape) is not tuple or len(shape) > MAX_DIMS:
-            raise PickleError(f"has a shape that is no list of at most {MAX_DIMS} numbers")
-        if any(type(n) is not int or n < 0 for n in (first, *shape)):
+        if len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in (first, *shape)):
             raise PickleError("has an impossible shape")
         contiguous = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
         if any(n > 1 and a != b for n, a, b in zip(shape, strides, contiguous, strict=True)):

@@ -48,7 +48,7 @@ def plan_files(tensors: Mapping[str, DCPTensor], most: int) -> dict[str, list[It
 def write_items(
     path: Path, items: Iterable[Item], tensors: Mapping[str, DCPTensor], read: Read, progress: Advance
 ) -> list[int]:
-    """Write a new file of items and fsync it; return the bytes of each. Raises OSError that names it."""
+    """Write a new file of items and fsync it; return the bytes of each. Raises OSError."""
     lengths = []
     with open(path, "xb") as f:
         for name, region in items:

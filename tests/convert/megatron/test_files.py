@@ -7,6 +7,7 @@ import shutil
 import sys
 import tarfile
 import zipfile
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from mlm.convert.dcp.unpickled import DATA, Name, Record
-from mlm.convert.megatron.files import TorchFile, find_files
+from mlm.convert.megatron.files import TorchFile, check_records, find_files
 from mlm.util.errors import CorruptFileError
 from tests.convert.megatron.written import (
     FILE,
@@ -134,6 +135,28 @@ class Loose:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, ("", "upper")
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4])
+def test_tensors_of_torch_are_read_bit_equal(tmp_path: Path, protocol: int) -> None:
+    """All dtypes; a part of a larger storage, a parameter, and one with attributes."""
+    tensors: dict[str, torch.Tensor] = {
+        str(dtype): (100 * torch.randn(3, 5)).to(dtype)
+        for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int8, torch.bool)
+    }
+    tensors |= {"part": torch.randn(9)[2:6], "parameter": torch.nn.Parameter(torch.randn(4))}
+    tensors["attributes"] = torch.randn(2)
+    tensors["attributes"].partition_dim = 0  # type: ignore[attr-defined]
+    args = Namespace(lr=1.5, betas=(0.9, 0.95), save=None, params_dtype=torch.bfloat16, big=1 << 70)
+    torch.save({"args": args, "model": OrderedDict(tensors)}, tmp_path / FILE, pickle_protocol=protocol)
+    file = TorchFile(tmp_path / FILE)
+    check_records(tmp_path / FILE)
+    for name, value in tensors.items():
+        found = file.tensor(file.parts["model"][name])
+        assert (found.dtype, found.shape) == (value.dtype, value.shape)
+        assert torch.equal(found.view(torch.uint8), value.detach().clone().view(torch.uint8))
+    fields = vars(args) | {"params_dtype": "torch.bfloat16"}
+    assert file.parts["args"].fields("argparse.Namespace") == fields
 
 
 def test_file_older_than_pytorch_1_6_is_told_to_be_saved_again(tmp_path: Path) -> None:
