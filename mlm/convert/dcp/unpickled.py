@@ -29,6 +29,8 @@ DATA = re.compile(
 )
 """Names of classes and functions that such files hold. A pickle that refers to another is rejected."""
 
+MAX_INSTRUCTIONS = 1 << 25
+"""Of one pickle: about a million chunks of tensors; an object for each takes 3 GB."""
 _DICTS = ("collections.OrderedDict", "collections.defaultdict")
 
 
@@ -80,9 +82,27 @@ _PROTOCOL_2_TO_5 = b"(N\x88\x89JKM\x8aGX\x8c\x8dCB]})t\x85\x86\x87c\x93RQhj\x80\
 _USUAL = vars(pickle._Unpickler)["dispatch"]
 
 
+class _Instructions(dict[int, Any]):
+    """Code of an instruction -> what runs it, as often as one pickle may ask."""
+
+    def __init__(self, usual: dict[int, Any]) -> None:
+        super().__init__(usual)
+        self.left = MAX_INSTRUCTIONS
+
+    def __getitem__(self, code: int) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise PickleError(f"more than {MAX_INSTRUCTIONS} instructions")
+        return super().__getitem__(code)
+
+
 class _Unpickler(pickle._Unpickler):
     stack: list[Any]
     pop_mark: Callable[[], list[Any]]
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+        self.dispatch = _Instructions(self.instructions)  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Name:
         full = f"{module}.{name}"
@@ -108,7 +128,7 @@ class _Unpickler(pickle._Unpickler):
         if type(self.stack[-1]) is Record:  # attributes of a dictionary are not kept
             self.stack[-1].state = state
 
-    dispatch = {code: _USUAL[code] for code in _PROTOCOL_2_TO_5} | {
+    instructions = {code: _USUAL[code] for code in _PROTOCOL_2_TO_5} | {
         pickle.SETITEMS[0]: put_items,
         pickle.SETITEM[0]: put_item,
         pickle.BUILD[0]: set_state,
@@ -126,7 +146,7 @@ def read_pickle(content: bytes) -> Any:
     Entries of a dict whose keys are numbers or tuples are left out. Raises PickleError.
     """
     try:
-        return _Unpickler(io.BytesIO(content)).load()
+        return _Unpickler(content).load()
     except PickleError:
         raise
     except Exception as error:  # whichever an adversary's instructions lead to

@@ -14,10 +14,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from mlm.checkpoint.native.slices import Region
+from mlm.convert.dcp import unpickled
 from mlm.convert.dcp.metadata import MAX_METADATA_BYTES, read_metadata
 from mlm.convert.dcp.storage import DCPReader
 from mlm.convert.dcp.torch_file import DAMAGES, REBUILD, Saved
-from mlm.convert.dcp.unpickled import STORAGE, Name, Record, read_pickle
+from mlm.convert.dcp.unpickled import STORAGE, Name, PickleError, Record, read_pickle
 from mlm.util.errors import UserError
 from tests.slow import thinned
 
@@ -111,6 +112,14 @@ def assert_one_line(folder: Path, match: str) -> None:
 def test_pickle_that_is_no_metadata_runs_nothing(folder: Path, name: str) -> None:
     (folder / ".metadata").write_bytes(PICKLES[name])
     assert_one_line(folder, "nothing was executed")
+
+
+def test_instructions_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of empty lists would take 64 times its size."""
+    monkeypatch.setattr(unpickled, "MAX_INSTRUCTIONS", 100)
+    assert read_pickle(pickle.dumps([1] * 90, 2)) == [1] * 90
+    with pytest.raises(PickleError, match="more than 100 instructions"):
+        read_pickle(b"]" * 1000 + b".")
 
 
 def test_entries_whose_keys_are_no_text_are_left_out() -> None:
