@@ -16,9 +16,8 @@ from torch import Tensor
 from mlm.checkpoint.native.compare import are_equal
 from mlm.checkpoint.native.slices import Read, Region
 from mlm.checkpoint.parameters import parameters
-from mlm.convert.dcp.metadata import MOMENTS, read_metadata
+from mlm.convert.dcp.metadata import MOMENTS, DCPTensor, read_metadata
 from mlm.convert.dcp.storage import DCPReader
-from mlm.convert.dcp.writer import DCPTensor
 from mlm.convert.megatron.llama import TORCHTITAN, torchtitan_layouts, torchtitan_problem
 from mlm.convert.row_layouts import reorder_rows, split_layer
 from mlm.models.config import ModelConfig
