@@ -80,28 +80,25 @@ def continue_history(history: History, now: Sequence[BlendSource], consumed: int
     """
     while history and history[-1].from_sample == consumed:  # nothing was read of it
         history = history[:-1]
-    if history and is_same_blend(history[-1].sources, now):
-        begin, then = history[-1].from_sample, history[-1].sources
+    then = history[-1].sources if history else ()
+    is_same = len(then) == len(now) and all(
+        a.is_same(b) and math.isclose(a.weight, b.weight, rel_tol=SAME_SHARE)
+        for a, b in zip(then, now, strict=True)
+    )
+    if history and is_same:
         # a corpus may have moved; its weight is kept to the last bit
         kept = [
             replace(s, weight=old.weight, first=old.first, order=old.order)
             for s, old in zip(now, then, strict=True)
         ]
-        return (*history[:-1], Segment(begin, tuple(kept)))
-    begun = tuple(
-        replace(s, first=samples_read(history, s, consumed), order=order_of(history, s)) for s in now
-    )
-    return (*history, Segment(consumed, begun))
-
-
-def is_same_blend(then: Sequence[BlendSource], now: Sequence[BlendSource]) -> bool:
-    """True for the same corpora in the same order, with the same weights."""
-    if len(then) != len(now):
-        return False
-    return all(
-        a.is_same(b) and math.isclose(a.weight, b.weight, rel_tol=SAME_SHARE)
-        for a, b in zip(then, now, strict=True)
-    )
+        return (*history[:-1], Segment(history[-1].from_sample, tuple(kept)))
+    begun = list[BlendSource]()
+    for source in now:
+        # the order is the one by which the corpus was read, if it was
+        known = (old for segment in reversed(history) for old in segment.sources if old.is_same(source))
+        order = next((old.order for old in known), source.order)
+        begun.append(replace(source, first=samples_read(history, source, consumed), order=order))
+    return (*history, Segment(consumed, tuple(begun)))
 
 
 def samples_read(history: History, source: BlendSource, consumed: int) -> int:
@@ -114,12 +111,6 @@ def samples_read(history: History, source: BlendSource, consumed: int) -> int:
                 return known.first + int(samples_per_source(weights, end - segment.from_sample)[i])
         end = segment.from_sample
     return 0
-
-
-def order_of(history: History, source: BlendSource) -> int:
-    """Return the rule of the sample order of a corpus: the one it was read by, if it was."""
-    known = (old for segment in reversed(history) for old in segment.sources if old.is_same(source))
-    return next((old.order for old in known), source.order)
 
 
 def seed_of(source: BlendSource, seed: int) -> int:

@@ -60,7 +60,9 @@ class EpochCache(Generic[Order]):
         return self._epochs[epoch]
 
     def _load_or_build(self, epoch: int) -> Order:
-        path = self._path(epoch)
+        assert self._folder is not None
+        digest = digest_bytes(self._key().encode()).partition(":")[2]
+        path = self._folder / f"{self._name}-{digest}-epoch{epoch:05d}.npy"
         if (found := self._load(path, epoch)) is not None:
             return found
         with single_builder(path):  # another process may have built it meanwhile
@@ -77,11 +79,6 @@ class EpochCache(Generic[Order]):
     def _load(self, path: Path, epoch: int) -> Order | None:
         stored = load_checked(path)
         return None if stored is None else self._unpack(epoch, stored)
-
-    def _path(self, epoch: int) -> Path:
-        assert self._folder is not None
-        digest = digest_bytes(self._key().encode()).partition(":")[2]
-        return self._folder / f"{self._name}-{digest}-epoch{epoch:05d}.npy"
 
 
 def permutation(n: int, seed: int, epoch: int, *, stream: int, head: int | None = None) -> Ids:

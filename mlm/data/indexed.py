@@ -280,7 +280,6 @@ class IndexedWriter:
         self.num_tokens += other.num_tokens
 
     def _content(self, tokens: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
-        """Convert tokens to the dtype of the file."""
         tokens = np.asarray(tokens)
         if tokens.dtype != self.dtype and len(tokens):
             lowest, highest = tokens.min(), tokens.max()

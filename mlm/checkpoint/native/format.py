@@ -156,7 +156,17 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "step": manifest.step,
         "save_id": manifest.save_id,
         "files": {name: asdict(entry) for name, entry in manifest.files.items()},
-        "tensors": dict(zip(names, map(_encode_tensor, entries), strict=True)),
+        "tensors": {
+            name: {
+                "shape": list(entry.shape),
+                "dtype": DTYPE_NAMES[entry.dtype],
+                "split": asdict(entry.split),
+                "norms": None
+                if entry.norm is None
+                else list(map(_encode_norm, (entry.norm_before, entry.norm))),
+            }
+            for name, entry in zip(names, entries, strict=True)
+        },
         "chunks": pack(encode_columns(columns)),
         # Through JSON once: keys that are numbers would be sorted otherwise when the digest is checked.
         "state": json.loads(json.dumps(manifest.state, allow_nan=False)),
@@ -183,16 +193,6 @@ def unpack(packed: JSON) -> bytes:
     if len(content) > MAX_CHUNKS_BYTES or not inflate.eof:
         raise ValueError(f"its chunks end early, or have more than {MAX_CHUNKS_BYTES} bytes")
     return content
-
-
-def _encode_tensor(entry: TensorEntry) -> dict[str, JSON]:
-    norms = None if entry.norm is None else [_encode_norm(entry.norm_before), _encode_norm(entry.norm)]
-    return {
-        "shape": list(entry.shape),
-        "dtype": DTYPE_NAMES[entry.dtype],
-        "split": asdict(entry.split),
-        "norms": norms,
-    }
 
 
 def _encode_norm(norm: float | None) -> float | str | None:
@@ -224,7 +224,6 @@ def read_manifest_head(directory: Path) -> Manifest:
 
 
 def _read(directory: Path) -> bytes:
-    """The content of MANIFEST."""
     if not directory.is_dir():
         raise UserError(f"{directory}: no such checkpoint. Set ckpt=… to a step-… or run directory")
     path = directory / MANIFEST
@@ -316,7 +315,13 @@ def _build_tensor(name: str, entry: JSON) -> TensorEntry:
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"{name} has unknown dtype {entry['dtype']!r}")
     sizes = tuple(map(whole_number, shape))
-    split = _build_split(name, entry["split"], sizes)
+    value = entry["split"]
+    split = TensorSplit(value["tp_dim"], value["stage"], whole_number(value["multiple"]))
+    dim = split.tp_dim
+    if (dim is not None and whole_number(dim) >= len(shape)) or not split.multiple:
+        raise ValueError(f"{name} cannot be split along dim {dim} by {split.multiple}")
+    if split.stage not in ("first", "last"):
+        whole_number(split.stage)
     before, norm = (None, None) if entry["norms"] is None else map(_build_norm, entry["norms"])
     return TensorEntry(sizes, DTYPES[entry["dtype"]], split, (), norm, before)
 
@@ -327,16 +332,6 @@ def _build_norm(value: JSON) -> float | None:
     if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{str(value)[:40]} is no norm")
     return float(value)
-
-
-def _build_split(name: str, value: JSON, shape: tuple[int, ...]) -> TensorSplit:
-    split = TensorSplit(value["tp_dim"], value["stage"], whole_number(value["multiple"]))
-    dim = split.tp_dim
-    if (dim is not None and whole_number(dim) >= len(shape)) or not split.multiple:
-        raise ValueError(f"{name} cannot be split along dim {dim} by {split.multiple}")
-    if split.stage not in ("first", "last"):
-        whole_number(split.stage)
-    return split
 
 
 def _digest(value: JSON) -> str:

@@ -247,13 +247,8 @@ def copy_region(
             raise CorruptFileError(f"{f.name}: ends early. {RESTORE}")
         block = torch.frombuffer(buffer, dtype=stored.dtype, count=count * row_items).view(count, *tail)
         piece = block[(slice(None), *columns[1:])]
-        target[first - rows.start : first - rows.start + count].copy_(_converted(piece, target.dtype, f.name))
-
-
-def _converted(piece: Tensor, dtype: torch.dtype, file: str) -> Tensor:
-    if piece.dtype == dtype:
-        return piece
-    converted = piece.to(dtype)
-    if torch.isfinite(piece).sum() != torch.isfinite(converted).sum():
-        raise UserError(f"{file}: holds numbers too large for {dtype}. Load it with a wider precision.dtype")
-    return converted
+        converted = piece.to(target.dtype)
+        if converted is not piece and torch.isfinite(piece).sum() != torch.isfinite(converted).sum():
+            problem = f"holds numbers too large for {target.dtype}"
+            raise UserError(f"{f.name}: {problem}. Load it with a wider precision.dtype")
+        target[first - rows.start : first - rows.start + count].copy_(converted)

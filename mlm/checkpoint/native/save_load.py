@@ -101,14 +101,20 @@ def save_checkpoint(
     assert staged is None or save_id is not None, "what is staged carries its save id"
     save_id, main_step = ranks.broadcast([save_id or uuid.uuid4().hex, step])
     staging = staging_path(root, step, save_id)
+
+    def prepare() -> dict[str, TensorEntry]:
+        if not ranks.is_main:
+            return {}
+        merged = merge_declared(root, declared)
+        open_staging(root, step, save_id)
+        return merged
+
     try:
         declared = ranks.gather_bytes(
             ranks.together(lambda: declare_shards(shards, step, main_step), explain)
         )
         # Before a byte is written: what would not load is not worth a disk full of it.
-        tensors = ranks.together(
-            lambda: _prepare(root, step, save_id, declared) if ranks.is_main else {}, explain
-        )
+        tensors = ranks.together(prepare, explain)
         written = ranks.together(lambda: write_shards(staging, ranks.rank, shards, save_id, staged), explain)
         parts = {file_name(r): entry for r, entry in enumerate(ranks.gather(written)) if entry}
         files = {name: file_entry(entry) for name, entry in parts.items()}
@@ -143,12 +149,6 @@ def file_entry(written: JSON) -> FileEntry:
     """Return a file entry from what `write_shards` returns."""
     size, digest, blocks, _ = written
     return FileEntry(size, digest, tuple(blocks))
-
-
-def _prepare(root: Path, step: int, save_id: str, declared: list[bytes]) -> dict[str, TensorEntry]:
-    tensors = merge_declared(root, declared)
-    open_staging(root, step, save_id)
-    return tensors
 
 
 def stored_tensors(shards: Mapping[str, TensorShard]) -> dict[str, Tensor]:
