@@ -337,15 +337,16 @@ class Speller:
 
     def encode(self, texts: Sequence[str]) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
         """Encode rendered texts with hidden names: see `Tokenizer.encode_marked`."""
-        return self.tokenizer.encode_private([self._shown(self._replaced(text, PRIVATE)) for text in texts])
+        shown = list[str]()
+        for text in texts:
+            text = self._replaced(text, PRIVATE)
+            for name, n in self.numbers.items():
+                text = text.replace(chr(WRITTEN + n) * len(name), name)
+            shown.append(text)
+        return self.tokenizer.encode_private(shown)
 
     def _replaced(self, text: str, first: int) -> str:
         def letters(found: re.Match[str]) -> str:
             return chr(first + self.numbers[found[0]]) * len(found[0])
 
         return text if self.known is None else self.known.sub(letters, text)
-
-    def _shown(self, text: str) -> str:
-        for name, n in self.numbers.items():
-            text = text.replace(chr(WRITTEN + n) * len(name), name)
-        return text

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -293,8 +293,19 @@ class IndexedWriter:
                 self._publish()
 
     def _publish(self) -> None:
+        self._lengths.flush()
+        self._documents.flush()
+        self._lengths.seek(0)
+        code, position = next(code for code, dtype in DTYPES.items() if dtype == self.dtype), 0
         with open(self._partial(".idx"), "wb") as f:
-            self._write_index(f)
+            f.write(HEADER.pack(MAGIC, VERSION, code, self.num_sequences, self.num_documents + 1))
+            copy_bytes(self._partial(".lengths"), f, LENGTH.size * self.num_sequences)
+            while block := self._lengths.read(LENGTH.size * CHUNK):
+                sizes = np.frombuffer(block, dtype="<i4").astype(np.int64) * self.dtype.itemsize
+                ends = position + np.cumsum(sizes)
+                f.write((ends - sizes).astype("<i8").tobytes())
+                position = int(ends[-1])
+            copy_bytes(self._partial(".documents"), f, POSITION.size * (self.num_documents + 1))
             sync(f)
         sync(self._bin)
         # An .idx vouches for its .bin: the old one is removed first and the new one written last.
@@ -302,21 +313,6 @@ class IndexedWriter:
         os.replace(self._partial(".bin"), bin_path(self.prefix))
         os.replace(self._partial(".idx"), idx_path(self.prefix))
         fsync_directory(self.prefix.parent)
-
-    def _write_index(self, f: BinaryIO) -> None:
-        code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
-        f.write(HEADER.pack(MAGIC, VERSION, code, self.num_sequences, self.num_documents + 1))
-        self._lengths.flush()
-        self._documents.flush()
-        copy_bytes(self._partial(".lengths"), f, LENGTH.size * self.num_sequences)
-        position = 0
-        self._lengths.seek(0)
-        while block := self._lengths.read(LENGTH.size * CHUNK):
-            sizes = np.frombuffer(block, dtype="<i4").astype(np.int64) * self.dtype.itemsize
-            ends = position + np.cumsum(sizes)
-            f.write((ends - sizes).astype("<i8").tobytes())
-            position = int(ends[-1])
-        copy_bytes(self._partial(".documents"), f, POSITION.size * (self.num_documents + 1))
 
     def _partial(self, suffix: str) -> Path:
         return self.prefix.with_name(f".{self.prefix.name}{suffix}.{os.getpid()}.partial")

@@ -46,7 +46,7 @@ def build_reducer(
     weights = [m.weight for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
 
     def whole(parameters: list[nn.Parameter], axis: Axis) -> Reducer:
-        # what graphs return is theirs, so that writing it takes a copy, and a call of ours for each parameter
+        # CUDA graphs own their outputs: writing to one takes a copy, and a call of ours for each parameter
         return GradientReducer(
             parameters,
             axis,
@@ -57,7 +57,12 @@ def build_reducer(
 
     if zero == 0 or dp.group is None:
         return _grouped([whole(some, axis) for axis, some in parameters_by_axis(model, dp).items()])
-    unsharded = _unsharded(model, dp, replicated)
+    # routers, `replicated` parameters and those of one rank alone stay whole
+    kept = {*replicated, *(p for m in model.modules() if isinstance(m, Router) for p in m.parameters())}
+    unsharded = [
+        (axis, [p for p in some if p in kept or axis.group is None])
+        for axis, some in parameters_by_axis(model, dp).items()
+    ]
     from mlm.parallel.sharded import ShardedReducer  # loads FSDP: 0.5 s in every rank's start
 
     sharded = ShardedReducer(
@@ -72,18 +77,6 @@ def build_reducer(
         whole={p for _, some in unsharded for p in some},
     )
     return _grouped([sharded, *(whole(some, axis) for axis, some in unsharded if some)])
-
-
-def _unsharded(
-    model: nn.Module, dp: Axis, replicated: Sequence[nn.Parameter]
-) -> list[tuple[Axis, list[nn.Parameter]]]:
-    """Parameters that zero=2|3 leaves whole: of routers, `replicated` ones and those of one rank alone."""
-    routers = (p for m in model.modules() if isinstance(m, Router) for p in m.parameters())
-    kept = {*routers, *replicated}
-    return [
-        (axis, [p for p in some if p in kept or axis.group is None])
-        for axis, some in parameters_by_axis(model, dp).items()
-    ]
 
 
 def _grouped(reducers: Sequence[Reducer]) -> Reducer:

@@ -238,7 +238,13 @@ def read_run(folder: Path, name: str) -> RunRecords:
     try:
         if (folder / FILE_NAME).exists():
             read_metrics(run)
-        read_settings(run)
+        if (folder / CONFIG).exists():
+            try:
+                tree = parse_yaml(read_text(folder / CONFIG), folder / CONFIG)
+                run.command = str(tree.pop("command", ""))
+                run.settings = flatten(tree)
+            except UserError as error:
+                run.problems.append(str(error))
         read_scores(run)
         run.is_held = Lock(folder / "checkpoints" / LOCK).is_held()
         run.kept = frozenset(path.name for path in (folder / "checkpoints").glob("step-*"))
@@ -301,20 +307,6 @@ def add_record(run: RunRecords, record: dict[str, Any]) -> None:
     }
     if kind in lists:
         lists[kind].append(record)
-
-
-def read_settings(run: RunRecords) -> None:
-    """Read config.yaml, as far as it can be read."""
-    file = run.folder / CONFIG
-    if not file.exists():
-        return
-    try:
-        tree = parse_yaml(read_text(file), file)
-    except UserError as error:
-        run.problems.append(str(error))
-        return
-    run.command = str(tree.pop("command", run.command))
-    run.settings = flatten(tree)
 
 
 def read_scores(run: RunRecords) -> None:

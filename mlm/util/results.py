@@ -206,12 +206,12 @@ def is_result(path: Path) -> bool:
     if not head.lstrip().startswith(b"{"):
         return False
     with open(path, "rb") as f:
-        if all(_is_result_line(line) for line in f):
+        if all(
+            isinstance(value, dict) and (value.keys() >= GENERATED or value.keys() >= SCORED)
+            for value in map(_parsed, f)
+        ):
             return True
-    return size <= LARGEST_PARSED and _is_result_object(_parsed(path.read_bytes()))
-
-
-def _is_result_object(value: Any) -> bool:
+    value = _parsed(path.read_bytes()) if size <= LARGEST_PARSED else None
     if not isinstance(value, dict):
         return False
     form = str(value.get("format"))
@@ -220,11 +220,6 @@ def _is_result_object(value: Any) -> bool:
     return form.startswith("mlm-") or any(
         isinstance(value.get(key), dict) and "mlm" in value[key] for key in VERSIONS
     )
-
-
-def _is_result_line(line: bytes) -> bool:
-    value = _parsed(line)
-    return isinstance(value, dict) and (value.keys() >= GENERATED or value.keys() >= SCORED)
 
 
 def _parsed(content: bytes) -> Any:
@@ -273,7 +268,6 @@ def _write_directly(stream: int | str, content: Content) -> None:
 
 
 def _print(content: Content) -> None:
-    """Write bytes to standard output."""
     stream = _results.get() or sys.stdout
     stream.flush()
     binary: BinaryIO | None = getattr(stream, "buffer", None)

@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -303,15 +303,11 @@ def _check_fit(
         problems, what, remedy = dtypes, "another precision", "Set precision=… as it was trained"
     if problems:
         more = f"; and {len(problems) - LISTED} more" if problems[LISTED:] else ""
-        settings = "".join(f"; {line}" for line in _differing(config, manifest.state.get("config")))
+        mine, saved = config.get("model"), manifest.state.get("config")
+        theirs = saved.get("model") if isinstance(saved, dict) else None
+        settings = ""
+        if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+            keys = [key for key in mine if key in theirs and mine[key] != theirs[key]]
+            settings = "".join(f"; model.{key} is {mine[key]} here, {theirs[key]} there" for key in keys)
         listed = "; ".join(problems[:LISTED])
         raise UserError(f"{path}: checkpoint of {what}: {listed}{more}{settings}. {remedy}")
-
-
-def _differing(here: Mapping[str, JSON], there: JSON) -> Iterator[str]:
-    """The settings below `model` in which two configs differ."""
-    mine, theirs = here.get("model"), there.get("model") if isinstance(there, dict) else None
-    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
-        for key in mine:
-            if key in theirs and mine[key] != theirs[key]:
-                yield f"model.{key} is {mine[key]} here, {theirs[key]} there"

@@ -156,13 +156,6 @@ IN_USE = 0.1
 """Share of a GPU's memory above which another program uses it."""
 
 
-def device_name(device: torch.device) -> str:
-    """Return the GPU's name, or the cores of a CPU rank."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {available_cores()} cores, {torch.get_num_threads()} threads a rank"
-
-
 def check_device(device: torch.device) -> list[Finding]:
     """Judge this rank's device, without the others'."""
     if device.type != "cuda":

@@ -19,6 +19,7 @@ a forward pass is recomputed, and never in evaluation.
 Shapes: S sequence (this rank's rows of it), B micro-batch, H hidden, E experts, k experts per token.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,8 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlm.parallel.collectives import all_reduce
-from mlm.parallel.expert.capacity import drop_choices
+from mlm.config.fields import exact
+from mlm.parallel.collectives import all_gather, all_reduce
+from mlm.parallel.context import rank_positions
 from mlm.parallel.expert.settings import GROUP_MEMBERS, RouterSettings
 from mlm.parallel.mesh import Axis
 
@@ -179,6 +181,31 @@ def count_choices(experts: Tensor, num_experts: int) -> Tensor:
     """Count the choices of each expert in each row, without dropped ones: [rows, n] -> [rows, E] int64."""
     counts = experts.new_zeros(experts.shape[0], num_experts + 1)
     return counts.scatter_add_(1, experts, torch.ones_like(experts))[:, :num_experts]
+
+
+def drop_choices(experts: Tensor, num_experts: int, factor: float, cp: Axis, tp: Axis) -> Tensor:
+    """Replace choices beyond capacity by E: [S, B, k] -> [S, B, k] int64. Collective over cp and tp.
+
+    An expert takes the first tokens of a sequence that choose it: of a sequence, not of a rank's batch
+    (arXiv:2101.03961, equation 3), so that no layout changes training. Where ranks hold parts of a sequence,
+    each gathers the choices of all.
+    """
+    rows, batch, k = experts.shape
+    length = rows * cp.size * tp.size
+    places = torch.arange(length, device=experts.device)  # of each rank's rows, in order of ranks
+    if cp.size > 1:
+        places = torch.cat([rank_positions(n, length, cp.size, experts.device) for n in range(cp.size)])
+    chosen = torch.zeros(length, batch, num_experts, dtype=torch.int32, device=experts.device)
+    chosen[places] = chosen.scatter(-1, all_gather(all_gather(experts, tp), cp).view(length, batch, k), 1)
+    order = chosen.cumsum(0, dtype=torch.int32)[places].view(-1, rows, batch, num_experts)
+    mine = order[cp.rank * tp.size + tp.rank]
+    capacity = expert_capacity(factor, k * length, num_experts)
+    return experts.masked_fill(mine.gather(-1, experts) > capacity, num_experts)
+
+
+def expert_capacity(factor: float, choices: int, num_experts: int) -> int:
+    """Return the tokens of a sequence that an expert takes: ceil(factor * choices / E)."""
+    return math.ceil(exact(factor) * choices / num_experts)
 
 
 class _Inject(torch.autograd.Function):
