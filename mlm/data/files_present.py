@@ -8,8 +8,8 @@ from mlm.data.config import DataConfig
 from mlm.data.local_copy import copy_locally
 from mlm.util.errors import Absent, Problem, UserError
 from mlm.util.object_store import is_stored
+from mlm.util.ownership import HUB
 
-HUB = "hub:"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MEGATRON_NAMES = ("latest_checkpointed_iteration.txt", "mp_rank_*", "*/mp_rank_*")
 """Files and folders that only Megatron-LM's checkpoint folders hold."""
@@ -149,7 +149,6 @@ def model(path: str | None) -> Problem | None:
 
 
 def _megatron_problem(folder: str) -> Problem | None:
-    """The problem of a checkpoint folder of Megatron-LM, which is imported first."""
     if not any(next(Path(folder).glob(name), None) for name in MEGATRON_NAMES):
         return None
     fix = f"run `mlm import megatron {folder} out=runs/NAME`, then set ckpt=runs/NAME"

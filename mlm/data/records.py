@@ -172,7 +172,6 @@ def check_names(file: Path, names: Sequence[str]) -> None:
 
 
 def _parquet_records(file: Path) -> Iterator[Located]:
-    """Yield the rows of a Parquet table. Needs pyarrow."""
     pa, row = load_extra("pyarrow", str(file)), 0
     try:
         with open_parquet(file) as table:

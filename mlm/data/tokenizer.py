@@ -165,7 +165,6 @@ class Tokenizer:
 
     @cached_property
     def _with_private(self) -> Backend:
-        """The library's tokenizer, which finds special tokens by letters of private use."""
         private = {name: chr(PRIVATE + n) * len(name) for n, name in enumerate(self.special_names)}
         backend = parse(json.dumps(with_names(json.loads(self._content), private)), "tokenizer")
         backend.encode_special_tokens = False

@@ -151,13 +151,11 @@ def worker_environment(base: Mapping[str, str], *, threads: int) -> dict[str, st
 
     OMP_NUM_THREADS is `threads` (`num_threads`); other variables that the user has set are kept.
     """
-    ours = {}
+    ours = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # as torchrun: a failed collective ends its rank
     if any(name == "lo" for _, name in socket.if_nameindex()):
         ours["GLOO_SOCKET_IFNAME"] = "lo"  # one host: works whatever its name resolves to
-    ours["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun: a failed collective ends its rank
-    ours |= {"PYTHONPATH": import_path(), LAUNCHED: "1", THREADS: str(threads)}
-    forced = {"PYTHONPATH", LAUNCHED, THREADS}
-    return {key: value for key, value in ours.items() if key in forced or key not in base}
+    kept = {key: value for key, value in ours.items() if key not in base}
+    return kept | {"PYTHONPATH": import_path(), LAUNCHED: "1", THREADS: str(threads)}
 
 
 def import_path() -> str:

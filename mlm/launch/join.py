@@ -76,7 +76,6 @@ def _destroy_groups() -> None:
 
 
 def _device_of(device: str | torch.device, place: RankPlace) -> torch.device:
-    """Return this rank's device. Raises UserError for one that is not there, or is another rank's."""
     if not isinstance(device, str | torch.device):
         raise TypeError(f"device: {type_of(device)}, not one of {', '.join(DEVICES)}")
     name, index = (device, None) if isinstance(device, str) else (device.type, device.index)

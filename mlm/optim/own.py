@@ -234,7 +234,6 @@ def check_decay(schedule: ScheduleConfig) -> None:
 
 
 def _is_optimizer_class(target: object) -> bool:
-    """True for a class derived from torch.optim.Optimizer."""
     bases = target.__mro__ if isinstance(target, type) else ()
     return any((b.__module__, b.__name__) == ("torch.optim.optimizer", "Optimizer") for b in bases)
 

@@ -182,7 +182,6 @@ def start_receive(out: Tensor, axis: Axis, peer: int) -> Pending:
 
 
 def _pair(axis: Axis, peer: int) -> tuple[int, ...]:
-    """The global ranks of a transfer."""
     return tuple(sorted((axis.ranks[axis.rank], axis.ranks[peer])))
 
 

@@ -202,7 +202,6 @@ class UnfusedKernel:
         return flat.view(p.shape)
 
     def _places(self, block: KeyBlock, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Places in the sequence of a block's queries and keys."""
         rows = rank_positions(self.cp.rank, self.length, self.cp.size, device)[block.rows]
         return rows, rank_positions(block.source, self.length, self.cp.size, device)[block.columns]
 

@@ -35,7 +35,6 @@ def _multiply(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """A b^T of [M, K] and [N, K]."""
     (a8, a_scale), (b8, b_scale) = quantize(a, formats[0]), quantize(b, formats[1])
     y: Tensor = torch._scaled_mm(
         a8.contiguous(), b8.contiguous().t(), a_scale, b_scale, bias=bias, out_dtype=out_dtype

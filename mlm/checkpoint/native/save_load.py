@@ -286,7 +286,6 @@ def _check_fit(
     cast: bool,
     config: Mapping[str, JSON],
 ) -> None:
-    """Raise one UserError that lists the first few names, shapes and dtypes that differ."""
     problems, dtypes = [f"{name} is in it, not here" for name in unwanted], list[str]()
     for name, shard in wanted.items():
         entry, dtype = manifest.tensors.get(name), shard.tensor.dtype
