@@ -17,11 +17,9 @@ from mlm.data.blend import MAX_SAMPLES, samples_per_source
 from mlm.data.blend_checks import MAX_SOURCES
 from mlm.util.files import DIGEST, whole_number
 
-MAX_SEGMENTS = 1000
 MAX_TEXT = 4096  # letters of a name or path
 SAME_SHARE = 1e-9  # weights written as 3, 7 and as 0.3, 0.7 differ in the last bits
 ORDERS = (0, 1)
-DIGESTS = ("digest", "tokens", "sampled", "receipt", "recipe", "tokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +182,7 @@ def decode(saved: Any, consumed: int) -> History:
 
     Raises ValueError, KeyError or TypeError for anything else.
     """
-    if not isinstance(saved, list) or len(saved) > MAX_SEGMENTS:
+    if not isinstance(saved, list) or len(saved) > 1000:
         raise ValueError("its segments are not a list, or too many")
     history = tuple(_segment(value) for value in saved)
     edges = [*(segment.from_sample for segment in history), consumed + 1]
@@ -208,7 +206,7 @@ def _source(saved: Any) -> BlendSource:
         text = saved[name]
         if not isinstance(text, str) or not text.isprintable() or len(text) > MAX_TEXT:  # they are printed
             raise ValueError(f"{name} is not allowed")
-    for name in DIGESTS:
+    for name in ("digest", "tokens", "sampled", "receipt", "recipe", "tokenizer"):
         if known_digest(saved[name]) != saved[name]:
             raise ValueError(f"{name} is not a digest")
     if type(saved["weight"]) is not float or not 0 < saved["weight"] <= 1:

@@ -14,7 +14,6 @@ from torch import Tensor
 from mlm.parallel import matmul
 
 NARROW, WIDE = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16
 TINY = 1e-12
 """Smallest magnitude that a scale is made for: all zeros stay zeros."""
 
@@ -44,7 +43,7 @@ def _multiply(
 
 def fits(*sizes: int) -> bool:
     """True if tensor cores take products of these sizes."""
-    return all(size > 0 and size % MULTIPLE == 0 for size in sizes)
+    return all(size > 0 and size % 16 == 0 for size in sizes)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

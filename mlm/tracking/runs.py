@@ -28,9 +28,6 @@ MAX_COLUMNS = 64
 """Names of numbers in one type of record; a damaged file may have any number."""
 MAX_LISTED = 500
 """Incidents, checkpoints, samples and attempts of a run that are kept; the newest."""
-MAX_FAILURE = 500  # characters
-MAX_SCORES = 100
-MAX_SCORE_BYTES = 1 << 22
 MAX_PROBLEMS = 5
 """Files of a run that are named as damaged."""
 LARGEST = float(1 << 53)
@@ -284,7 +281,7 @@ def add_record(run: RunRecords, record: dict[str, Any]) -> None:
         run.attempts.append(record)
         run.failure = ""
     if kind == "failed":
-        run.failure = escape_controls(str(record.get("error")))[:MAX_FAILURE]
+        run.failure = escape_controls(str(record.get("error")))[:500]
     if kind in ("run", "rewound"):
         for rows in run.rows.values():
             rows.drop_after(step_of(record))
@@ -312,11 +309,11 @@ def add_record(run: RunRecords, record: dict[str, Any]) -> None:
 def read_scores(run: RunRecords) -> None:
     """Read the results of evaluations in the folder. Raises OSError."""
     files = [*sorted(run.folder.glob("eval-*.json")), run.folder / RESULT]
-    for file in files[-MAX_SCORES:]:
+    for file in files[-100:]:
         if not file.is_file():
             continue
         try:
-            result = parse_json(read_bounded(file, MAX_SCORE_BYTES, MOVE), foreign=True)
+            result = parse_json(read_bounded(file, 1 << 22, MOVE), foreign=True)
         except (UserError, ValueError) as error:
             run.problems.append(f"{file.name} is damaged: {error}")
             continue

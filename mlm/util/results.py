@@ -35,7 +35,6 @@ NO_RESULTS = ("mlm-checkpoint", "mlm-corpus", "mlm-folder")
 """Formats of JSON files of mlm that are not results, wherever they are copied."""
 VERSIONS = frozenset(("versions", "versions_here"))
 """Keys by which a result names the version of mlm that wrote it."""
-WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 CREATOR = "mlm"
 """Software named in our pages and GGUF files."""
 HTML_MARK = f'<meta name="generator" content="{CREATOR}">'
@@ -121,7 +120,7 @@ def result_problems(
             return [f"{what}: is the input {given}; name another file"]
         if not is_result(file) and not _holds(file, content):
             return [f"{what}: exists and was not written by mlm; name another file, or delete it"]
-        if not mode & WRITABLE and not _holds(file, content):
+        if not mode & 0o222 and not _holds(file, content):
             return [f"{what}: is write-protected; name another file, or make it writable"]
     except OSError as error:
         return [f"{what}: {error.strerror}: choose a file that can be written"]

@@ -46,8 +46,6 @@ DIGEST_BLOCK = 1 << 24
 """Bytes of a shard file that one of its block digests covers: 16 MiB."""
 MAX_DIMS = 32
 MAX_NAME = 500  # characters of a tensor's name
-MAX_STEP = 10**18 - 1  # what a directory's name holds
-MAX_SAVE_ID = 100  # characters
 
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")  # no separator, no "..", not hidden
 
@@ -269,9 +267,9 @@ def decode_manifest(encoded: bytes, path: Path | str, *, with_chunks: bool = Tru
 
 def _build(body: dict[str, JSON], version: int, digest: str, with_chunks: bool) -> Manifest:
     step, save_id = whole_number(body["step"]), body["save_id"]
-    if version != VERSION or step > MAX_STEP:
+    if version != VERSION or step > 10**18 - 1:
         raise ValueError(f"version {version} or step {step} is not in range")
-    if not isinstance(save_id, str) or not save_id.isprintable() or len(save_id) > MAX_SAVE_ID:
+    if not isinstance(save_id, str) or not save_id.isprintable() or len(save_id) > 100:
         raise ValueError(f"save_id {str(save_id)[:40]!r} is not allowed")
     if not all(isinstance(body[name], dict) for name in ("files", "tensors", "state")):
         raise ValueError("files, tensors or state is not an object")

@@ -24,7 +24,6 @@ from mlm.util.errors import Problem, format_settings
 Change = dict[str, Any]
 """Keys to set, with their new values."""
 
-MOST_ALTERNATIVES = 2  # that a problem names
 MOST_CHANGES = 24  # on the way to one layout, each for one rule
 HEADS, LAYERS = "model.num_heads", "model.num_layers"
 FALLBACKS = {"pipeline": "1f1b", "zero": 2, "sequence_parallel": False}  # valid with every layout
@@ -94,7 +93,7 @@ class LayoutFixes:
                     for change in self._changes(
                         key, self.values, [*others, *(other for other in broken if key in other.moves)]
                     )
-                ][:MOST_ALTERNATIVES]
+                ][:2]
             )
         together = (_merged(changes) for changes in product(*fixes))
         if all(fixes) and not any(self._broken(self.values.changed(change)) for change in together):
