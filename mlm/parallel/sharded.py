@@ -35,8 +35,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from mlm.parallel.collectives import Pending, for_transport, gather_flat, record, scatter_flat
+from mlm.parallel.config import ZeroReduce
 from mlm.parallel.expert.experts import Experts
-from mlm.parallel.gradients import ReduceWhen
 from mlm.parallel.mesh import Axis, ExpertAxes
 from mlm.parallel.sharding import DP_SLICES, DataParallelSlice
 
@@ -53,7 +53,7 @@ class ShardedReducer:
         compute_dtype: torch.dtype,
         units: Iterable[nn.Module],
         methods: Sequence[str],
-        reduce: ReduceWhen,
+        reduce: ZeroReduce,
         late_weights: bool,
         whole: set[nn.Parameter],
     ) -> None:

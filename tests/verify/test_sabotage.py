@@ -410,7 +410,7 @@ CASES = {
         "come back from experts",
     ),
     "loads counted on one rank": Sabotage(
-        "mlm.parallel.expert.balance.all_reduce",
+        "mlm.parallel.expert.router.all_reduce",
         same,
         replace(EP, moe="sigmoid"),
         "router.bias",
