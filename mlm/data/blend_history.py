@@ -55,10 +55,6 @@ class BlendSource:
         pairs = ((self.tokens, other.tokens), (self.sampled, other.sampled))
         return self.digest == other.digest and all(not (a and b) or a == b for a, b in pairs)
 
-    def has_path_of(self, other: "BlendSource") -> bool:
-        """True if both have the same path."""
-        return os.path.realpath(self.path) == os.path.realpath(other.path)
-
 
 @dataclass(frozen=True)
 class Segment:
@@ -136,7 +132,8 @@ def changed_corpus_problem(history: History, now: Sequence[BlendSource]) -> str 
     for source in now:
         if any(old.is_same(source) for old in known):
             continue
-        old = next((old for old in known if old.has_path_of(source)), None)
+        path = os.path.realpath(source.path)
+        old = next((old for old in known if os.path.realpath(old.path) == path), None)
         if old is not None:
             suffix = "idx" if old.digest != source.digest else "bin"
             return (

@@ -120,7 +120,13 @@ class IndexedDataset:
         self.num_tokens = self._check_index()
         if self.num_tokens == 0 and not allow_empty:
             raise UserError(f"{self.idx_path} holds no tokens: the corpus is empty; {REBUILD}")
-        self._check_bin()
+        expected, found = self.num_tokens * self.dtype.itemsize, self.bin_bytes
+        if expected != found:
+            state = "truncated" if found < expected else "longer than its index says"
+            raise CorruptFileError(
+                f"{self.bin_path} is {state}: expected {expected} bytes ({self.num_tokens} tokens of "
+                f"{self.dtype}), found {found}; {REBUILD}"
+            )
         self.tokens: NDArray[Any] | StoredTokens = self.stored or np.empty(0, self.dtype)
         if not self.stored and self.num_tokens:  # an empty file cannot be mapped
             self.tokens = np.memmap(self.bin_path, mode="r", dtype=self.dtype).view(np.ndarray)
@@ -207,15 +213,6 @@ class IndexedDataset:
         if problem is not None:
             raise CorruptFileError(f"{self.idx_path}: {problem}: the index is damaged; {REBUILD}")
         return expected // self.dtype.itemsize
-
-    def _check_bin(self) -> None:
-        expected, found = self.num_tokens * self.dtype.itemsize, self.bin_bytes
-        if expected != found:
-            state = "truncated" if found < expected else "longer than its index says"
-            raise CorruptFileError(
-                f"{self.bin_path} is {state}: expected {expected} bytes ({self.num_tokens} tokens of "
-                f"{self.dtype}), found {found}; {REBUILD}"
-            )
 
 
 class IndexedWriter:

@@ -115,7 +115,7 @@ class LayoutFixes:
             keys = [key for key in broken[0].moves if key in movable]
             changes = [change for key in keys for change in self._changes(key, layout, broken[:1])]
             if not changes:  # the rule's likeliest key makes room for the next one
-                key = next((key for key in keys if key in {*ONE_RANK, "dp"} and layout[key] != 1), None)
+                key = next((key for key in keys if key in {*ONE_RANK, "dp"} and (layout[key] or 1) > 1), None)
                 if key is None:
                     return None
                 changes = [{key: 1}]
