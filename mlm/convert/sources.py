@@ -18,6 +18,7 @@ from mlm.checkpoint.parameters import parameters
 from mlm.convert.dcp.metadata import COPY_AGAIN, MAX_METADATA_BYTES, METADATA, MOMENTS
 from mlm.convert.dcp.storage import DCPReader
 from mlm.convert.dcp.torchtitan import TOKEN_TABLE, TorchtitanReader
+from mlm.convert.huggingface.families import layer_names
 from mlm.convert.huggingface.folder import (
     CONFIG,
     SAVE_AGAIN,
@@ -188,7 +189,8 @@ def native_source(path: str, tokenizer: Tokenizer | None = None) -> Source:
 
 def _on_base(adapters: Source, manifest: Manifest, base: Base, lora: LoraConfig) -> Source:
     """Return adapters as the model that they make of their base, whose files are digested once."""
-    model, below = adapters.model, open_source(str(base.path), SourceSettings())
+    model, names = adapters.model, layer_names(adapters.model)
+    below = open_source(str(base.path), SourceSettings())
 
     @cache
     def changes() -> dict[str, Callable[[], WeightChange]]:
@@ -196,9 +198,9 @@ def _on_base(adapters: Source, manifest: Manifest, base: Base, lora: LoraConfig)
             raise UserError(
                 f"{base.name}: is no longer the base of the adapters in {adapters.path}; bring it back"
             )
-        shapes = {shard.name: shard.global_shape for shard, _ in adapter_shards(model, lora)}
+        shapes = {shard.name: shard.global_shape for shard, _ in adapter_shards(model, lora, names)}
         stored = {name: adapters.read(name, Region.whole(shape)) for name, shape in shapes.items()}
-        return merged_changes(model, lora, stored)
+        return merged_changes(model, lora, names, stored)
 
     @lru_cache(maxsize=1)  # a weight is read by parts
     def change_of(name: str) -> WeightChange | None:

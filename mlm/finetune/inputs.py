@@ -17,9 +17,9 @@ from mlm.config.tree import flatten
 from mlm.convert.huggingface.mapping import Note
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, TaskConfig
+from mlm.finetune.registry import task_type
 from mlm.finetune.rows import RowError
 from mlm.finetune.splits import TaskSplit, TokenizedSplit, held_out_part, read_split, tokenize
-from mlm.finetune.task_type import task_type
 from mlm.inference.base import base_digest, load_any_weights
 from mlm.inference.chat import load_chat_template, template_problem
 from mlm.inference.trained import (
@@ -29,6 +29,7 @@ from mlm.inference.trained import (
     resolve_checkpoint,
 )
 from mlm.models.config import ModelConfig
+from mlm.models.family import family_of
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
 from mlm.training.state import CHECKPOINTS, FINETUNING
@@ -59,7 +60,7 @@ class Start:
 
     def tokenize(self, task: TaskConfig, split: TaskSplit) -> TokenizedSplit:
         """Return a split with its examples. Raises UserError."""
-        causal = self.model.family.causal
+        causal = family_of(self.model.kind).causal
         return tokenize(
             task, split, self.tokenizer, causal=causal, max_length=self.max_length, skips=self.skips
         )
