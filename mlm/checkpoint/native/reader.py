@@ -217,7 +217,8 @@ def read_header(f: CheckedFile, save_id: str) -> dict[str, Stored]:
 
     Raises CorruptFileError when it is not safetensors, or of another save.
     """
-    metadata, stored = parse_header(f, Path(f.name), f.size, RESTORE)
+    f.seek(0)
+    metadata, stored = parse_header(f.read, Path(f.name), f.size, RESTORE)
     if metadata.get("save_id") != save_id:
         raise CorruptFileError(f"{f.name}: is a shard of another save. {RESTORE}")
     return stored
