@@ -6,6 +6,7 @@ lead when they are applied in turn.
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -49,24 +50,24 @@ def layout_problems(
     elsewhere = [rule for rule in broken if rule.only_here]
     rest = [rule for rule in broken if not rule.only_here]
     kept = [rule for rule in sound if rule not in elsewhere]
+    fix_names = fix_names or {}
     return [
         *LayoutFixes(settings, launch, kept, fix_names).problems(rest),
         *LayoutFixes(settings, launch, sound, fix_names).problems(elsewhere),
     ]
 
 
+@dataclass
 class LayoutFixes:
     """The settings of a layout, the rules that it should keep, and the nearest settings that do."""
 
-    def __init__(
-        self,
-        values: LayoutValues,
-        launch: Launch,
-        rules: list[LayoutRule],
-        fix_names: Mapping[str, str] | None = None,
-    ) -> None:
-        self.values, self.launch, self.rules, self.fix_names = values, launch, rules, fix_names or {}
-        self.read = {key for rule in rules for key in rule.reads}
+    values: LayoutValues
+    launch: Launch
+    rules: list[LayoutRule]
+    fix_names: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        self.read = {key for rule in self.rules for key in rule.reads}
 
     def problems(self, broken: list[LayoutRule]) -> list[Problem]:
         """The problem of each of these rules, which do not hold."""
