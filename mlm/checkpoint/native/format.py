@@ -275,23 +275,16 @@ def _build(body: dict[str, JSON], version: int, digest: str, with_chunks: bool) 
         raise ValueError("files, tensors or state is not an object")
     files = {name: _build_file(name, entry) for name, entry in body["files"].items()}
     tensors = {name: _build_tensor(name, body["tensors"][name]) for name in sorted(body["tensors"])}
-    if with_chunks:
-        tensors = _with_chunks(tensors, files, unpack(body["chunks"]))
+    if with_chunks:  # they tile the tensors and fit into the files
+        entries, names = list(tensors.values()), sorted(files)
+        columns = decode_columns(unpack(body["chunks"]), [entry.shape for entry in entries], len(files))
+        if problem := tiling_problem(columns, list(tensors)):
+            raise ValueError(problem)
+        itemsizes = [entry.dtype.itemsize for entry in entries]
+        check_sizes(columns, itemsizes, {name: files[name].bytes for name in names})
+        chunks = zip(entries, columns.by_tensor(names), strict=True)
+        tensors = {name: replace(entry, chunks=c) for name, (entry, c) in zip(tensors, chunks, strict=True)}
     return Manifest(step, save_id, tensors, files, body["state"], digest)
-
-
-def _with_chunks(
-    tensors: Mapping[str, TensorEntry], files: Mapping[str, FileEntry], content: bytes
-) -> dict[str, TensorEntry]:
-    """Add to sorted tensors their chunks, which tile them and fit into the files."""
-    entries, names = list(tensors.values()), sorted(files)
-    columns = decode_columns(content, [entry.shape for entry in entries], len(files))
-    if problem := tiling_problem(columns, list(tensors)):
-        raise ValueError(problem)
-    itemsizes = [entry.dtype.itemsize for entry in entries]
-    check_sizes(columns, itemsizes, {name: files[name].bytes for name in names})
-    chunks = columns.by_tensor(names)
-    return {n: replace(entry, chunks=c) for (n, entry), c in zip(tensors.items(), chunks, strict=True)}
 
 
 def _build_file(name: str, entry: JSON) -> FileEntry:

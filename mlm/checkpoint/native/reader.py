@@ -7,6 +7,7 @@ import os
 import stat
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -29,7 +30,7 @@ OPEN_FILES = 64  # of one checkpoint at a time; a process may have 1024 on most 
 Progress = Callable[[int], None]
 
 
-class CheckedFile:
+class CheckedFile(AbstractContextManager["CheckedFile"]):
     """A shard file open for reading; a context manager. Has what of a binary file `copy_region` uses.
 
     Attributes:
@@ -54,9 +55,6 @@ class CheckedFile:
         if not stat.S_ISREG(status.st_mode) or status.st_size != size:
             os.close(self._descriptor)
             raise CorruptFileError(f"{path}: replaced while it was opened. {RESTORE}")
-
-    def __enter__(self) -> "CheckedFile":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -144,7 +142,7 @@ def plan_reading(manifest: Manifest, wanted: Mapping[str, TensorShard]) -> dict[
     return dict(readings)
 
 
-class Reader:
+class Reader(AbstractContextManager["Reader"]):
     """Reads any region of any tensor of a checkpoint, with a bounded number of open files.
 
     A context manager: leaving it closes the files. All methods raise CorruptFileError and OSError.
@@ -156,9 +154,6 @@ class Reader:
         self._headers: dict[str, dict[str, Stored]] = {}
         self._open: dict[str, CheckedFile] = {}
         self._recent: CheckedFile | None = None
-
-    def __enter__(self) -> "Reader":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         for file in self._open.values():
