@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.launch.doctor.config import DoctorConfig
+from mlm.launch.config import DoctorConfig
 from mlm.launch.doctor.findings import (
     SAME_VERSIONS,
     Control,

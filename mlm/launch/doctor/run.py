@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from mlm.config.build import to_dict
+from mlm.launch.config import DoctorConfig
 from mlm.launch.doctor import host
-from mlm.launch.doctor.config import DoctorConfig
 from mlm.launch.doctor.findings import (
     SAME_VERSIONS,
     Control,
