@@ -91,7 +91,6 @@ def open_binary(path: str) -> Any:
 
 
 def _jsonl_records(file: Path) -> Iterator[Located]:
-    """Yield one object per line; blank lines are skipped."""
     with open_unpacked(file) as f:
         for number, line in enumerate(f, 1):
             line = line.removeprefix(BOM) if number == 1 else line

@@ -91,7 +91,6 @@ def _device_of(device: str | torch.device, place: RankPlace) -> torch.device:
 
 
 def _place() -> RankPlace:
-    """Return this process's position, by the launcher or the initialised process group."""
     launched = read_rank_place(os.environ)
     if not distributed.is_initialized():
         return launched or ALONE

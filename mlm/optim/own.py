@@ -144,7 +144,6 @@ def _numbers(optimizer: Any) -> dict[str, Any]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return True for equal numbers, or tensors of equal shape and numbers."""
     if getattr(one, "shape", None) != getattr(other, "shape", None):
         return False
     equal = one == other
@@ -172,7 +171,6 @@ def _declared(target: object) -> bool | None:
 
 
 def _built_small(config: OptimizerConfig, build: Callable[[Groups], Any]) -> Any:
-    """Return the optimizer of two small parameters. Raises OwnCodeError."""
     torch = import_module("torch")
     matrix, bias = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((256, 128), (128,)))
     return build(parameter_groups([matrix], [bias], config))

@@ -154,7 +154,6 @@ class UnfusedKernel:
         return dq, dk, dv
 
     def _heads(self, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Some heads of queries, and those of keys that they share."""
         b, n, rows, _ = q.shape
         share = n // k.shape[1]
         size = max(1, MOST_SCORES // (b * share * rows * k.shape[2]))
