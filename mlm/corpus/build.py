@@ -17,14 +17,7 @@ from mlm.corpus.read.finding import find_inputs
 from mlm.corpus.read.records import Input
 from mlm.corpus.read.shards import group, input_lines, parts_of_text, split_inputs, with_digests
 from mlm.corpus.stages.plan import EVALUATION, TOKENIZER, BuildPlan, make_plan, shard_bytes
-from mlm.corpus.stages.publish import (
-    outcome,
-    publish,
-    reject_empty_parts,
-    summary,
-    warn,
-    write_rejected,
-)
+from mlm.corpus.stages.publish import outcome, publish, reject_empty_parts, summary, warn, write_rejected
 from mlm.corpus.stages.run import run_stages
 from mlm.data.corpus_files import MARKER, parse_split
 from mlm.data.receipt import INPUTS, RECEIPT, Receipt, check_corpus, damaged_file, read_receipt, write_receipt

@@ -22,12 +22,7 @@ from mlm.finetune.rows import RowError
 from mlm.finetune.splits import TaskSplit, TokenizedSplit, held_out_part, read_split, tokenize
 from mlm.inference.base import base_digest, load_any_weights
 from mlm.inference.chat import load_chat_template, template_problem
-from mlm.inference.trained import (
-    CheckpointSource,
-    continuation_problem,
-    load_tokenizer,
-    resolve_checkpoint,
-)
+from mlm.inference.trained import CheckpointSource, continuation_problem, load_tokenizer, resolve_checkpoint
 from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard

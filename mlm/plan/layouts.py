@@ -8,12 +8,7 @@ from rich.console import Console
 from mlm.config.tree import HOISTED, leaves
 from mlm.launch.typed import typed_settings
 from mlm.plan.candidates import Query, query_of
-from mlm.plan.config import (
-    PlanCompareConfig,
-    PlanLayoutsConfig,
-    PlanMemoryConfig,
-    SearchedLayoutConfig,
-)
+from mlm.plan.config import PlanCompareConfig, PlanLayoutsConfig, PlanMemoryConfig, SearchedLayoutConfig
 from mlm.plan.cost import PARTS as TIME_PARTS
 from mlm.plan.goodput import goodput
 from mlm.plan.layout import PlannedLayout

@@ -164,7 +164,9 @@ class TestRows:
     ) -> None:
         seen = []
         monkeypatch.setattr(
-            training, "finetune", lambda config, settings, material, ctx: seen.append(material) or (None, True)
+            training,
+            "finetune",
+            lambda config, settings, material, ctx: seen.append(material) or (None, True),
         )
         for seed, of_rows in ((1, 1), (2, 1), (1, 2)):
             data = {"train_rows": 5, "seed": of_rows}

@@ -19,11 +19,7 @@ from mlm.data.tokenizer_settings import GENERATION_CONFIG
 from mlm.inference.chat import end_of_turn_tokens, load_chat_template
 from mlm.inference.config import Sampling, as_declared, declared_sampling
 from mlm.inference.generation import before_stop, continuations, ends_at
-from mlm.inference.trained import (
-    check_source,
-    load_tokenizer,
-    load_trained,
-)
+from mlm.inference.trained import check_source, load_tokenizer, load_trained
 from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError

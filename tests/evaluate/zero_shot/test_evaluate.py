@@ -162,7 +162,7 @@ def test_a_command_that_was_stopped_continues(
     Path(config.out or "").unlink()
     assert not partial(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "receipt", interrupted)
+        patch.setattr(evaluate, "result_of", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(config)
     (kept,) = partial(folder)
