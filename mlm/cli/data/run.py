@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-
 from mlm.cli.data import DataInspectConfig, DataTokenizerConfig, DataVerifyConfig
 from mlm.corpus.inspect import Facts, facts_of
 from mlm.corpus.read.finding import kind_of
@@ -17,15 +15,14 @@ from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import FILES, Tokenizer
 from mlm.util.errors import CheckFailedError, Problem, UserError
 from mlm.util.results import is_stream, result_problems, target_name, write_result
-from mlm.util.terminal import Screen, add_row, console, format_bytes, one_line, table
+from mlm.util.terminal import add_row, console, format_bytes, one_line, table
 
 
-def run_tokenizer(config: DataTokenizerConfig, console: Console | None = None) -> Path:
+def run_tokenizer(config: DataTokenizerConfig) -> Path:
     """Write tokenizer.json; return its path.
 
     Raises UserError: no text, bad input, or another tokenizer at `out`.
     """
-    console = console or Screen()
     path = tokenizer_path(config.out)
     if problems := preflight_tokenizer(config):
         raise UserError(problems[0])
@@ -48,9 +45,7 @@ def run_tokenizer(config: DataTokenizerConfig, console: Console | None = None) -
         ) from error
     if not path.is_file():  # else it is there already: the digests are equal
         write_result(path, tokenizer.content)
-    console.print(
-        f"{path}: {tokenizer.vocab_size} tokens, {tokenizer.digest}", soft_wrap=True, highlight=False
-    )
+    console().print(f"{path}: {tokenizer.vocab_size} tokens, {tokenizer.digest}")
     return path
 
 
@@ -68,11 +63,9 @@ def preflight_tokenizer(config: DataTokenizerConfig) -> list[str]:
             Problem.at("out", config.out, problem, f"use out={Path(config.out).with_name('tokenizer.json')}")
         ]
     if path.is_file() and not is_stream(path):
-        return (
-            []
-            if digest_at(path, config.eod) is not None
-            else [f"out={path}: exists and is not a tokenizer; name another file, or delete it"]
-        )
+        if digest_at(path, config.eod) is not None:
+            return []
+        return [f"out={path}: exists and is not a tokenizer; name another file, or delete it"]
     return result_problems(path)
 
 
