@@ -173,16 +173,13 @@ class MlmLM(TemplateLM):
             for numbers in kinds.values():
                 options, stops = self._options(requests[numbers[0]].args[1])
                 room = self.max_length - options.max_new_tokens
-                prompts = [self._prompt(requests[number].args[0], room) for number in numbers]
+                contexts = (self.tok_encode(requests[number].args[0]) for number in numbers)
+                prompts = [tokens[-room:] or [self.prefix_token_id] for tokens in contexts]
                 continued = self.model.generate(prompts, options, stops, bar.update)
                 for number, new in zip(numbers, continued, strict=True):
                     texts[number] = postprocess_generated_text(self.tokenizer.decode(new), stops, None)
                     self.cache_hook.add_partial("generate_until", requests[number].args, texts[number])
         return texts
-
-    def _prompt(self, context: str, room: int) -> Tokens:
-        """The last tokens of a context that leave room for the new ones."""
-        return self.tok_encode(context)[-room:] or [self.prefix_token_id]
 
     def _options(self, arguments: dict[str, Any]) -> tuple[Sampling, list[str]]:
         """Return the sampling settings and the texts that end a continuation. Raises UserError."""
