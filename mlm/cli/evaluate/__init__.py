@@ -4,10 +4,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 from mlm.cli.command import Command
-from mlm.config.fields import POSITIVE, CheckpointPath, InputPath, OnlyIf, ResultFile
+from mlm.config.fields import POSITIVE, InputPath, OnlyIf, ResultFile
 from mlm.data import files_present as present
 from mlm.data.config import DataPath, MicroBatchSize, SeqLength
-from mlm.launch.config import DistConfig
+from mlm.inference.config import TrainedModelConfig
 from mlm.launch.rules.checks import (
     checked_by,
     checkpoint_exists,
@@ -16,8 +16,6 @@ from mlm.launch.rules.checks import (
     tokenizer_exists,
 )
 from mlm.launch.rules.layout import RANK_RULES, READER_RULES, Launch
-from mlm.optim.config import PrecisionConfig
-from mlm.parallel.config import ParallelConfig
 from mlm.util.errors import Problem
 
 
@@ -59,11 +57,9 @@ class AllDataConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ZeroShotConfig:
+class ZeroShotConfig(TrainedModelConfig):
     """Settings common to the zero-shot evaluations."""
 
-    ckpt: CheckpointPath
-    """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
     out: ResultFile | None = None
     """JSON file for the result; null means eval-<task>.json in the run directory."""
     samples: ResultFile | None = None
@@ -74,13 +70,8 @@ class ZeroShotConfig:
     """Tokens that the model reads at a time; null takes the checkpoint's data.seq_length."""
     limit: Annotated[int | None, POSITIVE] = None
     """Score only the first N articles or passages, for a trial; null scores all."""
-    tokenizer: InputPath | None = None
-    """tokenizer.json; null takes the one saved with the run."""
     force: Annotated[bool, OnlyIf("tokenizer")] = False
     """Score although `tokenizer` is not the one of the run."""
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    dist: DistConfig = field(default_factory=DistConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,11 +101,9 @@ class EvalAllConfig(ZeroShotConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvalLossConfig:
+class EvalLossConfig(TrainedModelConfig):
     """The run spec of `mlm eval loss`: mean loss of a checkpoint over an indexed corpus."""
 
-    ckpt: CheckpointPath
-    """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
     out: ResultFile | None = None
     """JSON file for the result; null means eval-loss-<corpus>.json in the run directory; for a Hugging Face
     model, <model>-eval-loss-<corpus>.json in the working directory."""
@@ -126,9 +115,6 @@ class EvalLossConfig:
     """Prefix of the .bin/.idx to score; null takes the validation set the checkpoint was trained with."""
     tokenizer: InputPath | None = None
     """tokenizer.json for bits per byte; null takes the one saved with the run."""
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    dist: DistConfig = field(default_factory=DistConfig)
 
 
 def _files_exist(config: Any, _: Launch) -> Problem | None:

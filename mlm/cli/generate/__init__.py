@@ -1,13 +1,12 @@
 """The command `mlm generate`: its settings and their checks."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 from mlm.cli.command import Command
-from mlm.config.fields import POSITIVE, Also, CheckpointPath, InputPath, OnlyIf, ResultFile
+from mlm.config.fields import POSITIVE, Also, InputPath, OnlyIf, ResultFile
 from mlm.data import files_present as present
-from mlm.inference.config import SamplingOptions, too_few_new_tokens
-from mlm.launch.config import DistConfig
+from mlm.inference.config import SamplingOptions, TrainedModelConfig, too_few_new_tokens
 from mlm.launch.rules.checks import (
     checked_by,
     checkpoint_exists,
@@ -16,8 +15,6 @@ from mlm.launch.rules.checks import (
     tokenizer_exists,
 )
 from mlm.launch.rules.layout import READER_RULES, Launch
-from mlm.optim.config import PrecisionConfig
-from mlm.parallel.config import ParallelConfig
 from mlm.util.errors import Problem
 
 STDIN = "-"
@@ -25,15 +22,13 @@ STDIN = "-"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerateConfig(SamplingOptions):
+class GenerateConfig(SamplingOptions, TrainedModelConfig):
     """The run spec of `mlm generate`: continue prompts with a checkpoint.
 
     When a text has filled the model's max_positions, the newest half of them is read again, and the text goes
     on from there.
     """
 
-    ckpt: CheckpointPath
-    """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
     prompt: Annotated[str, OnlyIf("prompts", None), Also("start", "text")] = ""
     """Text to continue; - reads it from standard input. Empty begins a document: after what the tokenizer
     itself puts before a text, else an end-of-document token."""
@@ -56,11 +51,6 @@ class GenerateConfig(SamplingOptions):
     """With chat=true and a prompt: message of the system before it; null sends none."""
     special_tokens: bool = False
     """Read names of special tokens in a prompt, such as <|endoftext|>, as those tokens, not as letters."""
-    tokenizer: InputPath | None = None
-    """tokenizer.json; null takes the one saved with the run."""
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    dist: DistConfig = field(default_factory=DistConfig)
 
     @property
     def stops(self) -> tuple[str, ...]:
