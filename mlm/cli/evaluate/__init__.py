@@ -1,6 +1,7 @@
 """The commands `mlm eval loss`, `wikitext103`, `lambada` and `all`: their settings and checks."""
 
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
 from mlm.cli.command import Command
@@ -157,6 +158,12 @@ ZERO_SHOT_KEYS = (
     *("tp", "pp", "vp", "dp", "dist.device"),
 )
 
+zero_shot = partial(
+    Command,
+    target="mlm.cli.evaluate.zero_shot:run",
+    check=check_zero_shot,
+    preflight="mlm.cli.evaluate.zero_shot:preflight",
+)
 COMMANDS = (
     Command(
         words=("eval", "loss"),
@@ -178,12 +185,9 @@ COMMANDS = (
             *("tp", "cp", "pp", "dp", "dist.device"),
         ),
     ),
-    Command(
+    zero_shot(
         words=("eval", "wikitext103"),
         spec=EvalWikitext103Config,
-        target="mlm.cli.evaluate.zero_shot:run",
-        check=check_zero_shot,
-        preflight="mlm.cli.evaluate.zero_shot:preflight",
         summary="perplexity of a checkpoint on WikiText-103, by two protocols",
         about=(
             "Scores a checkpoint on WikiText-103 by Megatron-LM's protocol (adjusted perplexity, overlapping "
@@ -203,12 +207,9 @@ COMMANDS = (
         ),
         keys=("ckpt", "data.path", "data.raw_path", "overlapping_eval", *ZERO_SHOT_KEYS),
     ),
-    Command(
+    zero_shot(
         words=("eval", "lambada"),
         spec=EvalLambadaConfig,
-        target="mlm.cli.evaluate.zero_shot:run",
-        check=check_zero_shot,
-        preflight="mlm.cli.evaluate.zero_shot:preflight",
         summary="accuracy of a checkpoint at the last words of LAMBADA, by two protocols",
         about=(
             "Scores a checkpoint on LAMBADA by Megatron-LM's protocol (strict cloze accuracy) and by "
@@ -225,12 +226,9 @@ COMMANDS = (
         ),
         keys=("ckpt", "data.path", "data.standard_path", *ZERO_SHOT_KEYS),
     ),
-    Command(
+    zero_shot(
         words=("eval", "all"),
         spec=EvalAllConfig,
-        target="mlm.cli.evaluate.zero_shot:run",
-        check=check_zero_shot,
-        preflight="mlm.cli.evaluate.zero_shot:preflight",
         summary="WikiText-103 and LAMBADA in one pass",
         about="What `mlm eval wikitext103` and `mlm eval lambada` do, in one pass and one table.",
         examples=(
