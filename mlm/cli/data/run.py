@@ -107,7 +107,12 @@ def run_inspect(config: DataInspectConfig) -> None:
 def run_document(config: DataInspectConfig, folder: Path, prefix: Path) -> None:
     """Show one document whole. Raises UserError."""
     corpus, (tokenizer, _) = IndexedDataset(prefix), tokenizer_for(config, folder)
-    number = document_wanted(config, corpus)
+    key, number = ("document", config.document) if config.token is None else ("token", config.token)
+    assert number is not None
+    count = corpus.num_documents if key == "document" else corpus.num_tokens
+    if not 0 <= number < count:
+        raise UserError(f"{key}={number}: {corpus.prefix} holds {count} {key}s; use 0 to {count - 1}")
+    number = number if key == "document" else corpus.document_of(number)
     ids = [int(token) for token in corpus.document(number)]
     known = tokenizer is not None and all(0 <= token < tokenizer.vocab_size for token in ids)
     text = tokenizer.decode(ids) if tokenizer is not None and known else None
@@ -124,16 +129,6 @@ def run_document(config: DataInspectConfig, folder: Path, prefix: Path) -> None:
             highlight=False,
             soft_wrap=True,
         )
-
-
-def document_wanted(config: DataInspectConfig, corpus: IndexedDataset) -> int:
-    """Return the number of the document to show. Raises UserError if it is out of range."""
-    key, number = ("document", config.document) if config.document is not None else ("token", config.token)
-    assert number is not None
-    count = corpus.num_documents if key == "document" else corpus.num_tokens
-    if not 0 <= number < count:
-        raise UserError(f"{key}={number}: {corpus.prefix} holds {count} {key}s; use 0 to {count - 1}")
-    return number if key == "document" else corpus.document_of(number)
 
 
 def tokenizer_for(config: DataInspectConfig, folder: Path) -> tuple[Tokenizer | None, str | None]:

@@ -158,7 +158,7 @@ ZERO_SHOT_KEYS = (
     *("tp", "pp", "vp", "dp", "dist.device"),
 )
 
-zero_shot = partial(
+on_texts = partial(
     Command,
     target="mlm.cli.evaluate.zero_shot:run",
     check=check_zero_shot,
@@ -185,7 +185,7 @@ COMMANDS = (
             *("tp", "cp", "pp", "dp", "dist.device"),
         ),
     ),
-    zero_shot(
+    on_texts(
         words=("eval", "wikitext103"),
         spec=EvalWikitext103Config,
         summary="perplexity of a checkpoint on WikiText-103, by two protocols",
@@ -207,7 +207,7 @@ COMMANDS = (
         ),
         keys=("ckpt", "data.path", "data.raw_path", "overlapping_eval", *ZERO_SHOT_KEYS),
     ),
-    zero_shot(
+    on_texts(
         words=("eval", "lambada"),
         spec=EvalLambadaConfig,
         summary="accuracy of a checkpoint at the last words of LAMBADA, by two protocols",
@@ -226,7 +226,7 @@ COMMANDS = (
         ),
         keys=("ckpt", "data.path", "data.standard_path", *ZERO_SHOT_KEYS),
     ),
-    zero_shot(
+    on_texts(
         words=("eval", "all"),
         spec=EvalAllConfig,
         summary="WikiText-103 and LAMBADA in one pass",

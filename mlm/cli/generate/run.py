@@ -58,7 +58,10 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
     texts = [(prompt, sample) for prompt in prompts for sample in range(config.num_samples)]
     numbers = [n + (s << SAMPLE_BITS) for n in range(len(prompts)) for s in range(config.num_samples)]
     if ctx.is_main:
-        warn_of_long(prompts, trained.config.model.max_positions)
+        most = trained.config.model.max_positions
+        for prompt in (prompt for prompt in prompts if len(prompt.ids) > most):
+            what = f"of its {len(prompt.ids)} tokens the last {most} are read, the checkpoint's max_positions"
+            print(f"mlm generate: {one_line(prompt.place)}: {what}", file=sys.stderr)
         found = declared_sampling(tokenizer.declared.generation)
         if left := [f"{key}={value}" for key, value in found.items() if getattr(config, key) is None]:
             print(f"as {GENERATION_CONFIG} declares: {', '.join(left)}", file=sys.stderr)
@@ -104,17 +107,6 @@ def sampling_of(config: GenerateConfig, tokenizer: Tokenizer) -> Sampling:
     """Return the settings that are typed, else declared by the model, else the usual ones."""
     typed = {each.name: getattr(config, each.name) for each in fields(Sampling)}
     return as_declared(tokenizer.declared.generation, typed)
-
-
-def warn_of_long(prompts: Iterable[Prompt], max_positions: int) -> None:
-    """Say of which prompts only the end is read."""
-    for prompt in prompts:
-        if len(prompt.ids) > max_positions:
-            print(
-                f"mlm generate: {one_line(prompt.place)}: of its {len(prompt.ids)} tokens the last "
-                f"{max_positions} are read, the checkpoint's max_positions",
-                file=sys.stderr,
-            )
 
 
 def show(

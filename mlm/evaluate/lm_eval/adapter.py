@@ -59,7 +59,11 @@ class MlmLM(TemplateLM):
         self.tokenizer = load_tokenizer(config.tokenizer, named.path, named.config.model)
         longest = named.config.model.max_positions
         self.max_length = min(config.max_length or longest, longest)
-        self.batch_size, self.model = config.batch_size, start(config)
+        self.batch_size = config.batch_size
+        ranks = choose_world_size(config.parallel, launch_facts(config.dist))
+        if ranks > 1:
+            logging.getLogger(__name__).info("starting %d ranks", ranks)
+        self.model: Model = LocalModel(config) if ranks == 1 else RemoteModel(config)
 
     @classmethod
     def create_from_arg_obj(
@@ -241,12 +245,3 @@ def device_of(said: str) -> str:
             f"CUDA_VISIBLE_DEVICES={index}"
         )
     return kind
-
-
-def start(config: LmEvalConfig) -> Model:
-    """The model on this process where it needs one rank, else on separate ranks."""
-    ranks = choose_world_size(config.parallel, launch_facts(config.dist))
-    if ranks == 1:
-        return LocalModel(config)
-    logging.getLogger(__name__).info("starting %d ranks", ranks)
-    return RemoteModel(config)
