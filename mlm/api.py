@@ -1,4 +1,4 @@
-"""A trained model in Python: load it, compute logits, generate, score, predict. Public as `mlm.load`.
+"""The Python API: a trained model that computes logits, generates, scores and predicts. Public as `mlm.load`.
 
 Shapes: B sequences, S tokens, V vocabulary.
 """
@@ -37,6 +37,7 @@ from mlm.launch.join import build_mesh
 from mlm.models.backbone import Transformer
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
+from mlm.models.shape import count_parameters
 from mlm.optim.config import PrecisionConfig
 from mlm.optim.precision import DTYPES
 from mlm.parallel.collectives import broadcast
@@ -166,7 +167,7 @@ class Model:
     def __repr__(self) -> str:
         layout = f"tp={self.ctx.tp.size}, pp={self.ctx.pp.size}"
         return (
-            f"Model({self.path}, {self.config.kind}, {self.config.num_parameters():,} parameters, {layout})"
+            f"Model({self.path}, {self.config.kind}, {count_parameters(self.config):,} parameters, {layout})"
         )
 
     @cached_property

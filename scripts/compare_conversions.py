@@ -3,7 +3,7 @@
     python scripts/compare_conversions.py [WORD …]
 
 Models are tiny, with random weights, and made by `transformers`, tokenizers by `tokenizers`. Printed are two
-tables for the guide, of the rows whose name contains a word. A number is the largest difference from the
+tables for the record, of the rows whose name contains a word. A number is the largest difference from the
 logits of `transformers`, in standard deviations of all; otherwise a cell says what is equal, or why not.
 """
 

@@ -1,6 +1,6 @@
 """All commands, in the order of `mlm --help`, collected from the features."""
 
-from mlm.cli.command import Command, resolve
+from mlm.cli.command import Command
 from mlm.cli.conversions import CONVERSION, MAINTENANCE
 from mlm.cli.data import COMMANDS as CORPUS
 from mlm.cli.doctor import COMMANDS as DOCTOR
@@ -12,6 +12,7 @@ from mlm.cli.pretrain import COMMANDS as PRETRAIN
 from mlm.cli.replay import COMMANDS as INCIDENTS
 from mlm.cli.report import COMMANDS as PAGE
 from mlm.cli.verify import COMMANDS as VERIFY
+from mlm.util.system import resolve
 
 __all__ = ["COMMANDS", "SPECS", "Command", "resolve"]
 

@@ -27,6 +27,7 @@ from mlm.convert.sources import Source, SourceSettings, native_source, open_sour
 from mlm.convert.targets import tensor_bytes
 from mlm.inference.base import Base
 from mlm.inference.trained import is_model_folder, run_directory, trained_config
+from mlm.models.shape import count_parameters
 from mlm.runs.folder import GB, new_folder, out_problems
 from mlm.util.errors import ConfigError, attempt
 from mlm.util.terminal import progress_bar
@@ -95,7 +96,7 @@ def export(config: ExportHFConfig) -> tuple[Source, dict[str, object], list[str]
         line = str(compare_logits(folder, source.path)) if config.verify else NOT_COMPARED
     columns = {
         "class#": mapping.architecture(source.model),
-        "parameters#": f"{source.model.num_parameters():,}",
+        "parameters#": f"{count_parameters(source.model):,}",
         "step#": source.manifest.step,
         "files#": files,
         "GB#": f"{count / GB:.3g}",

@@ -15,6 +15,7 @@ from mlm.checkpoint.parameters import split_of
 from mlm.cli.conversion_settings import ImportHFConfig
 from mlm.cli.result import show_table
 from mlm.convert.huggingface import peft
+from mlm.convert.huggingface.families import layer_names
 from mlm.convert.huggingface.folder import SAVE_AGAIN, read_json
 from mlm.convert.sources import SourceSettings, open_source
 from mlm.inference.base import Base, base_digest, base_name
@@ -60,7 +61,7 @@ def run(config: ImportHFConfig) -> None:
         for name, value in each.to_ours(read, below.whole)
     }
     form = {}
-    for shard, _ in adapter_shards(model, lora):
+    for shard, _ in adapter_shards(model, lora, layer_names(model)):
         name = f"model.{shard.name}"
         found, shape = tuple(tensors[name].shape), shard.global_shape
         if found != shape:

@@ -18,6 +18,7 @@ from mlm.checkpoint.parameters import parameters
 from mlm.convert.dcp.metadata import COPY_AGAIN, MAX_METADATA_BYTES, METADATA, MOMENTS
 from mlm.convert.dcp.storage import DCPReader
 from mlm.convert.dcp.torchtitan import TOKEN_TABLE, TorchtitanReader
+from mlm.convert.huggingface.families import layer_names
 from mlm.convert.huggingface.folder import (
     CONFIG,
     SAVE_AGAIN,
@@ -37,7 +38,7 @@ from mlm.convert.megatron.distributed import CoreTensors, is_distributed, open_d
 from mlm.convert.megatron.files import check_records, find_files, find_step
 from mlm.convert.megatron.merge import RankTensors, open_checkpoint
 from mlm.convert.megatron.model import MegatronModel
-from mlm.data.chat_template import ChatTemplate
+from mlm.data.chat_files import find_chat_template
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.base import Base, base_digest
 from mlm.inference.trained import load_tokenizer, resolve_checkpoint, run_directory, trained_config
@@ -152,7 +153,7 @@ def native_source(path: str, tokenizer: Tokenizer | None = None) -> Source:
     trained, base = resolve_checkpoint(str(step)).config, Base.of(manifest, step)
     if tokenizer is None and os.path.lexists(run_directory(step) / "tokenizer.json"):
         tokenizer = load_tokenizer(None, step)
-        tokenizer.chat_template = ChatTemplate.find(run_directory(step), tokenizer)
+        tokenizer.chat_template = find_chat_template(run_directory(step), tokenizer)
     reader = Reader(step, manifest)
 
     def read(kind: str, name: str, region: Region) -> Tensor:
@@ -188,7 +189,8 @@ def native_source(path: str, tokenizer: Tokenizer | None = None) -> Source:
 
 def _on_base(adapters: Source, manifest: Manifest, base: Base, lora: LoraConfig) -> Source:
     """Return adapters as the model that they make of their base, whose files are digested once."""
-    model, below = adapters.model, open_source(str(base.path), SourceSettings())
+    model, names = adapters.model, layer_names(adapters.model)
+    below = open_source(str(base.path), SourceSettings())
 
     @cache
     def changes() -> dict[str, Callable[[], WeightChange]]:
@@ -196,9 +198,9 @@ def _on_base(adapters: Source, manifest: Manifest, base: Base, lora: LoraConfig)
             raise UserError(
                 f"{base.name}: is no longer the base of the adapters in {adapters.path}; bring it back"
             )
-        shapes = {shard.name: shard.global_shape for shard, _ in adapter_shards(model, lora)}
+        shapes = {shard.name: shard.global_shape for shard, _ in adapter_shards(model, lora, names)}
         stored = {name: adapters.read(name, Region.whole(shape)) for name, shape in shapes.items()}
-        return merged_changes(model, lora, stored)
+        return merged_changes(model, lora, names, stored)
 
     @lru_cache(maxsize=1)  # a weight is read by parts
     def change_of(name: str) -> WeightChange | None:
@@ -259,7 +261,7 @@ def read_tokenizer(model: HFModel) -> tuple[Tokenizer | None, list[str]]:
             return None, [f"the tokenizer was not taken: {error}"]
     notes, size = unread_tokens(model.folder, tokenizer), model.config.vocab_size
     try:
-        tokenizer.chat_template = ChatTemplate.find(model.folder, tokenizer)
+        tokenizer.chat_template = find_chat_template(model.folder, tokenizer)
     except UserError as error:
         notes.append(f"the chat template was not taken: {error}")
     if tokenizer.vocab_size > size:

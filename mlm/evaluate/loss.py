@@ -22,6 +22,7 @@ from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import RECEIPT, read_receipt
 from mlm.data.sampler import MicroBatch, eval_batches
 from mlm.inference.trained import Trained, load_tokenizer
+from mlm.models.family import family_of
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.pipelined import evaluate
 from mlm.training.state import read_history
@@ -44,7 +45,7 @@ def corpus_loss(
     Raises UserError if the model's family cannot make samples of the corpus.
     """
     indexed, learnt_from = IndexedDataset(prefix), training_corpora(trained)
-    family, data = trained.config.model.family, replace(trained.config.data, seq_length=seq_length)
+    family, data = family_of(trained.config.model.kind), replace(trained.config.data, seq_length=seq_length)
     read_by = load_tokenizer(tokenizer, trained.path) if family.check_tokenizer else None
     windows = family.samples.validation(data, prefix, read_by)
     batches = eval_batches(windows, micro_batch_size=batch_size, rank=ctx.dp.rank, size=ctx.dp.size)

@@ -24,6 +24,7 @@ from mlm.inference.base import base_digest, load_any_weights
 from mlm.inference.chat import load_chat_template, template_problem
 from mlm.inference.trained import CheckpointSource, continuation_problem, load_tokenizer, resolve_checkpoint
 from mlm.models.config import ModelConfig
+from mlm.models.family import family_of
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
 from mlm.training.state import CHECKPOINTS, FINETUNING
@@ -54,7 +55,7 @@ class Start:
 
     def tokenize(self, task: TaskConfig, split: TaskSplit) -> TokenizedSplit:
         """Return a split with its examples. Raises UserError."""
-        causal = self.model.family.causal
+        causal = family_of(self.model.kind).causal
         return tokenize(
             task, split, self.tokenizer, causal=causal, max_length=self.max_length, skips=self.skips
         )

@@ -17,6 +17,7 @@ from mlm.checkpoint.native.format import MANIFEST, canonical
 from mlm.checkpoint.native.run_state import LORA
 from mlm.checkpoint.native.save_load import Manifest, TensorShard, load_checkpoint, read_manifest
 from mlm.config.build import from_dict
+from mlm.convert.huggingface.families import layer_names
 from mlm.convert.huggingface.folder import CONFIG
 from mlm.data.files_present import hub_id
 from mlm.inference.hf_source import find_model, load_model_folder, open_tensors
@@ -126,15 +127,17 @@ def _add_adapters(
     ctx: ParallelContext,
 ) -> Manifest:
     config = from_dict(PretrainConfig, dict(manifest.state["config"]))
+    names = layer_names(config.model)
     adapters = {
-        shard.name: torch.zeros(shard.global_shape) for shard, _ in adapter_shards(config.model, config.lora)
+        shard.name: torch.zeros(shard.global_shape)
+        for shard, _ in adapter_shards(config.model, config.lora, names)
     }
     wanted = {f"model.{name}": whole_shard(x) for name, x in adapters.items()}
     found = load_checkpoint(
         path, wanted | model_shards(head), ranks=Ranks.of(ctx), allow_extra=_is_left_out, cast=True
     )
     mine = {shard.name: shard for shard in shards}
-    for name, change_of in merged_changes(config.model, config.lora, adapters).items():
+    for name, change_of in merged_changes(config.model, config.lora, names, adapters).items():
         if (shard := mine.get(name)) is not None:
             change = change_of()
             target = shard.without_padding(shard.parameter.detach())

@@ -5,7 +5,8 @@ from typing import Any
 
 from mlm.checkpoint.native.save_load import resolve
 from mlm.data.chat_builtin import BUILT_IN, TURNS
-from mlm.data.chat_template import ChatError, ChatTemplate, find_template
+from mlm.data.chat_files import find_chat_template, find_template
+from mlm.data.chat_template import ChatError, ChatTemplate
 from mlm.data.conversation import ASSISTANT
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.trained import is_model_folder, run_directory
@@ -24,7 +25,7 @@ def load_chat_template(
     if file in (None, TURNS) and (problem := template_problem(tokenizer_path, path, key=key)):
         raise ConfigError([problem])
     folders = template_folders(tokenizer_path, path)
-    templates = (ChatTemplate.find(folder, tokenizer, file) for folder in folders)
+    templates = (find_chat_template(folder, tokenizer, file) for folder in folders)
     return next(template for template in templates if template is not None)
 
 

@@ -29,9 +29,10 @@ from mlm.inference.base import Base, base_digest, load_any_weights
 from mlm.inference.hf_source import find_model, model_name, open_tensors, run_spec
 from mlm.launch.rules.layout import SPLIT_RULES, Launch
 from mlm.launch.rules.nearest import layout_problems
-from mlm.models.config import ModelConfig
+from mlm.models.config import KINDS, ModelConfig
 from mlm.models.documents import Boundaries
-from mlm.models.family import SHIPPED, count_parameters, family_of
+from mlm.models.family import family_of
+from mlm.models.shape import architecture_of, count_parameters
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
@@ -156,7 +157,7 @@ def check_stored_parameters(manifest: Manifest, model: ModelConfig, path: Path) 
     held, last = sum(prod(entry.shape) for entry in stored), f"model.layers.{model.num_layers - 1}."
     is_deep = len(stored) >= model.num_layers and any(name.startswith(last) for name in manifest.tensors)
     # counting builds the layers that are not alike, however many a file claims
-    is_short = is_deep or (model.kind in SHIPPED and model.architecture.dense_layers < len(stored))
+    is_short = is_deep or (model.kind in KINDS and architecture_of(model).dense_layers < len(stored))
     made_of = count_parameters(model, with_state=True) if is_short else 0
     if not is_deep or held != made_of:
         made = f"{made_of:,} parameters in " if is_short else ""
@@ -214,7 +215,7 @@ def check_source(ckpt: str, parallel: ParallelConfig, *, causal: bool = True) ->
 
 def continuation_problem(ckpt: str, model: ModelConfig) -> str | None:
     """Problem of continuing a prompt with a model that is not causal; None if it is."""
-    if not model.family.causal:
+    if not family_of(model.kind).causal:
         return (
             f"ckpt={ckpt} holds a {model.kind} model, which does not read from left to right; give a gpt2 or "
             "llama checkpoint"

@@ -142,7 +142,7 @@ def load(trainer: Trainer, path: Path) -> Manifest:
     if is_start:
         return load_weights(trainer.shards, path, ctx, config=config)
     manifest = load_checkpoint(path, training_shards(trainer, trainer.shards), ranks=ranks, config=config)
-    check_run_state(manifest, path)
+    check_run_state(manifest.state, manifest.step, path)
     try:
         state = manifest.state
         trainer.step = int(state["step"])

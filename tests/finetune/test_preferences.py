@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mlm.convert.huggingface.families import mapping_of
 from mlm.finetune import training
 from mlm.finetune.batches import make_batcher
 from mlm.finetune.config import FinetuneConfig
@@ -156,7 +157,7 @@ def test_losses_and_gradients_equal_those_of_trl(folder: Path, tmp_path: Path, l
     kl = -(logged["rewards/chosen"] + logged["rewards/rejected"]) / 2 / 0.3
     assert parts[5].item() == pytest.approx(kl, abs=1e-5)
     model = read_start(preferring(folder)).model
-    mapping = model.family.huggingface
+    mapping = mapping_of(model)
     assert mapping is not None
     gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     for name, gradient in mapping.to_ours(gradients, model).items():

@@ -18,6 +18,7 @@ from mlm.inference.trained import (
 from mlm.launch.rules.layout import CONTEXT_FITS, Launch
 from mlm.launch.rules.nearest import layout_problems
 from mlm.models.bert.model import PARTS
+from mlm.models.family import family_of
 from mlm.parallel.mesh import ParallelContext
 from mlm.runs.checks import context_problem
 from mlm.runs.config import PretrainConfig
@@ -34,7 +35,7 @@ def preflight(config: EvalLossConfig) -> list[str]:
         path, trained = named.path, named.config
         prefix = corpus_prefix(config, trained)
         seq_length = window_length(config.seq_length, trained)
-        if check := trained.model.family.check_tokenizer:
+        if check := family_of(trained.model.kind).check_tokenizer:
             check(load_tokenizer(config.tokenizer, path))
     except UserError as error:
         return list(error.problems)

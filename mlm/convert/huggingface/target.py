@@ -17,6 +17,7 @@ from mlm.checkpoint.native.run_state import FINETUNING, as_strings, label_names
 from mlm.checkpoint.native.shard_file import Form, write_stream
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import group_by_size
+from mlm.convert.huggingface.families import mapping_of
 from mlm.convert.huggingface.folder import CONFIG, INDEX, WEIGHTS
 from mlm.convert.huggingface.mapping import HuggingFaceMapping, Location, TokenIds
 from mlm.convert.huggingface.model_card import CARD, model_card
@@ -48,7 +49,7 @@ class Exported:
 
 def hf_mapping(source: Source) -> HuggingFaceMapping:
     """Return how `transformers` holds such a model. Raises UserError if it has none."""
-    model, mapping = source.model, family_of(source.model.kind).huggingface
+    model, mapping = source.model, mapping_of(source.model)
     if mapping is None:
         raise UserError(f"{source.path}: its model.kind={model.kind} has no counterpart in transformers")
     if model.mup_base_width is not None:
