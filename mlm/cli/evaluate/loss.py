@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from mlm.cli.evaluate import EvalLossConfig
+from mlm.cli.evaluate.settings import EvalLossConfig
 from mlm.data.files_present import missing_pair
 from mlm.data.receipt import check_corpus
 from mlm.evaluate.loss import corpus_loss

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlm
-from mlm.cli.evaluate import EvalAllConfig, EvalLambadaConfig, EvalWikitext103Config, ZeroShotConfig
+from mlm.cli.evaluate.settings import EvalAllConfig, EvalLambadaConfig, EvalWikitext103Config, ZeroShotConfig
 from mlm.config.build import to_dict
 from mlm.data.tokenizer import Tokenizer
 from mlm.evaluate.loss import training_corpora

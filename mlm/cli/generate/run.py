@@ -12,8 +12,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mlm.cli.generate import STDIN, GenerateConfig
 from mlm.cli.generate.prompts import Prompt, read_prompts, share_prompts
+from mlm.cli.generate.settings import STDIN, GenerateConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.data.tokenizer_settings import GENERATION_CONFIG
 from mlm.inference.chat import end_of_turn_tokens, load_chat_template
