@@ -155,10 +155,7 @@ def ingredients(
 ) -> Receipt:
     """Everything that the output is a function of; `evaluation` is the digest of the texts to keep out."""
     values = to_dict(config)
-    settings = (
-        *("text_key", "bad_input", "max_document_bytes"),
-        *("append_eod", "eod", "prepend_bos", "sentences"),
-    )
+    keys = ("text_key", "bad_input", "max_document_bytes", "append_eod", "eod", "prepend_bos", "sentences")
     is_divided = not any(item.split for item in inputs)
     return {
         "format": "mlm-corpus-2",
@@ -166,7 +163,7 @@ def ingredients(
         "vocab_size": tokenizer.vocab_size,
         "eod_id": tokenizer.eod_id,
         "bos_id": tokenizer.bos_id,
-        **{key: values[key] for key in settings},
+        **{key: values[key] for key in keys},
         "recipe": {key: values[key] for key in ("normalise", "filter", "dedup", "decontaminate")},
         "evaluation_texts": evaluation,
         "split": list(parse_split(config.split)) if is_divided else None,

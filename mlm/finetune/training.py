@@ -74,6 +74,11 @@ from mlm.util.errors import ConfigError, UserError, attempt, writing_to
 from mlm.util.files import dump_json, write_atomic
 from mlm.util.ownership import claim_problems
 
+SHARED = (
+    *("name", "out", "seed", "compile", "profile", "lora", "parallel", "optimizer", "precision", "log"),
+    *("incident", "check", "dist"),
+)
+"""Settings that are those of a pretraining run."""
 TRIM_EVERY = 20
 """Steps between returns of freed memory to the system: sequences of other lengths need other blocks."""
 STEP_BITS = 32
@@ -275,18 +280,11 @@ def pretrain_config(config: FinetuneConfig, start: Start, steps: int) -> Pretrai
     """Return the run as the trainer takes it, and as checkpoints save it."""
     warmup = min(math.ceil(exact(config.schedule.warmup) * steps), steps - 1)
     return PretrainConfig(
-        name=config.name,
-        out=config.out,
-        seed=config.seed,
-        compile=config.compile,
+        **{key: getattr(config, key) for key in SHARED},
         model=start.model,
-        lora=config.lora,
-        parallel=config.parallel,
-        optimizer=config.optimizer,
         schedule=ScheduleConfig(
             decay=config.schedule.decay, warmup_steps=warmup, min_lr=config.schedule.min_lr
         ),
-        precision=config.precision,
         data=DataConfig(seq_length=start.max_length),
         train=TrainConfig(
             steps=steps,
@@ -294,11 +292,6 @@ def pretrain_config(config: FinetuneConfig, start: Start, steps: int) -> Pretrai
             micro_batch_size=config.train.micro_batch_size,
         ),
         checkpoint=CheckpointConfig(keep_last=config.checkpoint.keep_last, resume=config.checkpoint.resume),
-        log=config.log,
-        incident=config.incident,
-        check=config.check,
-        profile=config.profile,
-        dist=config.dist,
     )
 
 
