@@ -115,7 +115,8 @@ def read_split(
         has_labels=has_labels,
         skipped=unread,
     )
-    check_problems([*problems, *check(found)])
+    if lines := problem_lines([*problems, *check(found)]):
+        raise ConfigError(lines)
     if not rows:
         prefixes = " or ".join(task.subsets)
         hint = f" ({others} have an {task.id} that does not begin with {prefixes}: see task.subsets)"
@@ -142,12 +143,6 @@ def held_out_part(task: TaskConfig, whole: TaskSplit, path: str | None) -> TaskS
     part = whole.select([n for n, rank in enumerate(ranks) if (rank <= last) == (whole.name != task.train)])
     note = f"{path}: {len(part):,} of {len(whole):,} conversations are {whole.name}"
     return replace(part, digest=digest_rows(part.rows), note=note)
-
-
-def check_problems(problems: Sequence[tuple[str, RowError]]) -> None:
-    """Raise ConfigError with the first problems of rows and their locations, and the number of the others."""
-    if lines := problem_lines(problems):
-        raise ConfigError(lines)
 
 
 def problem_lines(problems: Sequence[tuple[str, RowError]]) -> list[str]:
@@ -246,8 +241,8 @@ def tokenize(
         items += examples
         truncated += was_truncated
         left_out += not examples
-    if not skips:
-        check_problems(problems)
+    if not skips and (lines := problem_lines(problems)):
+        raise ConfigError(lines)
     return TokenizedSplit(
         split=split,
         examples=items,

@@ -143,12 +143,6 @@ def tokenizer_for(config: DataInspectConfig, folder: Path) -> tuple[Tokenizer | 
     return tokenizer, None if tokenizer else note
 
 
-def share_of(facts: Facts) -> str:
-    """Describe the share of documents that end with the end-of-document token."""
-    share = facts["ends_with_eod"]
-    return "unknown" if share is None else f"{share:.1%} of {facts['looked_at']:,}"
-
-
 ROWS: dict[str, Callable[[Facts], str]] = {
     "tokens are": lambda facts: f"{facts['dtype']} (version {facts['version']})",
     "documents": lambda facts: f"{facts['documents']:,}",
@@ -159,7 +153,11 @@ ROWS: dict[str, Callable[[Facts], str]] = {
     "mean document": lambda facts: f"{facts['tokens_per_document']['mean']:,.1f}",
     "longest document": lambda facts: f"{facts['tokens_per_document']['max']:,}",
     "size of .bin": lambda facts: format_bytes(facts["bytes"]),
-    "end with eod": share_of,
+    "end with eod": lambda facts: (
+        "unknown"
+        if facts["ends_with_eod"] is None
+        else f"{facts['ends_with_eod']:.1%} of {facts['looked_at']:,}"
+    ),
 }
 
 
