@@ -104,8 +104,9 @@ def read_split(
         problems = [each for each in problems if each[1] is not unlabelled]
         if split in (task.train, *task.validations):
             fix = "set task.label, or give a file with labels"
-            missing = RowError(f"no row of split {split} has a label ('{task.label}'): {fix}")
-            problems.insert(0, (source, missing))
+            problems.insert(
+                0, (source, RowError(f"no row of split {split} has a label ('{task.label}'): {fix}"))
+            )
     found = TaskSplit(
         name=split,
         source=source,
