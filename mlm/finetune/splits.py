@@ -104,9 +104,8 @@ def read_split(
         problems = [each for each in problems if each[1] is not unlabelled]
         if split in (task.train, *task.validations):
             fix = "set task.label, or give a file with labels"
-            problems.insert(
-                0, (source, RowError(f"no row of split {split} has a label ('{task.label}'): {fix}"))
-            )
+            missing = RowError(f"no row of split {split} has a label ('{task.label}'): {fix}")
+            problems.insert(0, (source, missing))
     found = TaskSplit(
         name=split,
         source=source,
@@ -116,8 +115,7 @@ def read_split(
         has_labels=has_labels,
         skipped=unread,
     )
-    if lines := problem_lines([*problems, *check(found)]):
-        raise ConfigError(lines)
+    check_problems([*problems, *check(found)])
     if not rows:
         prefixes = " or ".join(task.subsets)
         hint = f" ({others} have an {task.id} that does not begin with {prefixes}: see task.subsets)"
@@ -144,6 +142,12 @@ def held_out_part(task: TaskConfig, whole: TaskSplit, path: str | None) -> TaskS
     part = whole.select([n for n, rank in enumerate(ranks) if (rank <= last) == (whole.name != task.train)])
     note = f"{path}: {len(part):,} of {len(whole):,} conversations are {whole.name}"
     return replace(part, digest=digest_rows(part.rows), note=note)
+
+
+def check_problems(problems: Sequence[tuple[str, RowError]]) -> None:
+    """Raise ConfigError with the first problems of rows and their locations, and the number of the others."""
+    if lines := problem_lines(problems):
+        raise ConfigError(lines)
 
 
 def problem_lines(problems: Sequence[tuple[str, RowError]]) -> list[str]:
@@ -242,8 +246,8 @@ def tokenize(
         items += examples
         truncated += was_truncated
         left_out += not examples
-    if not skips and (lines := problem_lines(problems)):
-        raise ConfigError(lines)
+    if not skips:
+        check_problems(problems)
     return TokenizedSplit(
         split=split,
         examples=items,
