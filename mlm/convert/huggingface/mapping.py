@@ -340,7 +340,7 @@ class SizeKey(NamedTuple):
     """A whole number from 1 in a config.json; null too if that is the default."""
 
     ours: str
-    """Field of ModelConfig; "" for none."""
+    """Field of ModelConfig, or an option; "" for none."""
     default: int | None
     most: int
 
@@ -349,7 +349,7 @@ class NumberKey(NamedTuple):
     """A number in a config.json."""
 
     ours: str
-    """Field of ModelConfig; "" for none."""
+    """The same."""
     default: float
     least: float = 0.0
     below: float = 1.0
@@ -370,21 +370,20 @@ class ConfigKeys:
     """Key -> types of its value, if it is there, for keys that are read elsewhere."""
 
     def settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return fields of ModelConfig for the values that `read` returned."""
+        """Return our fields and options for the values that `read` returned."""
         sizes = {key.ours: values[theirs] for theirs, key in self.sizes.items() if key.ours}
         numbers = {key.ours: float(values[theirs]) for theirs, key in self.numbers.items() if key.ours}
         name = values[self.activation]
         activation = next(ours for ours, names in ACTIVATIONS.items() if name in names)
         return {**sizes, **numbers, "activation": activation}
 
-    def write(self, model: ModelConfig, architecture: str) -> dict[str, JSON]:
-        """Return the entries of config.json that any of its classes has."""
-        keys = {theirs: key.ours for theirs, key in self.sizes.items() if key.ours}
-        keys |= {theirs: key.ours for theirs, key in self.numbers.items() if key.ours}
+    def write(self, known: Mapping[str, Any], architecture: str) -> dict[str, JSON]:
+        """Return the entries of config.json that any of its classes has; `known` are ours by field."""
         return {
             "architectures": [architecture],
-            **{theirs: getattr(model, ours) for theirs, ours in keys.items()},
-            self.activation: ACTIVATIONS[model.activation][0],
+            **{theirs: known[key.ours] or key.default for theirs, key in self.sizes.items() if key.ours},
+            **{theirs: known[key.ours] for theirs, key in self.numbers.items() if key.ours},
+            self.activation: ACTIVATIONS[known["activation"]][0],
             "dtype": "float32",
             "tie_word_embeddings": True,
         }
