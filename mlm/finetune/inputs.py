@@ -17,9 +17,9 @@ from mlm.config.tree import flatten
 from mlm.convert.huggingface.mapping import Note
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, TaskConfig
+from mlm.finetune.registry import task_type
 from mlm.finetune.rows import RowError
 from mlm.finetune.splits import TaskSplit, TokenizedSplit, held_out_part, read_split, tokenize
-from mlm.finetune.task_type import task_type
 from mlm.inference.base import base_digest, load_any_weights
 from mlm.inference.chat import load_chat_template, template_problem
 from mlm.inference.trained import (

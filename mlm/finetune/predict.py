@@ -11,12 +11,11 @@ from mlm.convert.huggingface.folder import read_model
 from mlm.convert.huggingface.mapping import label_entries
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.batches import make_batcher
-from mlm.finetune.checks import check_task
 from mlm.finetune.config import TaskConfig
+from mlm.finetune.registry import check_task, task_type
 from mlm.finetune.rows import RowError, TaskRow
 from mlm.finetune.scoring import Finetuning, compute_predictions, label_probabilities
 from mlm.finetune.splits import TaskSplit, tokenize
-from mlm.finetune.task_type import task_type
 from mlm.inference.trained import Trained, is_model_folder
 from mlm.models.family import family_of
 from mlm.parallel.mesh import ParallelContext

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from mlm.finetune.batches import Batcher, TaskBatch
+from mlm.finetune.chat import Preferences
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example
-from mlm.finetune.packing import AnswerLoss, Packer, answer_scores
-from mlm.finetune.pairs import PairLoss
-from mlm.finetune.preferences import Preferences
+from mlm.finetune.packing import AnswerLoss, Packer, PairLoss, answer_scores
+from mlm.finetune.registry import task_type
 from mlm.finetune.splits import TaskSplit, TokenizedSplit
-from mlm.finetune.task_type import Output, Prediction, TaskType, task_type
+from mlm.finetune.task_type import Output, Prediction, TaskType
 from mlm.models.backbone import Inputs, Transformer
 from mlm.models.documents import padding_spans
 from mlm.models.family import family_of

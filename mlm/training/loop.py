@@ -29,9 +29,9 @@ from mlm.training.incidents.divergence import DivergenceStop
 from mlm.training.incidents.experts import ExpertWatch
 from mlm.training.incidents.timing import PROFILED_RANKS, Profiler, SlowRanks
 from mlm.training.incidents.watcher import Incidents
-from mlm.training.observer import Observer, Observers, RewindRequested, own_observers
+from mlm.training.observer import Observer, Observers, RewindRequested, StepOutcome, own_observers
 from mlm.training.saver import Saver
-from mlm.training.trainer import StepOutcome, StopAgreed, StopVote, Trainer
+from mlm.training.trainer import StopAgreed, StopVote, Trainer
 from mlm.util.errors import show
 
 CONFIG = "config.yaml"

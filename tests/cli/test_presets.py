@@ -8,14 +8,14 @@ import pytest
 
 from mlm.cli.commands import SPECS
 from mlm.cli.compose.composition import compose_values, load_config
+from mlm.cli.data import check_build
+from mlm.cli.finetune import check_finetune
+from mlm.cli.plan import check_plan_layouts
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.tree import flatten, leaves
-from mlm.corpus.config import check_build
-from mlm.finetune.checks import check_finetune
 from mlm.models.config import ModelConfig
 from mlm.models.shape import architecture_of, count_parameters
 from mlm.optim.schedule import learning_rate
-from mlm.plan.checks import check_plan_layouts
 from mlm.plan.hardware import preset
 from mlm.runs.checks import check_pretrain
 from mlm.runs.config import PretrainConfig

@@ -10,11 +10,12 @@ import pytest
 
 from mlm.cli import main
 from mlm.cli.compose.composition import load_config
+from mlm.cli.verify import check_parity
 from mlm.models.shape import count_parameters
 from mlm.parallel.mesh import shape_context
 from mlm.util.errors import UserError
 from mlm.verify import parity as module
-from mlm.verify.config import FIRST_LOSS_SCALE, ParityConfig, check_parity, comparable
+from mlm.verify.config import FIRST_LOSS_SCALE, ParityConfig, comparable
 from mlm.verify.parity import preflight, run
 from tests.cli.doubles import Cli, make_cli
 from tests.verify.parity_layouts import LAYOUTS

@@ -13,8 +13,8 @@ from mlm.models.shape import architecture_of
 from mlm.parallel.collectives import all_reduce
 from mlm.tracking.metrics import ExpertLoads
 from mlm.tracking.reporter import Reporter
-from mlm.training.observer import Observer
-from mlm.training.trainer import StepOutcome, Trainer
+from mlm.training.observer import Observer, StepOutcome
+from mlm.training.trainer import Trainer
 
 LISTED = 8
 """Experts that a line names."""

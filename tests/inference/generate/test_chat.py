@@ -13,13 +13,14 @@ import pytest
 import transformers
 
 from mlm.cli.entry import main
+from mlm.cli.generate import GenerateConfig
+from mlm.cli.generate.prompts import read_prompts
+from mlm.cli.generate.run import run
 from mlm.data.chat_files import find_chat_template
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.chat import end_of_turn_tokens
-from mlm.inference.generate.config import GenerateConfig
-from mlm.inference.generate.prompts import read_prompts
-from mlm.inference.generate.run import run
-from mlm.inference.generation import Sampling, generate
+from mlm.inference.config import Sampling
+from mlm.inference.generation import generate
 from mlm.inference.trained import load_trained
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig

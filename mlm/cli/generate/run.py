@@ -12,13 +12,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from mlm.cli.generate import STDIN, GenerateConfig
+from mlm.cli.generate.prompts import Prompt, read_prompts, share_prompts
 from mlm.data.tokenizer import Tokenizer
 from mlm.data.tokenizer_settings import GENERATION_CONFIG
 from mlm.inference.chat import end_of_turn_tokens, load_chat_template
-from mlm.inference.generate.config import STDIN, GenerateConfig
-from mlm.inference.generate.prompts import Prompt, read_prompts, share_prompts
-from mlm.inference.generation import Sampling, before_stop, continuations, ends_at
-from mlm.inference.sampling import as_declared, declared_sampling
+from mlm.inference.config import Sampling, as_declared, declared_sampling
+from mlm.inference.generation import before_stop, continuations, ends_at
 from mlm.inference.trained import (
     check_source,
     load_tokenizer,
