@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from mlm.config.imports import OwnCodeError, imported
 from mlm.models.config import KINDS, ModelConfig
@@ -48,14 +48,8 @@ class Architecture:
     """Elements of attention's matrices; 0 for those of queries, keys, values and output of these sizes."""
     gated: bool = False
     """True for an MLP of three matrices: its input is multiplied by a gate (arXiv:2002.05202)."""
-    qkv_bias: bool = True
-    """True if queries, keys and values have biases."""
     bias: bool = True
     """True if attention's output and the MLP have biases."""
-    norm_bias: bool = True
-    """True for layer norm, which has a bias; False for RMSNorm."""
-    head_norms: bool = False
-    """True if the queries and keys of each head are normed."""
     learned_positions: bool = True
     """True if there is a table of positions."""
     tied: bool = True
@@ -180,10 +174,6 @@ class LazyImport(Generic[T]):
     def __set__(self, instance: object, value: "T | str") -> None:
         instance.__dict__[self.name] = value
 
-    @overload
-    def __get__(self, instance: None, owner: type) -> T: ...
-    @overload
-    def __get__(self, instance: object, owner: type) -> T: ...
     def __get__(self, instance: object | None, owner: type) -> T:
         if instance is None:  # a dataclass asks for the default so: there is none
             raise AttributeError(self.name)

@@ -8,7 +8,7 @@ from mlm.models.config import KINDS, ModelConfig
 from mlm.models.family import Architecture, family_of
 
 if TYPE_CHECKING:  # checks of settings need no torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 def architecture_of(model: ModelConfig) -> Architecture:
@@ -21,11 +21,16 @@ def is_tied(model: ModelConfig) -> bool:
     return model.head == "language_model" and architecture_of(model).tied
 
 
-def parameters_by_name(model: ModelConfig) -> "dict[str, Tensor]":
-    """Parameters of a model on the meta device, without padding. Raises OwnCodeError as `family_of`."""
+def build_on_meta(model: ModelConfig) -> "nn.Module":
+    """Return a whole model in one process, without memory. Raises OwnCodeError as `family_of`."""
     with import_module("torch").device("meta"):
-        whole = family_of(model.kind).model(replace(model, vocab_multiple=1))
-    return dict(whole.named_parameters())
+        whole: nn.Module = family_of(model.kind).model(model)
+    return whole
+
+
+def parameters_by_name(model: ModelConfig) -> "dict[str, Tensor]":
+    """Parameters of a model on the meta device, without padding."""
+    return dict(build_on_meta(replace(model, vocab_multiple=1)).named_parameters())
 
 
 def count_parameters(model: ModelConfig, *, with_state: bool = False) -> int:

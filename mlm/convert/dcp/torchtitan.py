@@ -20,7 +20,8 @@ from mlm.convert.dcp.metadata import MOMENTS, read_metadata
 from mlm.convert.dcp.storage import DCPReader
 from mlm.convert.dcp.writer import DCPTensor
 from mlm.convert.megatron.llama import TORCHTITAN, torchtitan_layouts, torchtitan_problem
-from mlm.convert.row_layouts import reorder_rows, split_layer
+from mlm.convert.megatron.model import stored_parameters
+from mlm.convert.row_layouts import reorder_rows, short_name, split_layer
 from mlm.models.config import ModelConfig
 from mlm.models.shape import is_tied
 from mlm.util.errors import CorruptFileError, UserError
@@ -37,13 +38,8 @@ def stored_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         raise UserError(f"model.kind={model.kind}: torchtitan's names are of Llama 3 and Qwen 3")
     if problem := torchtitan_problem(model):
         raise UserError(f"torchtitan has no such model: {problem}")
-    layouts = torchtitan_layouts(model)
-    ours = {name: one.shape for name, one in parameters(model).items()}
-    kept = {name: shape for name, shape in ours.items() if split_layer(name)[1] not in layouts.ours}
-    for layer in range(model.num_layers):
-        for short, layout in layouts.theirs.items():
-            kept[f"layers.{layer}.{short}"] = (layout.rows, model.hidden_size)
-    return kept
+    stored = stored_parameters(model, torchtitan_layouts(model))
+    return {name: one.shape for name, one in stored.items()}
 
 
 def torchtitan_name(name: str) -> str:
@@ -85,7 +81,7 @@ class TorchtitanReader:
 
     def read(self, name: str, region: Region) -> Tensor:
         """Return those elements of a parameter, float32."""
-        if split_layer(name)[1] not in self.layouts.ours:
+        if short_name(name) not in self.layouts.ours:
             return self._load(name, region)
         value = reorder_rows(
             name,
@@ -136,7 +132,7 @@ def torchtitan_tensors(
 
     def make(theirs: str, region: Region) -> Tensor:
         name = names[theirs]
-        if split_layer(name)[1] not in layouts.theirs:
+        if short_name(name) not in layouts.theirs:
             return read(name, region).to(dtype)
         value = reorder_rows(
             name, layouts.ours, layouts.theirs, lambda one: read(one, Region.whole(ours[one]))

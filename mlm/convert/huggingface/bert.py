@@ -254,7 +254,7 @@ MAPPING = hf.HuggingFaceMapping(
     prefix=PREFIX,
     head_prefixes=("cls.", "classifier.", "qa_outputs."),
     plain=plain_name,
-    tied={  # the output layer is the token table, with a separate bias
+    copies=lambda model: {  # the output layer is the token table, with a separate bias
         "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },

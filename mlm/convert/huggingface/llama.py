@@ -151,7 +151,7 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
     values = row.keys.read(config, path, row.classes)
     layers, positions = values["num_hidden_layers"], values["max_position_embeddings"]
     latent = "kv_lora_rank" in values
-    options, problems = read_rope(config, path, positions, row.theta, scales_scores=latent)
+    options, problems = read_rope(config, path, positions, row.defaults.theta, scales_scores=latent)
     window, wrong = _window(config, layers, row, path)
     dense, wrong_layers = _dense_layers(config, layers, row, path)
     if problems := [*problems, *wrong, *wrong_layers]:
@@ -292,8 +292,7 @@ MAPPING = hf.HuggingFaceMapping(
     prefix=PREFIX,
     head_prefixes=("lm_head.",),
     plain=lambda name: name.removeprefix(PREFIX),
-    tied={"lm_head.weight": "embed_tokens.weight"},
-    ties=lambda model: LlamaSettings.of(model).tied,
+    copies=lambda model: {"lm_head.weight": "embed_tokens.weight"} if LlamaSettings.of(model).tied else {},
     ignored=re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),  # stored by old versions
     read=read_config,
     content=content,

@@ -8,7 +8,7 @@ Qwen3Config, MixtralConfig, Qwen3MoeConfig, OlmoeConfig and DeepseekV3Config
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mlm.convert.huggingface import mapping as hf
 from mlm.models.config import ModelConfig
@@ -42,6 +42,17 @@ _NUMBERS = {
 _MOST = 1 << 16
 
 
+class Defaults(NamedTuple):
+    """Defaults of a config.json."""
+
+    ffn: int
+    positions: int
+    vocabulary: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    theta: float = 1e4
+
+
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """A model_type: what its config.json holds, and the names of tensors that differ."""
@@ -52,14 +63,7 @@ class Variant:
     """Options of ours that such a model has set, and no model of a row below has all of."""
     options: Mapping[str, bool | str] = field(default_factory=dict)
     """Options that all its models have, where ours have another default."""
-    ffn: int
-    kv_heads: int | None = None
-    positions: int
-    vocabulary: int
-    head_dim: int | None = None
-    """Defaults of config.json."""
-    theta: float = 1e4
-    """Default of rope_theta."""
+    defaults: Defaults
     fixed: Mapping[str, tuple[hf.JSON, ...]] = field(default_factory=dict)
     """More keys as in ConfigKeys, written too."""
     sizes: Mapping[str, hf.SizeKey] = field(default_factory=dict)
@@ -107,14 +111,14 @@ class Variant:
             activation="hidden_act",
             fixed={**_FIXED, **({} if self.has_experts else _NO_EXPERTS), **self.fixed},
             sizes={
-                "vocab_size": hf.SizeKey("vocab_size", self.vocabulary, 1 << 24),
+                "vocab_size": hf.SizeKey("vocab_size", self.defaults.vocabulary, 1 << 24),
                 "hidden_size": hf.SizeKey("hidden_size", 4096, 1 << 20),
                 "num_hidden_layers": hf.SizeKey("num_layers", 32, 10_000),
                 "num_attention_heads": hf.SizeKey("num_heads", 32, 1 << 20),
-                "num_key_value_heads": hf.SizeKey("num_kv_heads", self.kv_heads, 1 << 20),
-                "intermediate_size": hf.SizeKey("ffn_hidden_size", self.ffn, 1 << 24),
-                "max_position_embeddings": hf.SizeKey("max_positions", self.positions, 1 << 30),
-                "head_dim": hf.SizeKey("head_dim", self.head_dim, _MOST),
+                "num_key_value_heads": hf.SizeKey("num_kv_heads", self.defaults.kv_heads, 1 << 20),
+                "intermediate_size": hf.SizeKey("ffn_hidden_size", self.defaults.ffn, 1 << 24),
+                "max_position_embeddings": hf.SizeKey("max_positions", self.defaults.positions, 1 << 30),
+                "head_dim": hf.SizeKey("head_dim", self.defaults.head_dim, _MOST),
                 **self.sizes,
             },
             numbers={**_NUMBERS, **self.numbers},
@@ -139,18 +143,13 @@ _LAST_SLIDE = ("sliding_window", "use_sliding_window", "max_window_layers")
 VARIANTS = {
     "llama": Variant(
         classes="Llama",
-        ffn=11008,
-        positions=2048,
-        vocabulary=32000,
+        defaults=Defaults(ffn=11008, positions=2048, vocabulary=32000),
         fixed=_NO_BIAS | {"mlp_bias": (False,)},
     ),
     "mistral": Variant(
         classes="Mistral",
         marks=("window",),
-        ffn=14336,
-        kv_heads=8,
-        positions=4096 * 32,
-        vocabulary=32000,
+        defaults=Defaults(ffn=14336, kv_heads=8, positions=131072, vocabulary=32000),
         window_keys=_ALL_SLIDE,
         window=4096,
     ),
@@ -158,10 +157,7 @@ VARIANTS = {
         classes="Qwen2",
         marks=("qkv_bias",),
         options={"qkv_bias": True},
-        ffn=22016,
-        kv_heads=32,
-        positions=32768,
-        vocabulary=151936,
+        defaults=Defaults(ffn=22016, kv_heads=32, positions=32768, vocabulary=151936),
         writes_head_dim="unusual",
         window_keys=_LAST_SLIDE,
         window=4096,
@@ -171,11 +167,7 @@ VARIANTS = {
         classes="Qwen3",
         marks=("qk_norm",),
         options={"qk_norm": True},
-        ffn=22016,
-        kv_heads=32,
-        positions=32768,
-        vocabulary=151936,
-        head_dim=128,
+        defaults=Defaults(ffn=22016, kv_heads=32, positions=32768, vocabulary=151936, head_dim=128),
         fixed=_NO_BIAS,
         window_keys=_LAST_SLIDE,
         window=4096,
@@ -184,11 +176,7 @@ VARIANTS = {
     "mixtral": Variant(
         classes="Mixtral",
         marks=("num_experts",),
-        ffn=14336,
-        kv_heads=8,
-        positions=4096 * 32,
-        vocabulary=32000,
-        theta=1e6,
+        defaults=Defaults(ffn=14336, kv_heads=8, positions=131072, vocabulary=32000, theta=1e6),
         sizes=_experts("num_local_experts", 8, 2),
         fixed={"router_jitter_noise": (0.0, 0)},
         window_keys=_ALL_SLIDE,
@@ -199,10 +187,7 @@ VARIANTS = {
         classes="Qwen3Moe",
         marks=("num_experts", "qk_norm"),
         options={"qk_norm": True},
-        ffn=6144,
-        kv_heads=4,
-        positions=32768,
-        vocabulary=151936,
+        defaults=Defaults(ffn=6144, kv_heads=4, positions=32768, vocabulary=151936),
         aliases={"num_local_experts": "num_experts"},  # since transformers 5
         sizes=_experts("num_experts", 128, 8, 768),
         fixed=_NO_BIAS | {"decoder_sparse_step": (1,)},
@@ -215,9 +200,7 @@ VARIANTS = {
         classes="Olmoe",
         marks=("num_experts", "qk_norm_whole"),
         options={"qk_norm": True, "qk_norm_whole": True},
-        ffn=2048,
-        positions=4096,
-        vocabulary=50304,
+        defaults=Defaults(ffn=2048, positions=4096, vocabulary=50304),
         sizes=_experts("num_experts", 64, 8),
         fixed=_NO_BIAS | {"clip_qkv": (None,)},
         writes_head_dim="never",
@@ -227,9 +210,7 @@ VARIANTS = {
         classes="DeepseekV3",
         marks=("kv_lora_rank",),
         options={"router_scores": "sigmoid", "router_bias": True},
-        ffn=18432,
-        positions=4096,
-        vocabulary=129280,
+        defaults=Defaults(ffn=18432, positions=4096, vocabulary=129280),
         absent={"q_lora_rank": 1536},
         sizes=_experts("n_routed_experts", 256, 8, 2048)
         | {

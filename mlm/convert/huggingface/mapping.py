@@ -227,10 +227,8 @@ class HuggingFaceMapping:
     """Prefixes of the heads' tensors."""
     plain: Callable[[str], str]
     """Return a tensor's name without prefix, in today's spelling."""
-    tied: Mapping[str, str]
-    """Tensors that may be stored a second time -> the tensor they must equal."""
-    ties: Callable[[ModelConfig], bool] = lambda model: True
-    """True if a model has those of `tied` once; else they are parameters of their own."""
+    copies: Callable[[ModelConfig], Mapping[str, str]]
+    """Return tensors that may be stored a second time -> the tensor they must equal."""
     ignored: "re.Pattern[str]"
     """Stored tensors that are no parameters."""
     read: Callable[[Mapping[str, JSON], str], tuple[ModelConfig, list[str]]]
@@ -255,28 +253,16 @@ class HuggingFaceMapping:
     hf_outputs: Callable[[Any, ProbeSamples, FolderContent], Outputs]
     """Run a model of `transformers` on a probe; parameters that the folder lacks are not compared."""
 
-    def copies(self, model: ModelConfig) -> Mapping[str, str]:
-        """Return `tied` for a model that ties them."""
-        return self.tied if self.ties(model) else {}
-
     def stored_name(self, name: str, head: str) -> str:
         """Plain name as the class with this head stores it; the base model alone has no prefix."""
         return name if head == "none" or name.startswith(self.head_prefixes) else f"{self.prefix}{name}"
 
     def to_ours(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-        """Convert the state of a class of `transformers` to whole (unsplit) parameters.
-
-        Raises KeyError for an unknown name or a missing one.
-        """
+        """Convert the state of a class of `transformers` to whole (unsplit) parameters."""
         found = {self.plain(theirs): value for theirs, value in state.items()}
-        locations = dict(self.locations(model))
-        known = {name for location in locations.values() for name in location.names}
-        for name in found:
-            if name not in known and name not in self.copies(model) and not self.ignored.fullmatch(name):
-                raise KeyError(f"{name!r} is not a parameter of {self.architecture(model)}")
         return {
             ours: location.to_ours([found[name] for name in location.names])
-            for ours, location in locations.items()
+            for ours, location in self.locations(model)
         }
 
 
