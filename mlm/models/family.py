@@ -44,8 +44,6 @@ class Architecture:
     """Heads of keys and of values, K; num_heads where each query head has its own."""
     value_dim: int = 0
     """Width of the values of one head; 0 for head_dim."""
-    attention_weights: int = 0
-    """Elements of attention's matrices; 0 for those of queries, keys, values and output of these sizes."""
     gated: bool = False
     """True for an MLP of three matrices: its input is multiplied by a gate (arXiv:2002.05202)."""
     bias: bool = True
@@ -60,10 +58,8 @@ class Architecture:
     """Experts of each layer in place of its MLP; 0 for a dense model."""
     experts_per_token: int = 0
     """Experts that a token goes through."""
-    expert_size: int = 0
-    """Width of an expert."""
-    shared_size: int = 0
-    """Width of the MLP beside the experts, of all tokens."""
+    active_size: int = 0
+    """Width of the experts that a token goes through, together."""
     dense_layers: int = 0
     """First layers without experts."""
 

@@ -109,17 +109,6 @@ class LlamaSettings(RouterSettings):
         is_scaled = self.rope_scaling == "yarn" and self.rope_mscale > 0
         return (0.1 * self.rope_mscale * math.log(self.rope_factor) + 1.0) ** 2 if is_scaled else 1.0
 
-    def attention_weights(self, model: ModelConfig) -> int:
-        """Elements of latent attention's matrices in a layer; 0 for the usual attention."""
-        if not self.kv_lora_rank:
-            return 0
-        h, n = model.hidden_size, model.num_heads
-        rank = self.q_lora_rank
-        queries = h * rank + rank * n * self.head_dim if rank else h * n * self.head_dim
-        up = n * (self.head_dim - self.rope_head_dim + self.v_head_dim)
-        down = h * (self.kv_lora_rank + self.rope_head_dim)
-        return queries + down + self.kv_lora_rank * up + n * self.v_head_dim * h
-
     def has_experts(self, layer: int) -> bool:
         """True if a layer, by its global number, has experts in place of its MLP."""
         return self.num_experts > 0 and layer >= self.dense_layers
@@ -144,7 +133,6 @@ def architecture(model: ModelConfig) -> Architecture:
         head_dim=settings.head_dim,
         kv_heads=settings.num_kv_heads,
         value_dim=settings.v_head_dim,
-        attention_weights=settings.attention_weights(model),
         gated=True,
         bias=False,
         learned_positions=False,
@@ -152,8 +140,7 @@ def architecture(model: ModelConfig) -> Architecture:
         window=settings.window,
         experts=settings.num_experts,
         experts_per_token=settings.experts_per_token if settings.num_experts else 0,
-        expert_size=settings.expert_ffn_size,
-        shared_size=settings.shared_experts * settings.expert_ffn_size,
+        active_size=(settings.experts_per_token + settings.shared_experts) * settings.expert_ffn_size,
         dense_layers=settings.dense_layers if settings.num_experts else 0,
     )
 
