@@ -153,11 +153,6 @@ def no_problem(*_: object) -> None:
     """Settings that need no check."""
 
 
-def no_problems(*_: object) -> list[Problem]:
-    """Corpora that need no check."""
-    return []
-
-
 class LazyImport(Generic[T]):
     """Field of a dataclass, given as a value or as its import path, which is followed when the field is read.
 
@@ -231,7 +226,7 @@ class ModelFamily(Generic[C, B]):
     """Return a line on settings of a model that pretraining accepts, and says what they cost."""
     data_problem: "Callable[[DataConfig], Problem | None]" = no_problem
     """Return the problem of data settings that samples cannot be made with."""
-    corpus_problems: Callable[[ModelConfig, Sequence[Path], Path | None], list[Problem]] = no_problems
+    corpus_problems: Callable[[ModelConfig, Sequence[Path], Path | None], list[Problem]] = lambda *_: []
     """Return the problems of making samples of corpora (their prefixes) with a tokenizer.json."""
     converts_as: str | None = None
     """Shipped kind as which `transformers` has such models (mlm/convert/huggingface); None if it has none."""

@@ -134,7 +134,7 @@ def head_products(model: ModelConfig, tp: int) -> float:
 FAMILY: "ModelFamily[BERT, BERTBatch]" = ModelFamily(
     model="mlm.models.bert.model:BERT",
     causal=False,
-    objective="mlm.models.bert.model:MaskedTokens.of",
+    objective="mlm.models.bert.model:MaskedTokens",
     samples=SentencePairs(),
     check_tokenizer=BERTVocab.of,
     scored=MASKED,

@@ -88,7 +88,9 @@ class LlamaSettings(RouterSettings):
     def of(cls, model: ModelConfig) -> "LlamaSettings":
         """The settings of a model, defaults that depend on it filled in, values of a wrong type left out."""
         options = {name: value for name, value in model.options.items() if name in DEFAULTS}
-        given = {name: kind_of(name)(v) for name, v in options.items() if _type_problem(name, v) is None}
+        given = {
+            name: type(DEFAULTS[name])(v) for name, v in options.items() if _type_problem(name, v) is None
+        }
         given["num_kv_heads"] = given.get("num_kv_heads") or model.num_heads
         given["head_dim"] = given.get("head_dim") or model.hidden_size // model.num_heads
         if given.get("kv_lora_rank"):
@@ -119,11 +121,6 @@ DEFAULTS: dict[str, bool | int | float | str] = {
     for field in fields(LlamaSettings)
 }
 """`options` of the family."""
-
-
-def kind_of(name: str) -> type[bool] | type[int] | type[float] | type[str]:
-    """Return the type of a setting."""
-    return type(DEFAULTS[name])
 
 
 def architecture(model: ModelConfig) -> Architecture:
@@ -205,7 +202,7 @@ def model_problem(model: ModelConfig) -> Problem | None:
 
 
 def _type_problem(name: str, value: object) -> Problem | None:
-    kind, key = kind_of(name), f"model.options.{name}"
+    kind, key = type(DEFAULTS[name]), f"model.options.{name}"
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "a name"}
     if type(value) is kind or (kind is float and type(value) is int):
         if not isinstance(value, int | float) or 0 <= value < 1 << 31:
