@@ -87,14 +87,9 @@ def corpus_problems(model: ModelConfig, prefixes: Sequence[Path], tokenizer: Pat
     for prefix in prefixes:
         receipt = read_receipt(prefix.parent) or {}
         if receipt.get("sentences") is False:
+            keys = ("data.path", "data.train", "data.blend")
             problem = f"{prefix}: its documents are not split into sentences, as BERT samples need"
-            return [
-                Problem(
-                    ("data.path", "data.train", "data.blend"),
-                    problem,
-                    "build it with `mlm data build sentences=true`",
-                )
-            ]
+            return [Problem(keys, problem, "build it with `mlm data build sentences=true`")]
     return []
 
 
