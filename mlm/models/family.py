@@ -28,8 +28,6 @@ if TYPE_CHECKING:  # checks of settings need no torch
     from mlm.parallel.mesh import ParallelContext
 
 T = TypeVar("T")
-C = TypeVar("C", bound="nn.Module")
-B = TypeVar("B", bound="MicroBatch")
 C_in = TypeVar("C_in", bound="nn.Module", contravariant=True)
 B_in = TypeVar("B_in", bound="MicroBatch", contravariant=True)
 
@@ -177,19 +175,19 @@ class LazyImport(Generic[T]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFamily(Generic[C, B]):
-    """A model family. C is the class of its models, B its micro-batches.
+class ModelFamily:
+    """A model family.
 
     A `LazyImport` takes a value or its import path, "my_package.my_model:MyModel".
     """
 
-    model: LazyImport[type[C]] = LazyImport()
+    model: LazyImport[type[Any]] = LazyImport()
     """Module of one pipeline stage, or of the whole model."""
     causal: bool
     """True if a token attends only to itself and to the tokens before it: such a model generates text, looks
     at no padding on the right, and is finetuned on texts that end with the end-of-document token. Others read
     both ways, and sequences framed by [CLS] and [SEP]."""
-    objective: "LazyImport[Callable[[DataConfig, ParallelContext, torch.dtype], Objective[C, B]]]" = (
+    objective: "LazyImport[Callable[[DataConfig, ParallelContext, torch.dtype], Objective[Any, Any]]]" = (
         LazyImport()
     )
     """Objective of pretraining; the dtype is that of activations."""
@@ -232,12 +230,12 @@ class ModelFamily(Generic[C, B]):
     """Shipped kind as which `transformers` has such models (mlm/convert/huggingface); None if it has none."""
 
 
-def family_of(kind: str) -> ModelFamily[Any, Any]:
+def family_of(kind: str) -> ModelFamily:
     """Return the family that model.kind names. Raises OwnCodeError (a UserError) if there is none."""
     if kind in KINDS:
-        shipped: ModelFamily[Any, Any] = import_module(f"mlm.models.{kind}.family").FAMILY
+        shipped: ModelFamily = import_module(f"mlm.models.{kind}.family").FAMILY
         return shipped
-    family: ModelFamily[Any, Any] = imported("model.kind", kind, KINDS, ModelFamily)
+    family: ModelFamily = imported("model.kind", kind, KINDS, ModelFamily)
     return family
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mlm.data.config import MASKED, DataConfig
 from mlm.data.indexed import IndexedDataset
@@ -10,14 +9,10 @@ from mlm.data.receipt import read_receipt
 from mlm.data.sampler import Dataset
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.bert.masking import BERTVocab
-from mlm.models.bert.samples import BERTBatch, BERTDataset, SyntheticBERT
+from mlm.models.bert.samples import BERTDataset, SyntheticBERT
 from mlm.models.config import ModelConfig
 from mlm.models.family import ModelFamily
 from mlm.util.errors import Problem, UserError
-
-if TYPE_CHECKING:  # checks of settings need no torch
-    from mlm.models.bert.model import BERT
-
 
 SHORTEST = 8
 """Tokens of a BERT sample at the least: [CLS], two [SEP] and some text."""
@@ -126,7 +121,7 @@ def head_products(model: ModelConfig, tp: int) -> float:
     return MASKED * (h * model.padded_vocab_size(tp) + h * h)
 
 
-FAMILY: "ModelFamily[BERT, BERTBatch]" = ModelFamily(
+FAMILY = ModelFamily(
     model="mlm.models.bert.model:BERT",
     causal=False,
     objective="mlm.models.bert.model:MaskedTokens",
