@@ -12,8 +12,9 @@ from mlm.plan.candidates import Query, query_of
 from mlm.plan.config import PlanCompareConfig, PlanLayoutsConfig, PlanMemoryConfig, SearchedLayoutConfig
 from mlm.plan.cost import PARTS as TIME_PARTS
 from mlm.plan.goodput import goodput
+from mlm.plan.hardware import GIB, gib
 from mlm.plan.layout import PlannedLayout
-from mlm.plan.memory import GIB, DeviceMemory, gib, in_flight
+from mlm.plan.memory import DeviceMemory, in_flight
 from mlm.plan.report import (
     Row,
     as_row,

@@ -97,14 +97,6 @@ def optimizer_fits_layout(config: Any, _: Launch) -> Problem | None:
         return None  # reported by `optimizer_works`
 
 
-def _observers_exist(config: PretrainConfig, _: Launch) -> Problem | None:
-    if not config.train.observers:
-        return None
-    from mlm.training.observer import own_observers  # imports torch, which checks of settings need not
-
-    return _own_code_problem(own_observers, config.train.observers)
-
-
 def _own_code_problem(check: Callable[..., object], *arguments: object) -> Problem | None:
     try:
         check(*arguments)
@@ -299,7 +291,6 @@ SETTINGS_RULES = (
 PRETRAIN_RULES = (
     devices_exist,
     *SETTINGS_RULES,
-    _observers_exist,
     lambda config, _: present.corpus(config.data),
     lambda config, _: present.corpus_extras(config.data),
     lambda config, _: present.checkpoint(config.ckpt),

@@ -289,7 +289,7 @@ def add_record(run: RunRecords, record: dict[str, Any]) -> None:
         run.samples = deque(keep, maxlen=MAX_LISTED)
     if record.get("is_best") is True:
         run.best = record
-    if kind in ("step", "validation", "scores"):
+    if kind in ("step", "measured", "validation", "scores"):
         table = f"scores/{record.get('split')}"[:80] if kind == "scores" else kind
         numbers = {
             str(name)[:80]: number(value)

@@ -138,7 +138,7 @@ def charts_of(runs: Sequence[RunRecords]) -> list[tuple[str, str, str, str]]:
     charts = {(kind, name): (kind, name, title, unit) for kind, name, title, unit in CHARTS}
     for run in runs:
         for kind, columns in run.tables.items():
-            part = {"step": "training"}.get(kind, kind.partition("/")[2] or "validation")
+            part = kind.partition("/")[2] or ("validation" if kind == "validation" else "training")
             for name in (name for name in columns if name not in NOT_CURVES):
                 label = name.removeprefix("validation/").replace("_", " ")
                 charts.setdefault((kind, name), (kind, name, f"{label}, {part}", ""))
