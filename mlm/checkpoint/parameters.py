@@ -1,22 +1,14 @@
 """The parameters of a model as checkpoints see them: whole shapes, and how layouts split them."""
 
 import torch
-from torch import nn
 
 from mlm.checkpoint.native.format import TensorEntry
 from mlm.checkpoint.native.slices import TensorSplit
 from mlm.models.config import ModelConfig
-from mlm.models.family import family_of
+from mlm.models.shape import build_on_meta
 from mlm.models.stage import parameter_home
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import ParameterShard, parameter_shards
-
-
-def build_on_meta(model: ModelConfig) -> nn.Module:
-    """Return a whole model in one process, without memory for its parameters."""
-    with torch.device("meta"):
-        whole: nn.Module = family_of(model.kind).model(model, tp=Axis("tp"))
-    return whole
 
 
 def parameters(model: ModelConfig) -> dict[str, TensorEntry]:

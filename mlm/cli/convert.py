@@ -28,7 +28,6 @@ from mlm.convert.sources import Source, SourceSettings, open_source
 from mlm.convert.verify import compare
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.trained import split_problems
-from mlm.models.shape import architecture_of
 from mlm.parallel.config import ParallelConfig
 from mlm.runs.folder import new_folder, out_problems
 from mlm.util.errors import ConfigError, Problem, UserError, attempt
@@ -96,7 +95,7 @@ def open_(config: ConvertConfig, tokenizer: Tokenizer | None = None) -> Source:
         raise UserError(
             f"source={config.source}: holds adapters alone; convert what mlm export hf merge=true writes"
         )
-    if architecture_of(source.model).attention_weights:
+    if source.model.options.get("kv_lora_rank"):
         raise UserError(
             f"source={config.source}: models of latent attention are not converted; use mlm import hf or "
             "mlm export hf"

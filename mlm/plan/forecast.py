@@ -50,9 +50,8 @@ def most_of_small(config: PretrainConfig, ranks: int) -> float:
     model, train, seq = config.model, config.train, config.data.seq_length
     if device_kind(config.dist) != "cpu" or calibrated() is not None:
         return 0.0
-    parts, width = architecture_of(model), model.ffn_size
-    width = max(width, parts.experts_per_token * parts.expert_size + parts.shared_size)
-    channels = model.hidden_size * (1 + parts.experts_per_token) + width
+    parts = architecture_of(model)
+    channels = model.hidden_size * (1 + parts.experts_per_token) + max(model.ffn_size, parts.active_size)
     state = 32.0 * count_parameters(model)  # weights, gradients, moments, copies, buckets, temporaries
     of_rank = train.global_batch_size * config.parallel.replica // ranks
     samples = train.micro_batch_size if config.parallel.pp == 1 else of_rank  # in flight at most

@@ -72,7 +72,7 @@ def optimizer_works(config: Any, _: Launch) -> Problem | None:
 
 def _check_patterns(optimizer: OptimizerConfig, model: ModelConfig) -> None:
     """Raise OwnCodeError for patterns that fit no parameter of the model, built on the meta device."""
-    named = {f"optimizer.groups: {each.names}": each.names for each in patterns(optimizer.groups)}
+    named = {f"optimizer.groups: {names}": names for names, _ in patterns(optimizer.groups)}
     default = MuonConfig().matrices
     if optimizer.kind == "muon" and (model.kind not in KINDS or optimizer.muon.matrices != default):
         named[f"optimizer.muon.matrices={optimizer.muon.matrices}"] = optimizer.muon.matrices
