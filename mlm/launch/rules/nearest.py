@@ -125,9 +125,11 @@ class LayoutFixes:
         return None
 
     def _cost(self, layout: LayoutValues, changed: LayoutValues) -> tuple[int, float]:
-        """Rules that a changed layout breaks, then how many times larger or smaller its heads become."""
-        before, after = (max(values.get(HEADS, 1), 1) for values in (layout, changed))
-        return len(self._broken(changed)), abs(math.log2(after / before))
+        """Rules that a changed layout breaks, then how many times larger or smaller its numbers become."""
+        pairs = [(layout[key], value) for key, value in changed.items() if value != layout[key]]
+        ratios = [after / before for before, after in pairs if type(before) is type(after) is int]
+        distance = sum(abs(math.log2(ratio)) for ratio in ratios if ratio > 0)
+        return len(self._broken(changed)), math.inf if any(value is None for _, value in pairs) else distance
 
     def _changes(self, key: str, layout: LayoutValues, rules: Iterable[LayoutRule]) -> list[Change]:
         """The changes of a key to the nearest values below and above, and to null, that keep `rules`."""

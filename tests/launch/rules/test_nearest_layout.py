@@ -99,9 +99,9 @@ LAYOUT = {
 @pytest.mark.parametrize(
     ("typed", "started", "nearest"),
     [
-        ({"tp": 3, "train.global_batch_size": 6}, 16, {"tp": 2, "train.global_batch_size": 8}),
+        ({"tp": 3, "train.global_batch_size": 6}, 16, {"tp": 4, "train.global_batch_size": 8}),
         # a number before null
-        ({"dp": 3, "train.global_batch_size": 14}, 8, {"dp": 8, "train.global_batch_size": 8}),
+        ({"dp": 3, "train.global_batch_size": 14}, 8, {"dp": 8, "train.global_batch_size": 16}),
         # no change of one key fits the layers: the likeliest key makes room for the next
         ({"cp": 10, "pp": 16, "vp": 13}, 12, {"cp": 1, "pp": 12, "vp": 1}),
     ],
