@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mlm.checkpoint.native.format import RESTORE
+from mlm.convert.source import Source, open_source
 from mlm.data.blend_history import trained_on
 from mlm.data.config import DataConfig
 from mlm.data.files_present import missing_pair
@@ -27,11 +28,8 @@ from mlm.data.sampler import Dataset, MicroBatch, eval_batches
 from mlm.evaluate.config import EvalLossConfig
 from mlm.inference.trained import (
     Trained,
-    check_source,
-    corpus_problem,
-    load_tokenizer,
     load_trained,
-    result_file,
+    open_predictor,
     window_length,
 )
 from mlm.launch.rules.layout import CONTEXT_FITS, Launch
@@ -41,6 +39,7 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.runs.checks import context_problem
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import validation_prefixes
+from mlm.runs.tokenizer import receipt_tokenizer
 from mlm.training.pipelined import evaluate
 from mlm.training.state import read_history
 from mlm.util.errors import CorruptFileError, UserError
@@ -52,25 +51,36 @@ from mlm.util.terminal import add_row, console, progress_bar, table
 def preflight(config: EvalLossConfig) -> list[str]:
     """Problems that reading the named files shows; called before any rank starts."""
     try:
-        named = check_source(config.ckpt, config.parallel, causal=False)
-        path, trained = named.path, named.config
+        source = open_predictor(config.ckpt, config.parallel, causal=False)
+        trained = source.config
         prefix = corpus_prefix(config, trained)
         seq_length = window_length(config.seq_length, trained)
         if check := trained.model.family.check_tokenizer:
-            check(load_tokenizer(config.tokenizer, path))
+            check(source.load_tokenizer(config.tokenizer, any_size=True))
     except UserError as error:
         return list(error.problems)
-    if problem := corpus_problem(prefix, path):
+    if problem := corpus_problem(prefix, source):
         return [problem]
     if problems := context_problems(config, trained, seq_length):
         return problems
-    out = result_path(config, trained, path, prefix)
+    out = result_path(config, source, prefix)
     problem = folder_problem(out)
     return [
         *([problem] if problem else result_problems(out)),
         *check_corpus(prefix, vocab_size=trained.model.vocab_size, seq_length=1, min_samples=1),
         *([] if seq_length > 0 else [f"seq_length={seq_length}: use at least 1"]),
     ]
+
+
+def corpus_problem(prefix: Path, source: Source) -> str | None:
+    """Return the error where a corpus was written with another tokenizer than a model was trained with."""
+    known, written = source.tokenizer_digest, receipt_tokenizer(prefix.parent)
+    if known is None or written is None or known.is_same(written):
+        return None
+    return (
+        f"path={prefix}: was written with the tokenizer {written.digest}, {source.path} was trained with "
+        f"{known.digest}; name a corpus that `mlm data build` wrote with the run's tokenizer.json"
+    )
 
 
 def context_problems(config: EvalLossConfig, trained: PretrainConfig, seq_length: int) -> list[str]:
@@ -109,15 +119,15 @@ def _no_validation_set(data: DataConfig) -> str:
     return f"path=null and the run had no validation set: {give}"
 
 
-def result_path(config: EvalLossConfig, trained: PretrainConfig, checkpoint: Path, prefix: Path) -> Path:
+def result_path(config: EvalLossConfig, source: Source, prefix: Path) -> Path:
     """Path of the JSON receipt. The corpora of a blend have validation sets of one name."""
-    name = f"{prefix.parent.name}-{prefix.name}" if trained.data.blend else prefix.name
-    return Path(config.out) if config.out else result_file(checkpoint, f"eval-loss-{name}.json")
+    name = f"{prefix.parent.name}-{prefix.name}" if source.config.data.blend else prefix.name
+    return Path(config.out) if config.out else source.result_file(f"eval-loss-{name}.json")
 
 
 def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
     """Score the corpus; rank 0 prints a table and writes a JSON receipt."""
-    trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
+    trained = load_trained(open_source(config.ckpt), config.parallel, config.precision, ctx)
     prefix = corpus_prefix(config, trained.config)
     seq_length = window_length(config.seq_length, trained.config)
     indexed, learnt_from = IndexedDataset(prefix), training_corpora(trained)
@@ -139,7 +149,7 @@ def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
         "perplexity": math.exp(min(means[0], 700.0)),
         "bits_per_byte": None
         if is_bert
-        else bits_per_byte(loss * counts[0], config, prefix, indexed, trained.path),
+        else bits_per_byte(loss * counts[0], config, prefix, indexed, trained.source),
         "tokens": counts[0],
         **({"samples": counts[1]} if is_bert else {}),
         "seq_length": seq_length,
@@ -151,7 +161,7 @@ def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
         "precision": config.precision.dtype,
         **trained.facts(),
     }
-    out = result_path(config, trained.config, trained.path, prefix)
+    out = result_path(config, trained.source, prefix)
     write_result(out, result)
     show(result, out)
 
@@ -159,7 +169,8 @@ def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
 def scored_windows(config: EvalLossConfig, trained: Trained, prefix: Path, seq_length: int) -> Dataset:
     """Return the scored samples of a corpus. Raises UserError if its family cannot make them."""
     family, data = trained.config.model.family, replace(trained.config.data, seq_length=seq_length)
-    tokenizer = load_tokenizer(config.tokenizer, trained.path) if family.check_tokenizer else None
+    source = trained.source
+    tokenizer = source.load_tokenizer(config.tokenizer, any_size=True) if family.check_tokenizer else None
     return family.samples.validation(data, prefix, tokenizer)
 
 
@@ -179,14 +190,14 @@ def training_corpora(trained: Trained) -> list[dict[str, Any]]:
 
 
 def bits_per_byte(
-    nats: float, config: EvalLossConfig, prefix: Path, indexed: IndexedDataset, checkpoint: Path
+    nats: float, config: EvalLossConfig, prefix: Path, indexed: IndexedDataset, source: Source
 ) -> float | None:
     """Summed loss in bits over the text's UTF-8 bytes; None where the text cannot be known."""
     receipt = read_receipt(prefix.parent) or {}
     size = receipt.get("splits", {}).get(prefix.name, {}).get("bytes")
     if size is None:
         try:
-            tokenizer = load_tokenizer(config.tokenizer, checkpoint)
+            tokenizer = source.load_tokenizer(config.tokenizer, any_size=True)
         except UserError:
             return None
         size = sum(

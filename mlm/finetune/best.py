@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import BEST, latest_checkpoint
-from mlm.checkpoint.native.run_state import LINEAGE
+from mlm.checkpoint.native.folders import BEST, CHECKPOINTS, latest_checkpoint
+from mlm.checkpoint.native.run_state import FINETUNING, LINEAGE
 from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
+from mlm.checkpoint.parameters import model_shards
 from mlm.config.build import from_dict
-from mlm.training.state import CHECKPOINTS, FINETUNING, counters, is_stored, model_shards, stored_shards
+from mlm.training.state import counters, is_stored, stored_shards
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError
 

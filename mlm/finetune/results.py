@@ -7,11 +7,11 @@ from statistics import median
 from typing import Any
 
 from mlm.config.build import from_dict
+from mlm.convert.source import ModelFolder
 from mlm.finetune.best import Scores, merit, resolve_best
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import Start
 from mlm.finetune.task_type import task_type
-from mlm.inference.trained import is_model_folder
 from mlm.training.loop import layout_row, model_row, run_row
 from mlm.training.trainer import Trainer
 from mlm.util.errors import writing_to
@@ -114,7 +114,7 @@ def header(config: FinetuneConfig, trainer: Trainer, start: Start, examples: int
     """Rows shown above the numbers."""
     train = config.train
     steps = trainer.config.train.steps // train.epochs
-    origin = "transformers" if is_model_folder(start.named.path) else "mlm"
+    origin = "transformers" if isinstance(start.source, ModelFolder) else "mlm"
     return [
         run_row(config.name, Path(config.out)),
         ("task", f"{config.task.name}: {config.task.kind}, {', '.join(config.task.metrics)}"),

@@ -23,7 +23,7 @@ from mlm.finetune.results import RESULT, Result, finished, report
 from mlm.finetune.splits import TaskSplit
 from mlm.finetune.task_type import check_installed
 from mlm.finetune.training import Material, finetune, pretrain_config
-from mlm.inference.trained import checkpoint_problems
+from mlm.inference.trained import open_for_layout
 from mlm.launch.stop import stopping_at_once
 from mlm.parallel.mesh import ParallelContext
 from mlm.tracking.config import missing_extras
@@ -35,8 +35,9 @@ from mlm.util.ownership import claim_problems
 
 def preflight(config: FinetuneConfig) -> list[str]:
     """Return the problems that reading the named files shows; called before any rank starts."""
-    problems = [*missing_extras(config.log), *checkpoint_problems(config.ckpt, config.parallel)]
-    start = None if problems else attempt(problems, lambda: read_start(config))
+    problems = [*missing_extras(config.log)]
+    source = attempt(problems, lambda: open_for_layout(config.ckpt, config.parallel))
+    start = None if problems else attempt(problems, lambda: read_start(config, source))
     attempt(problems, lambda: check_installed(config.task))
     splits = attempt(problems, lambda: read_splits(config, None if config.data.bad_rows == "skip" else start))
     if problems or start is None or splits is None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 import mlm
-from mlm.checkpoint.native.run_state import LORA, TOKENIZER
+from mlm.checkpoint.native.run_state import FINETUNING, LORA, TOKENIZER
 from mlm.checkpoint.native.save_load import resolve
 from mlm.config.build import config_digest
 from mlm.config.fields import exact
@@ -29,7 +29,6 @@ from mlm.finetune.results import RESULT, Result, header
 from mlm.finetune.scoring import Objective, evaluate, make_objective, one_label_warning, score_split
 from mlm.finetune.splits import TokenizedSplit
 from mlm.finetune.task_type import task_type
-from mlm.inference.base import Base, base_name
 from mlm.launch.doctor.folder import check_start
 from mlm.launch.stop import stopping_at_once
 from mlm.optim.config import ScheduleConfig
@@ -42,7 +41,7 @@ from mlm.tracking.peak import peak_flops
 from mlm.training.loop import CONFIG, Loop, composed_yaml, is_step_due, training_session
 from mlm.training.memory import torch_errors_as_user_errors, trim_memory
 from mlm.training.resume import claim, resume
-from mlm.training.state import FINETUNING, load_weights, stored_shards
+from mlm.training.state import load_weights, stored_shards
 from mlm.training.trainer import Trainer
 from mlm.util.errors import writing_to
 from mlm.util.files import dump_json, write_atomic
@@ -278,7 +277,7 @@ def load_start(
     trainer.extra_state[FINETUNING] = {
         "depends_on": settings,
         "progress": asdict(Progress()),
-        BASE: hub_id(config.ckpt) or start.named.config.name,
+        BASE: hub_id(config.ckpt) or start.source.config.name,
         DATA_PATH: None if config.data.path is None else os.path.abspath(config.data.path),
         DATA_COLUMNS: config.data.columns,
     }
@@ -286,16 +285,15 @@ def load_start(
     is_asked = reference is not None and not reference.read(trainer.ctx)
     needs_body = is_asked or config.lora.rank > 0  # checkpoints of adapters hold no base
     if needs_body:
-        below = load_body(trainer.shards, start.named, trainer.ctx).digest
+        below = load_body(trainer.shards, start.source, trainer.ctx).digest
         if config.lora.rank:
-            base = Base(base_name(config.ckpt, start.named.path), below)
-            trainer.extra_state[LORA] = base.encode()
+            trainer.extra_state[LORA] = {"base": start.source.name, "digest": below}
     if is_asked and reference is not None:
         with stopping_at_once("stopped before training"):
             reference.ask(trainer, batcher)
     checkpoint = resume(trainer)
     if checkpoint is None and not needs_body:
-        load_body(trainer.shards, start.named, trainer.ctx)
+        load_body(trainer.shards, start.source, trainer.ctx)
     if checkpoint is None:
         return None, Progress()
     return checkpoint, Progress.read(checkpoint)

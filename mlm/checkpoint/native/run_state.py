@@ -43,6 +43,11 @@ MAX_ANCESTORS = 1000
 """Saves of the past that a checkpoint names, the newest ones."""
 
 
+def is_weights_only(manifest: "Manifest") -> bool:
+    """True if a checkpoint holds a model without training state: imported, or reduced to weights."""
+    return manifest.state.get("weights_only") is True
+
+
 def check_run_state(manifest: "Manifest", path: Path) -> None:
     """Raise CorruptFileError unless the counters and the loss scale are those of a run at this step."""
     state, scaler = manifest.state, manifest.state.get("scaler")

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlm
 from mlm.config.build import to_dict
+from mlm.convert.source import Source, open_source
 from mlm.data.tokenizer import Tokenizer
 from mlm.evaluate.config import (
     EvalAllConfig,
@@ -22,14 +23,11 @@ from mlm.evaluate.zero_shot.protocol import Protocol, ProtocolResult, deduplicat
 from mlm.inference.scoring import Request, digest_requests, score
 from mlm.inference.trained import (
     Trained,
-    check_source,
-    load_tokenizer,
     load_trained,
-    result_file,
+    open_predictor,
     result_identity,
     window_length,
 )
-from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
 from mlm.util.files import digest_bytes
@@ -54,20 +52,20 @@ TASKS: dict[type[ZeroShotConfig], str] = {
 def preflight(config: ZeroShotConfig) -> list[str]:
     """Problems that reading the named files shows; called before any rank starts."""
     try:
-        named = check_source(config.ckpt, config.parallel)
-        length = window_length(config.seq_length, named.config)
-        protocols_of(config, tokenizer_of(config, named.path, named.config.model), length)
+        source = open_predictor(config.ckpt, config.parallel)
+        length = window_length(config.seq_length, source.config)
+        protocols_of(config, tokenizer_of(config, source), length)
     except UserError as error:
         return list(error.problems)
-    out = result_path(config, named.path)
+    out = result_path(config, source)
     if problems := result_problems(out):
         return problems
     return [*filter(None, [folder_problem(out), folder_problem(config.samples, "samples")])]
 
 
-def tokenizer_of(config: ZeroShotConfig, path: Path, model: ModelConfig) -> Tokenizer:
+def tokenizer_of(config: ZeroShotConfig, source: Source) -> Tokenizer:
     """The tokenizer to score with: with force=true it need not be the one trained with. Raises UserError."""
-    return load_tokenizer(config.tokenizer, path, model, force=config.force)
+    return source.load_tokenizer(config.tokenizer, force=config.force)
 
 
 def protocols_of(config: ZeroShotConfig, tokenizer: Tokenizer, length: int) -> list[Protocol]:
@@ -96,12 +94,12 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
 
     Scores are kept beside the receipt until it is written, so that a stopped command resumes.
     """
-    trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
-    tokenizer = tokenizer_of(config, trained.path, trained.config.model)
+    trained = load_trained(open_source(config.ckpt), config.parallel, config.precision, ctx)
+    tokenizer = tokenizer_of(config, trained.source)
     protocols = protocols_of(config, tokenizer, window_length(config.seq_length, trained.config))
     requests, where = deduplicate([request for protocol in protocols for request in protocol.requests])
-    out = result_path(config, trained.path)
-    beside = default_path(config, trained.path) if is_stream(out) else out
+    out = result_path(config, trained.source)
+    beside = default_path(config, trained.source) if is_stream(out) else out
     identity = f"{trained.manifest.digest} {trained.model.dtype} mlm {mlm.__version__}"
     kept = partial_scores_path(beside, identity, requests)
     begin = time.monotonic()
@@ -231,15 +229,15 @@ def number(value: float) -> str:
 # ----- the files of results
 
 
-def result_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
+def result_path(config: ZeroShotConfig, source: Source) -> Path:
     """The file of the JSON receipt. A trial with limit=N has a separate one beside the full result's."""
-    return Path(config.out) if config.out else default_path(config, checkpoint)
+    return Path(config.out) if config.out else default_path(config, source)
 
 
-def default_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
+def default_path(config: ZeroShotConfig, source: Source) -> Path:
     """Path without `out`, and of what is scored already if `out` is a stream."""
     trial = "" if config.limit is None else f"-limit{config.limit}"
-    return result_file(checkpoint, f"eval-{TASKS[type(config)]}{trial}.json")
+    return source.result_file(f"eval-{TASKS[type(config)]}{trial}.json")
 
 
 def partial_scores_path(out: Path, identity: str, requests: Sequence[Request]) -> Path:

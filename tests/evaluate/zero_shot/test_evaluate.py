@@ -12,6 +12,7 @@ import pytest
 
 from mlm.cli.compose.composition import load_config
 from mlm.cli.evaluate import check_zero_shot
+from mlm.convert.source import open_source
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.evaluate import loss
 from mlm.evaluate.config import (
@@ -23,7 +24,6 @@ from mlm.evaluate.config import (
     WikitextDataConfig,
 )
 from mlm.evaluate.zero_shot import run as evaluate
-from mlm.inference.trained import resolve_checkpoint
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.files import digest_file
@@ -78,7 +78,7 @@ def run(config: Any, ctx: ParallelContext | None = None) -> dict[str, Any]:
     """Files that a command writes."""
     assert evaluate.preflight(config) == []
     evaluate.run(config, ctx or ParallelContext())
-    out = evaluate.result_path(config, resolve_checkpoint(config.ckpt).path)
+    out = evaluate.result_path(config, open_source(config.ckpt))
     result: dict[str, Any] = json.loads(out.read_text())
     return result
 
