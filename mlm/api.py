@@ -1,4 +1,4 @@
-"""A trained model in Python: load it, compute logits, generate, score, predict; import and export one.
+"""The Python API: a trained model that computes logits, generates, scores and predicts; import and export.
 
 Public as `mlm.load`, `mlm.import_hf` and `mlm.export_hf`.
 
@@ -25,8 +25,8 @@ from mlm.data.conversation import make_conversation
 from mlm.data.sampler import Batch
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.predict import predict
-from mlm.inference.generation import Sampling, before_stop, ends_at, generate
-from mlm.inference.sampling import as_declared
+from mlm.inference.config import Sampling, as_declared
+from mlm.inference.generation import before_stop, ends_at, generate
 from mlm.inference.scoring import rolling_windows, score
 from mlm.inference.trained import (
     Trained,
@@ -39,6 +39,7 @@ from mlm.launch.join import build_mesh
 from mlm.models.backbone import Transformer
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
+from mlm.models.shape import count_parameters
 from mlm.optim.config import PrecisionConfig
 from mlm.optim.precision import DTYPES
 from mlm.parallel.collectives import broadcast
@@ -51,8 +52,6 @@ from mlm.verify.huggingface import compare_logits, extra_problems
 log = logging.getLogger(__name__)
 
 Text = TypeVar("Text", str, list[str])
-USUAL = Sampling()
-"""Defaults of `Model.generate`, those of `mlm generate`."""
 FORMATS = ("fp32", "bf16", "fp16", "fp64")
 """Number formats of a loaded model; tf32 is for training."""
 NAMES = {
@@ -173,7 +172,7 @@ class Model:
     def __repr__(self) -> str:
         layout = f"tp={self.ctx.tp.size}, pp={self.ctx.pp.size}"
         return (
-            f"Model({self.path}, {self.config.kind}, {self.config.num_parameters():,} parameters, {layout})"
+            f"Model({self.path}, {self.config.kind}, {count_parameters(self.config):,} parameters, {layout})"
         )
 
     @cached_property
@@ -191,56 +190,33 @@ class Model:
         self,
         prompt: Text,
         *,
-        max_new_tokens: int = USUAL.max_new_tokens,
-        min_new_tokens: int = USUAL.min_new_tokens,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        repetition_penalty: float | None = None,
         stop: str | Sequence[str] = (),
         special_tokens: bool = False,
-        seed: int = USUAL.seed,
-        batch_size: int = USUAL.batch_size,
+        **options: Any,
     ) -> Text:
         """Return the continuation of a prompt, or of each of several, without the prompt.
 
         Of a list, prompt i draws what line i of a file draws in `mlm generate`: repeat a prompt to get
         several samples. The text comes after what the tokenizer itself puts before one, as in `transformers`,
-        and ends at any end that the model declares. A None of the four of sampling is what the model's
-        generation_config.json declares, else temperature 0.8 without limits or penalty.
+        and ends at any end that the model declares.
 
         Args:
             prompt: Text, or texts; an empty one begins a document.
-            max_new_tokens: Most tokens to add; the end-of-document token ends a continuation earlier.
-            min_new_tokens: Tokens before which it may not.
-            temperature: Divides the logits; 0 takes the most probable token.
-            top_k: Sample among this many most probable tokens; 0 means all.
-            top_p: Sample among the fewest most probable tokens whose probabilities reach this sum.
-            repetition_penalty: Divides the positive logits of tokens present already (arXiv:1909.05858).
             stop: Strings that end a continuation, which is truncated before the first of them.
             special_tokens: Read names of special tokens in a prompt, such as <|endoftext|>, as those tokens.
-            seed: Seed of the draws. What is drawn depends on neither the layout nor batch_size.
-            batch_size: Prompts continued at a time.
+            options: Options of sampling, with the names and defaults of `mlm generate` (SamplingOptions in
+                mlm/inference/config.py): max_new_tokens, temperature, top_k, … What is drawn depends on
+                neither the layout nor batch_size.
         """
         prompts = _listed("prompt", prompt)
         if not isinstance(special_tokens, bool):
             raise TypeError(f"special_tokens: {type_of(special_tokens)}; pass True or False")
         self._check_predicts_tokens(causal=True)
-        typed = {
-            "max_new_tokens": max_new_tokens,
-            "min_new_tokens": min_new_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "repetition_penalty": repetition_penalty,
-            "seed": seed,
-            "batch_size": batch_size,
-        }
         tokenizer = self.tokenizer
-        options = as_declared(tokenizer.declared.generation, typed)
-        stops = _stops(options, stop)
+        sampling = as_declared(tokenizer.declared.generation, options)
+        stops = _stops(sampling, stop)
         ids = [tokenizer.encode_prompt(text, special_tokens=special_tokens) for text in prompts]
-        texts = self._continue(ids, options, stops, tokenizer.end_ids)
+        texts = self._continue(ids, sampling, stops, tokenizer.end_ids)
         return texts[0] if isinstance(prompt, str) else texts
 
     def chat(

@@ -3,7 +3,7 @@
     python scripts/compare_chat_templates.py [FOLDER or FILE.jinja …]
 
 Without arguments the templates are those that the installed TRL knows. The tokenizer is one of bytes, with
-the special tokens that a template's text spells out. Printed is a table for the guide: "equal" where the ids
+the special tokens that a template's text spells out. Printed is a table for the record: "equal" where the ids
 are those of `apply_chat_template` and the answers those of TRL, else why not. The answers of TRL are: of
 messages the {% generation %} blocks of its training variant, of prompts with completions what follows the
 tokens of the prompt (SFTTrainer), of preferences the same of both answers (DPOTrainer).
@@ -23,12 +23,12 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from mlm.config.build import build
 from mlm.config.paths import CONFIG_DIR
-from mlm.data.chat_template import ChatError, ChatTemplate
+from mlm.data.chat_files import find_chat_template
+from mlm.data.chat_template import ChatError
 from mlm.data.tokenizer import Tokenizer
-from mlm.finetune.chat import CHAT
+from mlm.finetune.chat import CHAT, PREFERENCES
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Frame
-from mlm.finetune.preferences import PREFERENCES
 from mlm.finetune.rows import ExampleError, RowError
 
 FAMILIES = (
@@ -97,7 +97,7 @@ def write_folder(folder: Path, source: str) -> Path:
 def our_ends(folder: Path, row: dict[str, Any], template: str | None) -> list[tuple[list[int], list[bool]]]:
     """Return ids and answers of each conversation of a row in `mlm`. Raises ChatError, RowError."""
     tokenizer = Tokenizer.load(folder)
-    found = ChatTemplate.find(folder, tokenizer, template)
+    found = find_chat_template(folder, tokenizer, template)
     assert found is not None
     kind, name = (PREFERENCES, "preferences") if "chosen" in row else (CHAT, "chat")
     content = yaml.safe_load((CONFIG_DIR / "task" / f"{name}.yaml").read_text())

@@ -17,7 +17,8 @@ from mlm.parallel.sharding import ParameterShard, parameter_shards
 def build_on_meta(model: ModelConfig) -> nn.Module:
     """Return a whole model in one process, without memory for its parameters."""
     with torch.device("meta"):
-        return family_of(model.kind).model(model, tp=Axis("tp"))
+        whole: nn.Module = family_of(model.kind).model(model, tp=Axis("tp"))
+    return whole
 
 
 def parameters(model: ModelConfig) -> dict[str, TensorEntry]:

@@ -4,16 +4,13 @@ Targets are import strings, and a command's file imports what it calls inside it
 need no torch.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from mlm.util.errors import Problem
 from mlm.util.results import folder_problem
-from mlm.util.system import imports_uncollected
 
 
 def no_problems(config: Any) -> Sequence[str]:
@@ -95,13 +92,3 @@ class Command:
     def usage(self) -> str:
         """With the words that are its keys' values: `ckpt inspect CKPT`."""
         return " ".join([self.name, *map(str.upper, self.positional)]) + ("…" if self.several else "")
-
-
-def resolve(target: str) -> Any:
-    """The function that an import string names: `mlm.evaluate.loss:run`."""
-    path, _, name = target.partition(":")
-    module = sys.modules.get(path)
-    if module is None:
-        with imports_uncollected():
-            module = import_module(path)
-    return getattr(module, name)

@@ -5,7 +5,7 @@ from mlm.cli.ckpt.inspect import INSPECT
 from mlm.cli.ckpt.prune import PRUNE
 from mlm.cli.ckpt.rollback import ROLLBACK
 from mlm.cli.ckpt.verify import VERIFY as CKPT_VERIFY
-from mlm.cli.command import Command, resolve
+from mlm.cli.command import Command
 from mlm.cli.convert import CONVERT
 from mlm.cli.data import COMMANDS as CORPUS
 from mlm.cli.doctor import COMMANDS as DOCTOR
@@ -24,6 +24,7 @@ from mlm.cli.replay import COMMANDS as INCIDENTS
 from mlm.cli.report import COMMANDS as PAGE
 from mlm.cli.reshard import RESHARD
 from mlm.cli.verify import COMMANDS as VERIFY
+from mlm.util.system import resolve
 
 __all__ = ["COMMANDS", "SPECS", "Command", "resolve"]
 

@@ -1,29 +1,10 @@
-"""The command `mlm doctor`: its settings, their checks and its help."""
-
-from dataclasses import dataclass, field
-from typing import Annotated
+"""The command `mlm doctor`: the checks of its settings and its help."""
 
 from mlm.cli.command import Command
-from mlm.config.fields import SECONDS, ResultFile
-from mlm.launch.config import DistConfig
+from mlm.launch.doctor.config import DoctorConfig
 from mlm.launch.rules.checks import checked_by, devices_exist
 from mlm.launch.rules.layout import RANK_RULES
-from mlm.parallel.config import ParallelConfig
 from mlm.util.results import folder_problem
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DoctorConfig:
-    """The run spec of `mlm doctor`: the hosts, disks and network of a run, before it."""
-
-    out: ResultFile | None = None
-    """JSON file for the result. The disk that it is on is the one that is checked; null checks that of the
-    working folder."""
-    timeout_s: Annotated[float, SECONDS] = 60.0
-    """Seconds in which all ranks must come to each check; those that do not are named."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    dist: DistConfig = field(default_factory=DistConfig)
-
 
 COMMANDS = (
     Command(

@@ -1,32 +1,17 @@
 """The command `mlm report`, and the checks of its settings."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mlm.cli.command import Command
 from mlm.config.tree import out_of_range
 from mlm.tracking.config import ReportConfig
-from mlm.tracking.history import FILE_NAME, SWEEP_FILE
-from mlm.util.errors import Absent, Problem
-from mlm.util.ownership import kind_of_folder
+from mlm.tracking.page.chosen import choose
+from mlm.util.errors import Problem
 from mlm.util.results import folder_problem, is_stream
 
 MAX_RUNS = 20
 """Runs whose curves a reader can tell apart."""
 ENDINGS = (".html", ".htm")
-
-
-@dataclass(frozen=True)
-class ChosenRuns:
-    """Paths that a user named, by what they are."""
-
-    runs: list[str]
-    """Run folders."""
-    skipped: list[Problem]
-    """Others, of which a pattern of the shell names some: `mlm report runs/lr/*`."""
-    problems: list[Problem]
-    """Paths that are not there, and all if none is a run."""
 
 
 def check_report(config: ReportConfig) -> list[Problem]:
@@ -46,34 +31,6 @@ def preflight(config: ReportConfig) -> list[Problem]:
         many = Problem(("runs",), f"runs: {len(chosen.runs)} runs; {MAX_RUNS} is the limit", fix)
         return [*chosen.problems, many]
     return chosen.problems
-
-
-def choose(paths: Sequence[str]) -> ChosenRuns:
-    """Tell runs from what else is named beside them."""
-    problem_of = {path: _run_problem(path) for path in dict.fromkeys(paths)}
-    runs = [path for path, problem in problem_of.items() if problem is None]
-    others = [problem for problem in problem_of.values() if problem is not None]
-    fatal = [problem for problem in others if not runs or isinstance(problem, Absent)]
-    return ChosenRuns(runs, [problem for problem in others if problem not in fatal], fatal)
-
-
-def _run_problem(path: str) -> Problem | None:
-    """The problem of a folder in which no run has begun."""
-    folder = Path(path)
-    fix = "name a run folder (out=… of mlm pretrain or mlm finetune)"
-    try:
-        if not folder.exists():
-            return Absent.at("runs", path, "no such folder", fix)
-        if not folder.is_dir():
-            return Problem.at("runs", path, "is not a folder", fix)
-        if kind_of_folder(folder) == "run" or (folder / FILE_NAME).is_file():
-            return None
-        is_sweep = (folder / SWEEP_FILE).is_file()
-    except OSError as error:
-        return Problem.at("runs", path, f"cannot be read ({error.strerror})", fix)
-    if is_sweep:
-        return Problem.at("runs", path, "holds a sweep", f"name its runs: mlm report {folder}/*/")
-    return Problem.at("runs", path, "holds no run", fix)
 
 
 def _page_problem(config: ReportConfig) -> Problem | None:

@@ -7,6 +7,7 @@ import torch
 
 import mlm
 from mlm.models.config import ModelConfig
+from mlm.models.shape import count_parameters
 from mlm.tracking.history import replace_nonfinite
 from mlm.util import results as result_files
 from mlm.util.terminal import add_row, console, table
@@ -31,7 +32,7 @@ def show_table(title: str, columns: dict[str, object], notes: Iterable[str], *li
 def model_columns(model: ModelConfig) -> dict[str, object]:
     """Sizes of an imported model."""
     numbers = {
-        "parameters": model.num_parameters(),
+        "parameters": count_parameters(model),
         "layers": model.num_layers,
         "hidden": model.hidden_size,
         "heads": model.num_heads,

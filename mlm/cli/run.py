@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 from omegaconf import OmegaConf
 
-from mlm.cli.commands import Command, resolve
+from mlm.cli.command import Command
 from mlm.cli.compose.arguments import Arguments, check_task, parse
 from mlm.cli.compose.command_help import command_help
 from mlm.cli.compose.composition import (
@@ -30,7 +30,7 @@ from mlm.cli.compose.groups import command_groups, own_keys
 from mlm.cli.compose.overrides import Overrides, keys_of, prepare
 from mlm.cli.compose.saved import SavedValues, take_saved, take_saved_task
 from mlm.cli.compose.unread import unread_problems
-from mlm.cli.entry import INTERRUPTED, KILLED, OK, report, say, speaks_for_host, version_line
+from mlm.cli.outcome import INTERRUPTED, KILLED, OK, report, say, speaks_for_host, version_line
 from mlm.config.build import build, path_problems, streams_for
 from mlm.config.imports import trusting
 from mlm.config.suggest import divisors
@@ -42,6 +42,7 @@ from mlm.launch.typed import record_job
 from mlm.optim.auto_precision import settle_precision
 from mlm.util.errors import ConfigError, Problem, UserError, attempt
 from mlm.util.ownership import STDOUT
+from mlm.util.system import resolve
 
 LAUNCH = "mlm.launch.start"
 SWEEP_TABLE = "mlm.tracking.sweep"

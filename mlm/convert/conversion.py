@@ -22,6 +22,7 @@ from mlm.convert.megatron.write import MegatronWriter, rank_files
 from mlm.convert.source import Checkpoint, Source
 from mlm.convert.verify import compare
 from mlm.data.tokenizer import Tokenizer
+from mlm.models.shape import architecture_of
 from mlm.parallel.config import ParallelConfig
 from mlm.runs.checks import split_problems
 from mlm.runs.folder import new_folder, out_problems
@@ -74,7 +75,7 @@ def open_(config: ConvertConfig, tokenizer: Tokenizer | None = None) -> Source:
         raise UserError(
             f"source={config.source}: holds adapters alone; convert what mlm export hf merge=true writes"
         )
-    if source.model.architecture.attention_weights:
+    if architecture_of(source.model).attention_weights:
         raise UserError(
             f"source={config.source}: models of latent attention are not converted; use mlm import hf or "
             "mlm export hf"

@@ -35,13 +35,15 @@ from mlm.checkpoint.native.slices import Read, Region
 from mlm.checkpoint.native.verify import check_whole
 from mlm.checkpoint.parameters import parameters
 from mlm.convert.dcp.metadata import MOMENTS
+from mlm.convert.huggingface.families import layer_names
 from mlm.convert.huggingface.folder import CONFIG, fetch, model_name, read_model
 from mlm.convert.huggingface.mapping import Note
 from mlm.convert.huggingface.model_card import card_facts
 from mlm.convert.huggingface.tensors import HFTensors
 from mlm.convert.huggingface.tokenizer import ids_as_json, ids_to_keep, read_tokenizer
 from mlm.data.chat_builtin import BUILT_IN, TURNS
-from mlm.data.chat_template import ChatTemplate, find_template
+from mlm.data.chat_files import find_chat_template, find_template
+from mlm.data.chat_template import ChatTemplate
 from mlm.data.files_present import hub_id
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
@@ -236,7 +238,7 @@ class Source:
         """
         if file in (None, TURNS) and (problem := self.template_problem(named, key=key)):
             raise ConfigError([problem])
-        templates = (ChatTemplate.find(folder, tokenizer, file) for folder in self._template_folders(named))
+        templates = (find_chat_template(folder, tokenizer, file) for folder in self._template_folders(named))
         return next(template for template in templates if template is not None)
 
     def template_problem(self, named: str | None, *, key: str) -> Problem | None:
@@ -351,7 +353,7 @@ class Checkpoint(Source):
         else:
             check_stored_parameters(self.manifest, self.model, path)
         steps = self.manifest.state.get("applied_steps")
-        if is_weights_only(self.manifest) and type(steps) is int:
+        if is_weights_only(self.manifest.state) and type(steps) is int:
             self.moments = {name: partial(self._read_stored, f"optimizer.{name}") for name in MOMENTS}
             self.origin["iteration"] = steps
 
@@ -387,7 +389,7 @@ class Checkpoint(Source):
         if self._given_tokenizer is not None or not os.path.lexists(self.folder / TOKENIZER_FILE):
             return self._given_tokenizer
         tokenizer = self.load_tokenizer(any_size=True)
-        tokenizer.chat_template = ChatTemplate.find(self.folder, tokenizer)
+        tokenizer.chat_template = find_chat_template(self.folder, tokenizer)
         return tokenizer
 
     def check(self) -> None:
@@ -418,11 +420,12 @@ class Checkpoint(Source):
         """What computes the change of a weight, by name; the base's files are digested once."""
         assert self.base is not None
         self._check_base(self.base.digest)
-        shapes = {shard.name: shard.global_shape for shard, _ in adapter_shards(self.model, self.config.lora)}
+        model, lora, names = self.model, self.config.lora, layer_names(self.model)
+        shapes = {shard.name: shard.global_shape for shard, _ in adapter_shards(model, lora, names)}
         stored = {
             name: self._read_stored("model", name, Region.whole(shape)) for name, shape in shapes.items()
         }
-        return merged_changes(self.model, self.config.lora, stored)
+        return merged_changes(model, lora, names, stored)
 
     def digests(self) -> dict[str, str]:
         if self.base is not None:

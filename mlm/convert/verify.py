@@ -12,6 +12,7 @@ from mlm.convert.source import Source
 from mlm.models.backbone import Transformer
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
+from mlm.models.shape import is_tied
 from mlm.models.stage import PipelineStage
 from mlm.parallel.mesh import Axis
 from mlm.util.errors import CheckFailedError
@@ -83,7 +84,7 @@ def outputs(model: ModelConfig, read: Read) -> Tensor:
     x = last.run_layers(x, None, None).squeeze(1)
     if model.head != "language_model" or not family_of(model.kind).causal:
         return x
-    table = "token.weight" if model.is_tied else "output.weight"
+    table = "token.weight" if is_tied(model) else "output.weight"
     parts = [x @ read(table, region).t() for region in _blocks(table, (model.vocab_size, model.hidden_size))]
     return torch.cat(parts, 1)
 

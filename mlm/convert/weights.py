@@ -10,6 +10,7 @@ from mlm.checkpoint.native.format import CheckpointError, Manifest
 from mlm.checkpoint.native.save_load import load_checkpoint
 from mlm.checkpoint.native.slices import Region, TensorShard
 from mlm.checkpoint.parameters import model_shards
+from mlm.convert.huggingface.families import layer_names
 from mlm.convert.huggingface.folder import SAVE_AGAIN, commit_of
 from mlm.convert.source import Checkpoint, ModelFolder, Source, digest_of_files
 from mlm.models.lora import adapter_shards, merged_changes
@@ -65,12 +66,14 @@ def _add_adapters(
     source: Checkpoint,
     ctx: ParallelContext,
 ) -> Manifest:
-    model, lora = source.model, source.config.lora
-    adapters = {shard.name: torch.zeros(shard.global_shape) for shard, _ in adapter_shards(model, lora)}
+    model, lora, names = source.model, source.config.lora, layer_names(source.model)
+    adapters = {
+        shard.name: torch.zeros(shard.global_shape) for shard, _ in adapter_shards(model, lora, names)
+    }
     wanted = {f"model.{name}": TensorShard.whole(x) for name, x in adapters.items()}
     manifest = _load(source, wanted | model_shards(head), ctx)
     mine = {shard.name: shard for shard in shards}
-    for name, change_of in merged_changes(model, lora, adapters).items():
+    for name, change_of in merged_changes(model, lora, names, adapters).items():
         if (shard := mine.get(name)) is not None:
             change = change_of()
             target = shard.without_padding(shard.parameter.detach())

@@ -13,21 +13,14 @@ from typing import Any
 
 import jinja2
 
-from mlm.data.chat_builtin import BUILT_IN, IM_END, IM_START, TURNS
+from mlm.data.chat_builtin import TURNS
 from mlm.data.chat_sandbox import BEGIN, END, RenderError, environment, render
-from mlm.data.tokenizer import Tokenizer
-from mlm.data.tokenizer_settings import named_tokens, read_config
-from mlm.util.errors import UserError, lone_surrogate, reading_from
-from mlm.util.files import READABLE, decode_text, digest_bytes, read_bounded, write_atomic
+from mlm.util.errors import UserError, lone_surrogate
+from mlm.util.files import digest_bytes, write_atomic
 
-FILE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+FILE = "chat_template.jinja"
 FOR_TOOLS, FOLDER = "tool_use", "additional_chat_templates"
 """Name of a second template for conversations with tools, and the folder of its file."""
-DEFAULT = "default"
-NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""Names of templates, which become those of files."""
-MAX_BYTES = 1 << 20
-"""Largest template: 1 MiB."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; templates read the first, or the second."""
@@ -92,26 +85,6 @@ class ChatTemplate:
             ) from None
         except (RecursionError, ValueError) as error:  # nested too deeply, or a number of too many digits
             raise UserError(f"{place}: no Jinja ({error}): correct the template") from None
-
-    @classmethod
-    def find(cls, folder: Path, tokenizer: Tokenizer, file: str | None = None) -> "ChatTemplate | None":
-        """Return the template in `file`, else the one of a folder's tokenizer; None if there is none.
-
-        `file` may be the name of one that is built in, or TURNS. Raises UserError, CorruptFileError.
-        """
-        tokens = token_names(folder, tokenizer)
-        if file in BUILT_IN:
-            source, note = with_turn_end(BUILT_IN[file], file, tokenizer)
-            return cls(source, tokens, f"chat template {file}", note)
-        found = (
-            find_templates(folder) if file in (None, TURNS) else {DEFAULT: (read_template(Path(file)), file)}
-        )
-        if DEFAULT not in found:
-            return None
-        others = {name: source for name, (source, _) in found.items() if name not in (DEFAULT, FOR_TOOLS)}
-        for_tools = cls(found[FOR_TOOLS][0], tokens, found[FOR_TOOLS][1]) if FOR_TOOLS in found else None
-        source, place = found[DEFAULT]
-        return cls(source, tokens, place, tool_use=for_tools, keeps_turns=file == TURNS, others=others)
 
     @property
     def settings(self) -> dict[str, str | None]:
@@ -179,77 +152,7 @@ def without_marks(text: str) -> Rendered:
     return Rendered("".join(parts), tuple(answers))
 
 
-def with_turn_end(source: str, name: str, tokenizer: Tokenizer) -> tuple[str, str]:
-    """Return a built-in template whose turns end with one token, and a note where that is not its own.
-
-    After a mark that is text of several tokens no answer would end. Raises UserError without such a token.
-    """
-    if IM_END in tokenizer.special_names:
-        return source, ""
-    if tokenizer.eod_id not in tokenizer.special_ids:
-        raise UserError(
-            f"chat template {name}: the vocabulary has no special token that could end a turn: add {IM_END}, "
-            "or give another template"
-        )
-    end = tokenizer.name_of(tokenizer.eod_id)
-    started = "" if IM_START in tokenizer.special_names else f", and {IM_START} is text of several tokens"
-    note = f"chat template {name}: a turn ends with {end}, as the vocabulary has no {IM_END}{started}"
-    return source.replace(f"'{IM_END}'", json.dumps(end)), note
-
-
 def with_reasoning(message: Message) -> Message:
     """Return a message with its reasoning under the names that templates read, as `transformers` does."""
     found = next((message[key] for key in REASONING if message.get(key) is not None), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
-
-
-def token_names(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the special tokens of a folder by the names that templates use, if its vocabulary has them.
-
-    Of a folder that says nothing of them they are those of the tokenizer.
-    """
-    named = named_tokens(folder)
-    if named is None:
-        ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eod_id, "pad_token": tokenizer.pad_id}
-        return {name: tokenizer.name_of(id) for name, id in ids.items() if id is not None}
-    # a null is a word: there is none; but without an end no answer would end
-    empty = [name for name, token in named.items() if not token and name != "eos_token"]
-    return {name: token for name, token in named.items() if token in tokenizer or name in empty}
-
-
-def find_template(folder: Path) -> tuple[str, str] | None:
-    """Return a folder's template and its place; None without one. Raises UserError, CorruptFileError."""
-    return find_templates(folder).get(DEFAULT)
-
-
-def find_templates(folder: Path) -> dict[str, tuple[str, str]]:
-    """Return a folder's templates and their places by name. Raises UserError, CorruptFileError.
-
-    Files come before those of tokenizer_config.json, as in `transformers`.
-    """
-    files = {DEFAULT: folder / FILE}
-    if (folder / FOLDER).is_dir():
-        files |= {path.stem: path for path in sorted((folder / FOLDER).glob("*.jinja"))}
-    found = {
-        name: (read_template(path), str(path))
-        for name, path in files.items()
-        if path.is_file() and NAME.fullmatch(name)
-    }
-    if found:
-        return found
-    value = read_config(folder / SETTINGS).get("chat_template")
-    place = f"{folder / SETTINGS}: chat_template"
-    if isinstance(value, list):
-        value = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
-    named = value if isinstance(value, dict) else {DEFAULT: value}
-    return {
-        name: (source, place if name == DEFAULT else f"{place} {name}")
-        for name, source in named.items()
-        if isinstance(source, str) and isinstance(name, str) and NAME.fullmatch(name)
-    }
-
-
-def read_template(path: Path) -> str:
-    """Read a template. Raises UserError, CorruptFileError."""
-    with reading_from(path, READABLE):
-        return decode_text(read_bounded(path, MAX_BYTES, "replace it"), str(path))

@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mlm.cli.command import resolve
 from mlm.finetune.examples import Example
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.training.pipelined import PipelinedModel
 from mlm.util.splitmix import Bits, draw, root
+from mlm.util.system import resolve
 
 Ids = NDArray[np.int64]
 

@@ -11,10 +11,11 @@ from mlm.checkpoint.native.run_state import FINETUNING
 from mlm.config.build import to_dict
 from mlm.convert.source import Checkpoint
 from mlm.finetune.batches import make_batcher
-from mlm.finetune.best import DATA_COLUMNS, DATA_PATH, resolve_best
-from mlm.finetune.config import EvalTaskConfig, TaskConfig
+from mlm.finetune.chat import Preferences
+from mlm.finetune.config import REFERENCE_FREE, EvalTaskConfig, TaskConfig
 from mlm.finetune.inputs import Start, read_start, tokenize_split
-from mlm.finetune.preferences import REFERENCE_FREE, Preferences
+from mlm.finetune.registry import check_installed, task_type
+from mlm.finetune.results import DATA_COLUMNS, DATA_PATH, resolve_best
 from mlm.finetune.scoring import (
     Scored,
     label_probabilities,
@@ -24,7 +25,6 @@ from mlm.finetune.scoring import (
     score_split,
 )
 from mlm.finetune.splits import TaskSplit, held_out_part, read_split
-from mlm.finetune.task_type import check_installed, task_type
 from mlm.inference.trained import (
     Trained,
     load_trained,

@@ -20,11 +20,12 @@ from mlm.convert.source import Source, open_source
 from mlm.convert.weights import fill_parameters
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, TaskConfig
+from mlm.finetune.registry import task_type
 from mlm.finetune.rows import RowError
 from mlm.finetune.splits import TaskSplit, TokenizedSplit, held_out_part, read_split, tokenize
-from mlm.finetune.task_type import task_type
 from mlm.inference.trained import continuation_problem
 from mlm.models.config import ModelConfig
+from mlm.models.family import family_of
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
 from mlm.util.errors import ConfigError, UserError, attempt, show
@@ -54,7 +55,7 @@ class Start:
 
     def tokenize(self, task: TaskConfig, split: TaskSplit) -> TokenizedSplit:
         """Return a split with its examples. Raises UserError."""
-        causal = self.model.family.causal
+        causal = family_of(self.model.kind).causal
         return tokenize(
             task, split, self.tokenizer, causal=causal, max_length=self.max_length, skips=self.skips
         )

@@ -12,13 +12,13 @@ from mlm.convert.huggingface.mapping import label_entries
 from mlm.convert.source import ModelFolder
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.batches import make_batcher
-from mlm.finetune.checks import check_task
 from mlm.finetune.config import TaskConfig
+from mlm.finetune.registry import check_task, task_type
 from mlm.finetune.rows import RowError, TaskRow
 from mlm.finetune.scoring import Finetuning, compute_predictions, label_probabilities
 from mlm.finetune.splits import TaskSplit, tokenize
-from mlm.finetune.task_type import task_type
 from mlm.inference.trained import Trained
+from mlm.models.family import family_of
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import ConfigError, CorruptFileError, UserError, type_of
 
@@ -43,7 +43,7 @@ def predict(
         return []
     task = task_of(trained, is_pair=any(isinstance(row, tuple) and len(row) == 2 for row in rows))
     length = min(task.max_length, model.max_positions)
-    causal, split = model.family.causal, split_of(task, rows)
+    causal, split = family_of(model.kind).causal, split_of(task, rows)
     tokenized = tokenize(task, split, tokenizer, causal=causal, max_length=length)
     objective = Finetuning(task_type(task.kind), ctx, trained.model.dtype)
     batcher = make_batcher(trained.model, batch_size, length)

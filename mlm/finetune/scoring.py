@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from mlm.finetune.batches import Batcher, TaskBatch
+from mlm.finetune.chat import Preferences
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example
-from mlm.finetune.packing import AnswerLoss, Packer, answer_scores
-from mlm.finetune.pairs import PairLoss
-from mlm.finetune.preferences import Preferences
+from mlm.finetune.packing import AnswerLoss, Packer, PairLoss, answer_scores
+from mlm.finetune.registry import task_type
 from mlm.finetune.splits import TaskSplit, TokenizedSplit
-from mlm.finetune.task_type import Output, Prediction, TaskType, task_type
+from mlm.finetune.task_type import Output, Prediction, TaskType
 from mlm.models.backbone import Inputs, Transformer
 from mlm.models.documents import padding_spans
+from mlm.models.family import family_of
 from mlm.optim.precision import DTYPES
 from mlm.parallel.collectives import all_reduce, to_device
 from mlm.parallel.cross_entropy import loss_dtype
@@ -49,7 +50,7 @@ class Finetuning:
         """Return the model's inputs of a micro-batch, on the device."""
         device, config = self.ctx.device, chunk.config
         spans = None
-        if not config.family.causal:  # in a causal model no token attends to padding
+        if not family_of(config.kind).causal:  # in a causal model no token attends to padding
             spans = padding_spans(batch.lengths, batch.tokens.shape[1], self.dtype, device)
         tokens, lengths, types = (
             to_device(t, device) for t in (batch.tokens, batch.lengths, batch.token_types)

@@ -16,8 +16,8 @@ from mlm.data.row_forms import standard_form
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, frame
+from mlm.finetune.registry import task_type
 from mlm.finetune.rows import ExampleError, MissingColumnError, RowError, TaskRow, row_name
-from mlm.finetune.task_type import task_type
 from mlm.util.errors import ConfigError, UserError, show
 from mlm.util.files import digest_name, read_input_text
 from mlm.util.terminal import one_line

@@ -15,6 +15,7 @@ from mlm.convert.source import ModelFolder, Source, open_source
 from mlm.convert.weights import fill_parameters
 from mlm.data.receipt import version_of
 from mlm.models.config import ModelConfig
+from mlm.models.family import family_of
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
@@ -105,7 +106,7 @@ def open_predictor(ckpt: str, parallel: ParallelConfig, *, causal: bool = True) 
 
 def continuation_problem(ckpt: str, model: ModelConfig) -> str | None:
     """Problem of continuing a prompt with a model that is not causal; None if it is."""
-    if not model.family.causal:
+    if not family_of(model.kind).causal:
         return (
             f"ckpt={ckpt} holds a {model.kind} model, which does not read from left to right; give a gpt2 or "
             "llama checkpoint"

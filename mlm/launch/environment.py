@@ -60,7 +60,7 @@ def by_srun(environ: Mapping[str, str]) -> bool:
         return False
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     in_step = step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
-    return in_step and "SLURM_PROCID" in environ and _slurm_tasks(environ) > 1
+    return in_step and "SLURM_PROCID" in environ and _number(environ, _slurm_tasks_key(environ), 1) > 1
 
 
 def has_terminal() -> bool:
@@ -90,11 +90,12 @@ def read_rank_place(environ: Mapping[str, str]) -> RankPlace | None:
         return _possible(place, "LOCAL_WORLD_SIZE")
     if not by_srun(environ):
         return None
+    tasks = _slurm_tasks_key(environ)
     nodes = environ.get("SLURM_STEP_NODELIST") or _text(environ, "SLURM_JOB_NODELIST")
     job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID", 0)
     place = RankPlace(
         rank=_number(environ, "SLURM_PROCID"),
-        world_size=_slurm_tasks(environ),
+        world_size=_number(environ, tasks, 1),
         local_rank=_number(environ, "SLURM_LOCALID"),
         local_world_size=_slurm_tasks_here(environ),
         master_addr=environ.get("MASTER_ADDR") or first_host(nodes),
@@ -102,7 +103,7 @@ def read_rank_place(environ: Mapping[str, str]) -> RankPlace | None:
         master_port=_number(environ, "MASTER_PORT", FIRST_PORT + (job + 101 * step) % PORTS),
         cores=_number(environ, "SLURM_CPUS_PER_TASK", 0) or None,
         nodes="" if environ.get("MASTER_ADDR") else nodes,
-        variables=("SLURM_PROCID", _slurm_tasks_key(environ)),
+        variables=("SLURM_PROCID", tasks),
         job=f"{job}.{step}",
     )
     return _possible(place, "SLURM_TASKS_PER_NODE")
@@ -172,10 +173,6 @@ def import_path() -> str:
     run with `python -P`.
     """
     return ":".join(str(Path(entry).resolve()) if entry else str(Path.cwd()) for entry in sys.path)
-
-
-def _slurm_tasks(environ: Mapping[str, str]) -> int:
-    return _number(environ, _slurm_tasks_key(environ), 1)
 
 
 def _slurm_tasks_key(environ: Mapping[str, str]) -> str:

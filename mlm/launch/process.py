@@ -16,7 +16,6 @@ import torch
 import torch.distributed as distributed
 from torch.distributed import PrefixStore, Store
 
-from mlm.cli.command import resolve
 from mlm.config.build import from_dict, streams_for
 from mlm.launch.config import DistConfig
 from mlm.launch.devices import device_kind
@@ -35,7 +34,7 @@ from mlm.launch.stop import interrupt_exit_code, stopping_at_once
 from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.watch import Watch
 from mlm.util.errors import UserError
-from mlm.util.system import available_cores
+from mlm.util.system import available_cores, resolve
 
 ALONE = RankPlace(
     rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="localhost", master_port=0

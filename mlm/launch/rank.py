@@ -1,7 +1,7 @@
 """Entry point of a launched rank: `python -P -m mlm.launch.rank JOB.json`.
 
-Up to `start` it needs the standard library only, so that the log is open and the process dies with its parent
-before torch is imported, which takes seconds and may print.
+Up to `run_launched` it needs the standard library only, so that the log is open and the process dies with its
+parent before torch is imported, which takes seconds and may print.
 """
 
 import json
@@ -10,9 +10,7 @@ import signal
 import sys
 import time
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from mlm.launch.failure import (
     RECORDS,
@@ -26,7 +24,7 @@ from mlm.launch.failure import (
     save_failure,
 )
 from mlm.launch.stop import SIGNAL_NAMES, Stopped, keep_noting
-from mlm.util.system import die_with_parent, imports_uncollected, writable_streams
+from mlm.util.system import die_with_parent, resolve, writable_streams
 
 
 def main() -> None:
@@ -42,7 +40,7 @@ def main() -> None:
     reporter = FailureReporter(rank, partial(publish, folder), lambda: any(folder.glob(RECORDS)))
     try:
         with writable_streams() as output:  # the command's own guard ends with its process
-            code = start(job, reporter)
+            code = int(resolve("mlm.launch.process:run_launched")(job, reporter))  # imports torch
         code = 1 if output.has_failed and not code else code
         if rank == 0 and code:
             note_exit_code(folder, code)
@@ -55,13 +53,6 @@ def main() -> None:
         while failure.is_user_error and len(load_failures(folder)) < world_size and time.monotonic() < end:
             time.sleep(0.02)
         exit_now(failure.exit_code)
-
-
-def start(job: dict[str, Any], reporter: FailureReporter) -> int:
-    """Import torch, rebuild the configuration and run the job's function; return the command's exit code."""
-    with imports_uncollected():
-        process = import_module("mlm.launch.process")
-    return int(process.run_launched(job, reporter))
 
 
 def publish(folder: Path, failure: Failure) -> None:

@@ -22,7 +22,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mlm.cli.command import resolve
 from mlm.config.build import to_dict
 from mlm.launch.config import DistConfig
 from mlm.launch.devices import count_gpus, device_kind
@@ -48,7 +47,7 @@ from mlm.launch.stop import SIGNAL_NAMES, Relay, Stopped, interrupt_exit_code, i
 from mlm.parallel.config import ParallelConfig
 from mlm.util.errors import UserError
 from mlm.util.lock import held_folder, remove_abandoned
-from mlm.util.system import available_cores
+from mlm.util.system import available_cores, resolve
 
 POLL_S = 0.1
 CLOSE_S = 30.0

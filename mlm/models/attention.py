@@ -16,7 +16,9 @@ from mlm.models.blocked_attention import FUSED, causal_attention_in_blocks, pays
 from mlm.models.cache import Reading, merge_heads, split_heads
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans, packed_attention
+from mlm.models.family import family_of
 from mlm.models.rotary import Rotary
+from mlm.models.shape import architecture_of
 from mlm.parallel.context import context_attention
 from mlm.parallel.dropout import DropoutStream, site_keys
 from mlm.parallel.layers import ColumnParallelLinear, FusedRows, RowParallelLinear
@@ -45,23 +47,24 @@ class SelfAttention(nn.Module):
         cp: Axis | None = None,
     ) -> None:
         super().__init__()
+        parts = architecture_of(config)
         self.tp, self.cp = tp, cp or Axis("cp")
         if config.num_heads % tp.size:
             raise ValueError(f"num_heads={config.num_heads} must be divisible by tp={tp.size}")
-        self.layer, self.recompute, self.causal = layer, recompute, config.family.causal
-        self.head_dim, self.dropout = config.head_dim, config.attention_dropout
-        self.window = config.architecture.window
+        self.layer, self.recompute, self.causal = layer, recompute, family_of(config.kind).causal
+        self.head_dim, self.dropout = parts.head_dim, config.attention_dropout
+        self.window = parts.window
         self.first_head = tp.rank * config.num_heads // tp.size
         self.register_buffer("places", site_keys([(layer, "attention")]), persistent=False)
         self._add_projections(config, sequence_parallel)
         self.out = RowParallelLinear(
-            config.num_heads * config.architecture.values_dim,
+            config.num_heads * parts.values_dim,
             config.hidden_size,
             tp=tp,
             sequence_parallel=sequence_parallel,
             init_std=config.hidden_std / math.sqrt(2 * config.num_layers),
             init_seed=None,
-            bias=config.architecture.bias,
+            bias=parts.bias,
         )
 
     def _add_projections(self, config: ModelConfig, sequence_parallel: bool) -> None:

@@ -7,39 +7,30 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, reduce
+from dataclasses import dataclass, field
+from functools import reduce
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 
 from mlm.config.imports import OwnCodeError, imported
+from mlm.models.config import KINDS, ModelConfig
 from mlm.util.errors import Problem
 
-if TYPE_CHECKING:  # settings know their family, so nothing here may need them, or torch, at run time
+if TYPE_CHECKING:  # checks of settings need no torch
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from mlm.convert.huggingface.mapping import HuggingFaceMapping
-    from mlm.convert.megatron.mapping import MegatronMapping
     from mlm.data.config import DataConfig
     from mlm.data.sampler import Dataset, MicroBatch
     from mlm.data.tokenizer import Tokenizer
-    from mlm.models.backbone import Transformer
-    from mlm.models.config import ModelConfig
     from mlm.parallel.dropout import DropoutStream
     from mlm.parallel.mesh import ParallelContext
 
-SHIPPED = {
-    "gpt2": "mlm.models.gpt2.family",
-    "bert": "mlm.models.bert.family",
-    "llama": "mlm.models.llama.family",
-}
-"""Module of the FAMILY of each shipped kind."""
 T = TypeVar("T")
-C = TypeVar("C", bound="Transformer")
+C = TypeVar("C", bound="nn.Module")
 B = TypeVar("B", bound="MicroBatch")
-C_in = TypeVar("C_in", bound="Transformer", contravariant=True)
+C_in = TypeVar("C_in", bound="nn.Module", contravariant=True)
 B_in = TypeVar("B_in", bound="MicroBatch", contravariant=True)
 
 
@@ -96,7 +87,7 @@ class Architecture:
         return w * (2 - w / seq_length)
 
 
-def usual_architecture(model: "ModelConfig") -> Architecture:
+def usual_architecture(model: ModelConfig) -> Architecture:
     """The parts and sizes of GPT-2 and BERT."""
     return Architecture(head_dim=model.hidden_size // model.num_heads, kv_heads=model.num_heads)
 
@@ -183,10 +174,6 @@ class LazyImport(Generic[T]):
     Settings are checked by what a family knows of them; its modules, and torch with them, take a second.
     """
 
-    def __init__(self, *default: T) -> None:
-        self.default = default
-        """Empty for a field without default."""
-
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
@@ -198,10 +185,8 @@ class LazyImport(Generic[T]):
     @overload
     def __get__(self, instance: object, owner: type) -> T: ...
     def __get__(self, instance: object | None, owner: type) -> T:
-        if instance is None:  # a dataclass asks for the default so
-            if not self.default:
-                raise AttributeError(self.name)
-            return self.default[0]
+        if instance is None:  # a dataclass asks for the default so: there is none
+            raise AttributeError(self.name)
         value: Any = instance.__dict__[self.name]
         if isinstance(value, str):
             module, _, name = value.partition(":")
@@ -239,86 +224,51 @@ class ModelFamily(Generic[C, B]):
     """True if its attention takes packed sequences in place of a bias (mlm/models/documents.py)."""
     data_keys: tuple[str, ...] = ()
     """Keys of data.* that shape the samples of this family and not of others."""
-    architecture: "Callable[[ModelConfig], Architecture]" = usual_architecture
+    architecture: Callable[[ModelConfig], Architecture] = usual_architecture
     """Return parts and sizes of a model: heads of keys, gates, biases, what is tied."""
-    head_products: "Callable[[ModelConfig, int], float]"
+    head_products: Callable[[ModelConfig, int], float]
     """Weights that a token of pretraining is multiplied with after the layers, at a tp: an average."""
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     """Names of its own settings, model.options.NAME, with their defaults."""
     settings: type | None = None
     """Dataclass of those that declare what they apply to."""
-    dense_twin: "Callable[[ModelConfig], ModelConfig | None]" = no_problem
+    dense_twin: Callable[[ModelConfig], ModelConfig | None] = no_problem
     """Return the dense model that a mixture of experts can start from; None for other models. Raises
     ConfigError for experts that are no copies of an MLP."""
     loss_unit: str = "nats per token"
     """Unit of the loss in curves."""
     protocol: str
     """Scoring by `mlm eval loss`, for its receipt."""
-    model_problem: "Callable[[ModelConfig], Problem | None]" = no_problem
+    model_problem: Callable[[ModelConfig], Problem | None] = no_problem
     """Return the problem of a model's settings."""
-    warning: "Callable[[ModelConfig], str | None]" = no_problem
+    warning: Callable[[ModelConfig], str | None] = no_problem
     """Return a line on settings of a model that pretraining accepts, and says what they cost."""
     data_problem: "Callable[[DataConfig], Problem | None]" = no_problem
     """Return the problem of data settings that samples cannot be made with."""
-    corpus_problems: "Callable[[ModelConfig, Sequence[Path], Path | None], list[Problem]]" = no_problems
+    corpus_problems: Callable[[ModelConfig, Sequence[Path], Path | None], list[Problem]] = no_problems
     """Return the problems of making samples of corpora (their prefixes) with a tokenizer.json."""
-    huggingface: "LazyImport[HuggingFaceMapping | None]" = LazyImport(None)
-    """None if `transformers` has no such model."""
-    megatron: "MegatronMapping | None" = None
-    """None if Megatron-LM has no such model."""
+    converts_as: str | None = None
+    """Shipped kind as which `transformers` has such models (mlm/convert/huggingface); None if it has none."""
 
 
-def family_of(kind: str) -> "ModelFamily[Transformer, MicroBatch]":
+def family_of(kind: str) -> ModelFamily[Any, Any]:
     """Return the family that model.kind names. Raises OwnCodeError (a UserError) if there is none."""
-    if kind in SHIPPED:
-        return shipped(kind)
-    family: ModelFamily[Transformer, MicroBatch] = imported("model.kind", kind, SHIPPED, ModelFamily)
+    if kind in KINDS:
+        shipped: ModelFamily[Any, Any] = import_module(f"mlm.models.{kind}.family").FAMILY
+        return shipped
+    family: ModelFamily[Any, Any] = imported("model.kind", kind, KINDS, ModelFamily)
     return family
 
 
-@cache
-def shipped(kind: str) -> "ModelFamily[Transformer, MicroBatch]":
-    """Return a family of SHIPPED."""
-    family: ModelFamily[Transformer, MicroBatch] = import_module(SHIPPED[kind]).FAMILY
-    return family
+def option(model: ModelConfig, name: str) -> bool | int | float | str:
+    """Value of a setting of the family's own, from `options` or its default."""
+    return model.options.get(name, family_of(model.kind).options[name])
 
 
-def parameters_by_name(model: "ModelConfig") -> "dict[str, Tensor]":
-    """Parameters of a model on the meta device, without padding. Raises OwnCodeError as `family_of`."""
-    with import_module("torch").device("meta"):
-        whole: Any = family_of(model.kind).model(replace(model, vocab_multiple=1))
-    return dict(whole.named_parameters())
-
-
-def count_parameters(model: "ModelConfig", *, with_state: bool = False) -> int:
-    """Parameters of a model, counted in its modules on the meta device; padding rows and copies not.
-
-    `with_state` counts those that no gradient moves too: what routers know of the loads of experts.
-    Of layers that are alike two are built, however many a file claims. Raises OwnCodeError (a UserError) if
-    there is no such family.
-    """
-
-    def count(num_layers: int) -> int:
-        some = parameters_by_name(replace(model, num_layers=num_layers)).values()
-        return sum(p.numel() for p in some if with_state or p.requires_grad)
-
-    built = count_distinct(model)
-    if model.num_layers <= built + 1:
-        return count(model.num_layers)
-    one, two = count(built), count(built + 1)
-    return one + (model.num_layers - built) * (two - one)
-
-
-def count_distinct(model: "ModelConfig") -> int:
-    """First layers of a model of which the last is like all after it: all of those of a user's own family."""
-    layers, first = model.num_layers, model.architecture.dense_layers
-    return min(layers, first + 1) if model.kind in SHIPPED else layers
-
-
-def model_problem(model: "ModelConfig") -> Problem | None:
+def model_problem(model: ModelConfig) -> Problem | None:
     """Return the problem of a model's family, or of settings that no model of it has."""
     try:
-        family = model.family
+        family = family_of(model.kind)
     except OwnCodeError as error:
         return error.problems[0]
     for name in model.options.keys() - family.options.keys():
@@ -346,7 +296,7 @@ def pretraining_problem(config: Any) -> Problem | None:
 def data_problem(config: Any) -> Problem | None:
     """Return the problem of data settings that the model's samples cannot be made with."""
     try:
-        found: Problem | None = config.model.family.data_problem(config.data)
+        found: Problem | None = family_of(config.model.kind).data_problem(config.data)
     except OwnCodeError:
         return None
     return found

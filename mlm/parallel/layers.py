@@ -206,6 +206,8 @@ class VocabParallelEmbedding(TensorParallelLayer):
     tp_dims: ClassVar[dict[str, int]] = {"weight": 0}
     compiled: bool = False
     """True if the loss may be computed by compiled passes (cross_entropy.py)."""
+    device_type: str | None = None
+    """Type of device whose sizes of chunks the loss takes; None for that of its tensors."""
     fuses_grad: bool = False
     """True if a forward pass of the loss adds the weight's gradient to `weight.grad`, as its backward pass
     would from a seed of 1; nothing of the table's size is kept in between (`fuse_embedding_grad`). On a CPU

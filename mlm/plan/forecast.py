@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from mlm.launch.devices import device_kind
 from mlm.launch.environment import read_rank_place
-from mlm.models.family import count_parameters
+from mlm.models.shape import architecture_of, count_parameters
 from mlm.plan.candidates import Query
 from mlm.plan.cost import StepTime
 from mlm.plan.hardware import HardwareConfig, calibrated, preset_of_gpu, unmeasured
@@ -84,7 +84,7 @@ def most_of_small(config: PretrainConfig, ranks: int) -> float:
     model, train, seq = config.model, config.train, config.data.seq_length
     if device_kind(config.dist) != "cpu" or calibrated() is not None:
         return 0.0
-    parts, width = model.architecture, model.ffn_size
+    parts, width = architecture_of(model), model.ffn_size
     width = max(width, parts.experts_per_token * parts.expert_size + parts.shared_size)
     channels = model.hidden_size * (1 + parts.experts_per_token) + width
     state = 32.0 * count_parameters(model)  # weights, gradients, moments, copies, buckets, temporaries

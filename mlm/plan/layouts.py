@@ -7,6 +7,7 @@ from rich.console import Console
 
 from mlm.config.tree import HOISTED, leaves
 from mlm.launch.typed import typed_settings
+from mlm.models.shape import architecture_of, count_active_parameters, count_parameters
 from mlm.plan.candidates import Query, query_of
 from mlm.plan.config import (
     PlanCompareConfig,
@@ -81,10 +82,10 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
 
 def title(config: PlanLayoutsConfig, query: Query) -> str:
     """The heading: model, GPUs, batch."""
-    size = config.model.num_parameters()
-    active = config.model.num_active_parameters()
+    size = count_parameters(config.model)
+    active = count_active_parameters(config.model)
     of = f"{format_count(size)} parameters"
-    of += f", {format_count(active)} of a token" if config.model.architecture.experts else ""
+    of += f", {format_count(active)} of a token" if architecture_of(config.model).experts else ""
     return (
         f"{config.name} ({of}) on {query.gpus} GPUs of {query.hardware.name}, "
         f"{gib(query.memory_bytes)} each · {query.run.precision.dtype} · "

@@ -6,9 +6,10 @@ from pathlib import Path
 from mlm.checkpoint.native.format import Manifest
 from mlm.config.build import from_dict
 from mlm.config.imports import OwnCodeError, is_path
-from mlm.models.config import ModelConfig
+from mlm.models.config import KINDS, ModelConfig
 from mlm.models.documents import Boundaries
-from mlm.models.family import SHIPPED, count_parameters, family_of
+from mlm.models.family import family_of
+from mlm.models.shape import architecture_of, count_parameters
 from mlm.runs.checks import saved_problems
 from mlm.runs.config import PretrainConfig
 from mlm.util.errors import CorruptFileError
@@ -42,7 +43,7 @@ def check_stored_parameters(manifest: Manifest, model: ModelConfig, path: Path) 
     held, last = sum(prod(entry.shape) for entry in stored), f"model.layers.{model.num_layers - 1}."
     is_deep = len(stored) >= model.num_layers and any(name.startswith(last) for name in manifest.tensors)
     # counting builds the layers that are not alike, however many a file claims
-    is_short = is_deep or (model.kind in SHIPPED and model.architecture.dense_layers < len(stored))
+    is_short = is_deep or (model.kind in KINDS and architecture_of(model).dense_layers < len(stored))
     made_of = count_parameters(model, with_state=True) if is_short else 0
     if not is_deep or held != made_of:
         made = f"{made_of:,} parameters in " if is_short else ""

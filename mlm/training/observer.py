@@ -23,17 +23,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mlm.config.imports import OwnCodeError, imported
 from mlm.parallel.pipeline.engine import NOTHING, PlanObserver
+from mlm.tracking.reporter import Reporter
 
-if TYPE_CHECKING:
-    from mlm.tracking.reporter import Reporter
-    from mlm.training.trainer import StepOutcome, Trainer
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Results of a step, still on the device."""
+
+    parts: Tensor
+    """[k]: this rank's share of each part of the objective, means over the global batch."""
+    grad_norm: Tensor
+    """0-d: global gradient norm before clipping."""
+    lr: float
+    """Learning rate used."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class RewindRequested(Exception):  # noqa: N818, as it is no error
 class Observer(PlanObserver):
     """Watches a run. All methods do nothing; override those of interest."""
 
-    def on_run_start(self, trainer: "Trainer[Any]", reporter: "Reporter") -> None:
+    def on_run_start(self, trainer: Any, reporter: Reporter) -> None:
         """Training continues from step `trainer.step`: the run begins, or has returned to a checkpoint.
 
         `reporter.note(text)` shows a line, `reporter.event(kind, fields)` adds a record to metrics.jsonl.
@@ -84,7 +93,7 @@ class Observer(PlanObserver):
     def before_weights_change(self) -> None:
         """Weights and moments change next: whoever still copies them waits here."""
 
-    def after_step(self, outcome: "StepOutcome") -> None:
+    def after_step(self, outcome: StepOutcome) -> None:
         """The step is done, and counted in `trainer.step`. May raise UserError, which ends the run."""
 
     def after_validation(self) -> None:

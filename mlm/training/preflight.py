@@ -6,7 +6,6 @@ Torch is imported only where there is a checkpoint, or a model folder, to read.
 import os
 from pathlib import Path
 
-from mlm.cli.command import resolve
 from mlm.config.build import protected_from
 from mlm.launch.environment import read_rank_place
 from mlm.runs.config import PretrainConfig
@@ -16,6 +15,7 @@ from mlm.tracking.config import missing_extras
 from mlm.util.errors import Problem, UserError
 from mlm.util.lock import LOCK, single_writer
 from mlm.util.ownership import CHECKPOINTS, claim_problems
+from mlm.util.system import resolve
 
 PROMPTS = "train.sample_prompts"
 
@@ -38,7 +38,8 @@ def run_start_problems(config: PretrainConfig, *, compares: bool = True) -> list
     folder = Path(config.out, CHECKPOINTS)
     try:
         if config.lora.rank:
-            resolve("mlm.models.lora:adapted_on_meta")(config.model, config.lora)
+            names = resolve("mlm.convert.huggingface.families:layer_names")(config.model)
+            resolve("mlm.models.lora:adapted_on_meta")(config.model, config.lora, names)
         if config.ckpt is not None or _holds_saves(folder):
             problems += resolve("mlm.training.resume:start_problems")(config, compares=compares)
         if not problems and read_rank_place(os.environ) is None:

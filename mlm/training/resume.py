@@ -85,7 +85,7 @@ def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str
     start, manifest = checkpoints[0], read_manifest(checkpoints[0])
     if compares:
         attempt(problems, lambda: check_identity(config, start, manifest))
-    if compares and not is_weights_only(manifest):
+    if compares and not is_weights_only(manifest.state):
         problems += tokenizer_errors(config.data, start, manifest)
     return problems
 

@@ -110,7 +110,7 @@ def load(trainer: Trainer, path: Path) -> Manifest:
         dense = upcycled_from(trainer.config, path, manifest)
         check_base(trainer, path, manifest)
         steps = manifest.state.get("applied_steps") if trainer.config.optimizer.kind == "adamw" else None
-        return is_weights_only(manifest), None if dense is None else to_dict(dense), steps
+        return is_weights_only(manifest.state), None if dense is None else to_dict(dense), steps
 
     checked = ranks.together(check, lambda error: CheckpointError(f"{path}: {error}"))
     is_start, dense, steps = ranks.broadcast(checked)
@@ -125,7 +125,7 @@ def load(trainer: Trainer, path: Path) -> Manifest:
     if is_start:
         return load_weights(trainer.shards, path, ctx, config=config)
     manifest = load_checkpoint(path, training_shards(trainer, trainer.shards), ranks=ranks, config=config)
-    check_run_state(manifest, path)
+    check_run_state(manifest.state, manifest.step, path)
     try:
         state = manifest.state
         trainer.step = int(state["step"])
@@ -179,7 +179,7 @@ def check_identity(config: PretrainConfig, path: Path, manifest: Manifest) -> No
     dense = upcycled_from(config, path, manifest)
     if dense is not None:
         errors = function_errors(dense, saved, str(path))
-    elif is_weights_only(manifest):
+    elif is_weights_only(manifest.state):
         errors = function_errors(config, saved, str(path))
     else:
         run = path.parent.parent

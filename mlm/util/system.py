@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -147,3 +148,13 @@ def _take_every_text(stream: TextIO) -> None:
         return
     if errors == "strict" or encoding.lower() not in UTF_8:
         reconfigure(errors="backslashreplace")
+
+
+def resolve(target: str) -> Any:
+    """The function that an import string names: `mlm.evaluate.loss:run`."""
+    path, _, name = target.partition(":")
+    module = sys.modules.get(path)
+    if module is None:
+        with imports_uncollected():
+            module = import_module(path)
+    return getattr(module, name)

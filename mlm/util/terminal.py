@@ -46,11 +46,11 @@ class PlainScreen(Screen):
 
     def print(self, *objects: Any, **options: Any) -> None:
         """As rich's, the control characters of texts written out but for new lines."""
-        super().print(*(_printable(each) if isinstance(each, str) else each for each in objects), **options)
-
-
-def _printable(text: str) -> str:
-    return "\n".join(map(escape_controls, text.split("\n")))
+        shown = (
+            "\n".join(map(escape_controls, each.split("\n"))) if isinstance(each, str) else each
+            for each in objects
+        )
+        super().print(*shown, **options)
 
 
 def console() -> Screen:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mlm.convert.huggingface.families import mapping_of
 from mlm.convert.huggingface.folder import EXTRA, HFModel, read_model
 from mlm.convert.huggingface.mapping import Outputs, ProbeSamples
 from mlm.convert.source import open_source
@@ -98,23 +99,23 @@ def our_outputs(run: Path, ctx: ParallelContext | None = None) -> Outputs:
     ctx = ctx or shape_context()
     layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
     trained = load_trained(open_source(str(run)), layout, PrecisionConfig(), ctx)
-    family = family_of(trained.config.model.kind)
-    assert family.huggingface is not None, "read from a folder, or about to be exported"
-    name_outputs = family.huggingface.our_outputs
+    model = trained.config.model
+    mapping, is_causal = mapping_of(model), family_of(model.kind).causal
+    assert mapping is not None, "read from a folder, or about to be exported"
     outputs: Outputs = {}
 
     def forward(chunk: Transformer, probe: ProbeSamples, x: Tensor | None) -> Tensor:
-        inputs = inputs_of(probe, ctx.device, reads_both_ways=not family.causal)
+        inputs = inputs_of(probe, ctx.device, reads_both_ways=not is_causal)
         head = chunk.config.head
         is_finetuned = head in ("classification", "span")
         y = (chunk.outputs if is_finetuned else chunk.encode)(inputs, None, x)
         if chunk.stage.is_last:
             mask = probe.mask.to(ctx.device)
             logits = {"logits": y[mask] if head == "span" else y}
-            outputs.update(logits if is_finetuned else name_outputs(chunk, y, mask))
+            outputs.update(logits if is_finetuned else mapping.our_outputs(chunk, y, mask))
         return y
 
-    for _ in trained.model.evaluate([ProbeSamples.of(trained.config.model)], forward):
+    for _ in trained.model.evaluate([ProbeSamples.of(model)], forward):
         pass
     return {name: value.cpu() for name, value in outputs.items()}
 

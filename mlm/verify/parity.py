@@ -21,6 +21,7 @@ from mlm.checkpoint.native import exchange
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.data.sampler import MicroBatch
 from mlm.launch.devices import device_kind
+from mlm.models.shape import count_parameters
 from mlm.optim.precision import parameter_dtype
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.runs.corpora import corpus_problems, train_dataset
@@ -130,7 +131,7 @@ def preflight(config: ParityConfig) -> list[str]:
     available = torch.cuda.get_device_properties(0).total_memory if is_gpu else available_memory()
     # weights, gradients, two moments and a record, of one process and of replicas on this host
     models = 5 * (1 + (1 if is_gpu else config.parallel.dp or 1))
-    needed = models * parameter_dtype(config.precision).itemsize * config.model.num_parameters()
+    needed = models * parameter_dtype(config.precision).itemsize * count_parameters(config.model)
     if needed > available:
         problems.append(
             f"model.num_layers={config.model.num_layers}: the whole model beside its layout takes more than "

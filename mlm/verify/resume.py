@@ -75,7 +75,7 @@ def first_step(config: VerifyResumeConfig) -> int:
     if config.ckpt is None:
         return 0
     manifest = read_manifest(resolve(config.ckpt))
-    return 0 if is_weights_only(manifest) else manifest.step
+    return 0 if is_weights_only(manifest.state) else manifest.step
 
 
 def run(config: VerifyResumeConfig) -> None:

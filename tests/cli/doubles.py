@@ -10,8 +10,8 @@ import pytest
 
 from mlm.cli import main
 from mlm.cli import run as cli_run
-from mlm.cli.command import resolve
 from mlm.launch.rules.layout import Launch
+from mlm.util.system import resolve
 
 ONE_HOST = Launch(world_size=None, local_devices=None)
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mlm.corpus.config import DataTokenizerConfig
-from mlm.corpus.train_tokenizer import run_tokenizer
+from mlm.cli.data import DataTokenizerConfig
+from mlm.cli.data.run import run_tokenizer
 from mlm.data.tokenizer import Tokenizer
 from mlm.data.vocabulary_files import BERT_SPECIAL
 from mlm.util.errors import UserError

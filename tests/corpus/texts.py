@@ -12,13 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mlm.corpus.config import (
-    DataBuildConfig,
-    DecontaminateConfig,
-    DedupConfig,
-    FilterConfig,
-    NormaliseConfig,
-)
+from mlm.corpus.config import DataBuildConfig, DecontaminateConfig, DedupConfig, FilterConfig, NormaliseConfig
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.indexed import IndexedDataset
 from mlm.data.tokenizer import Tokenizer

@@ -6,15 +6,8 @@ from typing import Any
 
 import pytest
 
-from mlm.data.chat_template import (
-    MAX_BYTES,
-    ChatError,
-    ChatTemplate,
-    find_templates,
-    read_template,
-    token_names,
-    with_reasoning,
-)
+from mlm.data.chat_files import MAX_BYTES, find_chat_template, find_templates, read_template, token_names
+from mlm.data.chat_template import ChatError, ChatTemplate, with_reasoning
 from mlm.data.chat_tokens import Tokens, encode, end_of_turn_tokens
 from mlm.data.chat_tokens import encode_prompt as encode_conversation
 from mlm.data.conversation import Conversation, check_messages
@@ -27,7 +20,7 @@ STYLES = tuple(TEMPLATES)
 
 def load(folder: Path) -> tuple[Tokenizer, ChatTemplate]:
     tokenizer = Tokenizer.load(folder)
-    template = ChatTemplate.find(folder, tokenizer)
+    template = find_chat_template(folder, tokenizer)
     assert template is not None
     return tokenizer, template
 
@@ -160,7 +153,7 @@ def test_built_in_chatml_equals_that_of_transformers(tmp_path: Path) -> None:
     """Tokens those of the common template, and answers up to the end of their turn."""
     folder = write_tokenizer(tmp_path / "a", "qwen2", None)
     tokenizer = Tokenizer.load(folder)
-    template = ChatTemplate.find(folder, tokenizer, "chatml")
+    template = find_chat_template(folder, tokenizer, "chatml")
     assert template is not None
     assert template.note == ""
     (found,) = encode([Conversation(TALK)], tokenizer, template)
@@ -179,7 +172,7 @@ def test_built_in_chatml_ends_turns_with_a_token_that_the_vocabulary_has(tmp_pat
     """One token, learnt with the answer, at which generation ends; what is saved says so to others."""
     folder = write_tokenizer(tmp_path / "a", style, None)
     tokenizer = Tokenizer.load(folder)
-    template = ChatTemplate.find(folder, tokenizer, "chatml")
+    template = find_chat_template(folder, tokenizer, "chatml")
     assert template is not None
     end = tokenizer.name_of(tokenizer.eod_id)
     assert template.note == (
@@ -237,7 +230,7 @@ def test_template_that_is_no_jinja_names_the_line(tmp_path: Path) -> None:
     file.write_text("ok\n{% for %}")
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, "qwen2", None))
     with pytest.raises(UserError, match=r"bad\.jinja:2: no Jinja \("):
-        ChatTemplate.find(tmp_path, tokenizer, str(file))
+        find_chat_template(tmp_path, tokenizer, str(file))
 
 
 def test_saved_template_is_found_again(tmp_path: Path) -> None:
@@ -246,7 +239,7 @@ def test_saved_template_is_found_again(tmp_path: Path) -> None:
     other.mkdir()
     tokenizer.chat_template = template
     tokenizer.save(other)
-    found = ChatTemplate.find(other, tokenizer)
+    found = find_chat_template(other, tokenizer)
     assert found is not None
     assert (found.digest, found.render(TALK)) == (template.digest, template.render(TALK))
 
@@ -264,7 +257,7 @@ def test_answers_that_later_messages_change_are_found_or_kept(
     """Where the template writes them; with the name `turns` as they were when nothing followed them."""
     folder = write_tokenizer(tmp_path, "qwen2", LAST)
     tokenizer = Tokenizer.load(folder)
-    template = ChatTemplate.find(folder, tokenizer, name)
+    template = find_chat_template(folder, tokenizer, name)
     assert template is not None
     (found,) = encode([Conversation(TALK)], tokenizer, template)
     assert isinstance(found, Tokens)

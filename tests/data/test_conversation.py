@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from mlm.data.chat_template import ChatError, ChatTemplate, find_templates
+from mlm.data.chat_files import find_chat_template, find_templates
+from mlm.data.chat_template import ChatError, ChatTemplate
 from mlm.data.chat_tokens import Tokens, encode, encode_prompt
 from mlm.data.conversation import Conversation, make_conversation, read_conversation
 from mlm.data.tokenizer import Tokenizer
@@ -33,7 +34,7 @@ ASKED, SAID = {"role": "user", "content": "the cat"}, {"role": "assistant", "con
 
 def load(folder: Path, name: str | None = None) -> tuple[Tokenizer, ChatTemplate]:
     tokenizer = Tokenizer.load(folder)
-    template = ChatTemplate.find(folder, tokenizer, name)
+    template = find_chat_template(folder, tokenizer, name)
     assert template is not None
     return tokenizer, template
 

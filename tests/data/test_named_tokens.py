@@ -10,6 +10,7 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from mlm.cli import main
+from mlm.data.chat_files import find_chat_template
 from mlm.data.chat_template import ChatError, ChatTemplate
 from mlm.data.chat_tokens import encode
 from mlm.data.conversation import Conversation
@@ -40,7 +41,7 @@ def write_gpt2(folder: Path, *special: str, added: dict[str, int] | None = None,
 def ids_of(folder: Path) -> list[int]:
     tokenizer = Tokenizer.load(folder)
     (folder / "t.jinja").write_text(EOS)
-    template = ChatTemplate.find(folder, tokenizer, str(folder / "t.jinja"))
+    template = find_chat_template(folder, tokenizer, str(folder / "t.jinja"))
     assert template is not None
     (found,) = encode([Conversation(TALK)], tokenizer, template)
     if isinstance(found, ChatError):

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from mlm.cli.evaluate import EvalLossConfig, loss
 from mlm.data.config import DataConfig
-from mlm.evaluate import loss
-from mlm.evaluate.config import EvalLossConfig
 from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig

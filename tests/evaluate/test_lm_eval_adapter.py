@@ -214,8 +214,8 @@ def test_a_continuation_ends_before_the_first_stop(one_rank: MlmLM) -> None:
     "arguments, problem",
     [
         ({"max_gen_toks": 9, "num_beams": 4}, "num_beams"),
-        ({"max_gen_toks": 9, "no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
-        ({"max_gen_toks": 9, "repetition_penalty": 0}, "repetition_penalty=0 must be"),
+        ({"max_gen_toks": 9, "penalty_alpha": 2}, "penalty_alpha"),
+        ({"max_gen_toks": 9, "repetition_penalty": 0}, "repetition_penalty=0 must be greater"),
         ({"max_gen_toks": 48}, "max_gen_toks=48: use 1 to 47"),
     ],
 )

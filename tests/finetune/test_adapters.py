@@ -12,7 +12,7 @@ from mlm.checkpoint.native.save_load import resolve
 from mlm.cli.pretrain import run as pretrain_run
 from mlm.convert.source import open_source
 from mlm.data.config import DataConfig
-from mlm.finetune import run
+from mlm.finetune import training
 from mlm.finetune.config import FinetuneConfig
 from mlm.inference.trained import load_trained
 from mlm.models.config import LoraConfig
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("adapters")
     write_llama(made / "llama")
     write_chats(made / "chat")
-    run.run(adapting(made), ParallelContext())
+    training.run(adapting(made), ParallelContext())
     return made
 
 
@@ -58,7 +58,7 @@ def adapting(folder: Path, **changes: Any) -> FinetuneConfig:
 def test_a_run_with_adapters_is_the_same_at_every_layout(folder: Path, tmp_path: Path, layout: str) -> None:
     parallel = LAYOUTS[layout]
     config = adapting(folder, parallel=parallel, out=str(tmp_path / "out"))
-    run_on_ranks(command, run.run, config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
+    run_on_ranks(command, training.run, config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
     assert losses(tmp_path / "out") == pytest.approx(losses(folder / "out"), abs=1e-9)
     alone, split = (weights(Path(out, "checkpoints")) for out in (folder / "out", tmp_path / "out"))
     torch.testing.assert_close(split, alone, rtol=0, atol=1e-7)
@@ -84,11 +84,11 @@ def test_a_run_with_adapters_is_the_base_of_another(folder: Path, tmp_path: Path
     tokens = torch.arange(12)[None]
     config = adapting(folder, lora=LoraConfig(rank=2), ckpt=str(folder / "out"), out=str(tmp_path / "out"))
     still = replace(config, optimizer=OptimizerConfig(lr=1e-12), out=str(tmp_path / "still"))
-    run.run(still, ParallelContext())
+    training.run(still, ParallelContext())
     torch.testing.assert_close(
         logits_of(tmp_path / "still", tokens), logits_of(folder / "out", tokens), rtol=0, atol=1e-8
     )
-    run.run(config, ParallelContext())
+    training.run(config, ParallelContext())
     assert not torch.allclose(logits_of(tmp_path / "out", tokens), logits_of(folder / "out", tokens))
 
 
@@ -105,7 +105,7 @@ def logits_on_ranks(ctx: ParallelContext, ckpt: Path, tokens: torch.Tensor) -> t
 def test_another_base_is_rejected(folder: Path, tmp_path: Path) -> None:
     write_llama(tmp_path / "llama")
     config = adapting(folder, out=str(tmp_path / "out"), ckpt=str(tmp_path / "llama"))
-    run.run(config, ParallelContext())
+    training.run(config, ParallelContext())
     write_llama(tmp_path / "llama", seed=1)
     with pytest.raises(UserError, match=r"its adapters are of the base xxh3:.*; bring that base back"):
         logits_of(tmp_path / "out", torch.arange(4)[None])
@@ -116,10 +116,10 @@ def test_another_base_is_rejected(folder: Path, tmp_path: Path) -> None:
 
 def test_a_target_that_names_no_layer_is_an_error(folder: Path, tmp_path: Path) -> None:
     lora = replace(LORA, targets=("q_proj", "proj"))
-    (problem,) = run.preflight(adapting(folder, lora=lora, out=str(tmp_path / "out")))
+    (problem,) = training.preflight(adapting(folder, lora=lora, out=str(tmp_path / "out")))
     assert problem.startswith('lora.targets=["q_proj","proj"]: no layer is named proj; use ')
     none = replace(LORA, targets=())
-    (problem,) = run.preflight(adapting(folder, lora=none, out=str(tmp_path / "out")))
+    (problem,) = training.preflight(adapting(folder, lora=none, out=str(tmp_path / "out")))
     assert problem.startswith("lora.targets=[]: no layer is named there; use ")
 
 

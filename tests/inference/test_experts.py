@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from mlm.cli.evaluate import AllDataConfig, EvalAllConfig, zero_shot
+from mlm.cli.generate import GenerateConfig
+from mlm.cli.generate import run as generate
 from mlm.convert.source import open_source
-from mlm.evaluate.config import AllDataConfig, EvalAllConfig
-from mlm.evaluate.zero_shot import run as zero_shot
-from mlm.inference.generate import run as generate
-from mlm.inference.generate.config import GenerateConfig
-from mlm.inference.generation import Sampling, continuations
+from mlm.inference.config import Sampling
+from mlm.inference.generation import continuations
 from mlm.inference.trained import load_trained
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig

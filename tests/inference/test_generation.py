@@ -1,5 +1,6 @@
 """Continuations of many texts at a time: those of `transformers`, at every layout and batch size."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import torch
 from transformers import GPT2LMHeadModel
 
 from mlm.convert.source import open_source
-from mlm.inference.generation import Sampling, continuations, generate
+from mlm.inference.config import Sampling
+from mlm.inference.generation import continuations, generate
 from mlm.inference.sampling import choose, uniforms
 from mlm.inference.trained import Trained, load_trained
 from mlm.optim.config import PrecisionConfig
@@ -57,10 +59,10 @@ def on_ranks(ctx: ParallelContext, folder: Path, options: Sampling, vp: int) -> 
     return ours(trained, options, ctx=ctx)
 
 
-def theirs(model: GPT2LMHeadModel, prompt: list[int], count: int) -> list[int]:
+def theirs(model: GPT2LMHeadModel, prompt: list[int], count: int, **how: Any) -> list[int]:
     """The greedy continuation by transformers, alone and without a cache."""
     tokens = torch.tensor([prompt])
-    how: dict[str, Any] = {"do_sample": False, "use_cache": False, "eos_token_id": None, "pad_token_id": 0}
+    how |= {"do_sample": False, "use_cache": False, "eos_token_id": None, "pad_token_id": 0}
     out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, **how)
     return out[0, len(prompt) :].tolist()
 
@@ -74,8 +76,24 @@ def test_greedy_continuations_equal_those_of_transformers(
     assert ours(trained, Sampling(temperature=0.0, max_new_tokens=12, batch_size=batch_size)) == want
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_greedy_continuations_without_repeated_n_grams_equal_those_of_transformers(
+    model: GPT2LMHeadModel, trained: Trained, size: int
+) -> None:
+    """Prompts that repeat themselves, so that each size forbids a token that another allows."""
+    texts = [prompt[:4] * (len(prompt) // 4 + 1) for prompt in prompts()]
+    want = [theirs(model, text, 24, no_repeat_ngram_size=size) for text in texts]
+    assert want != [theirs(model, text, 24, no_repeat_ngram_size=size + 1) for text in texts]
+    options = Sampling(temperature=0.0, max_new_tokens=24, no_repeat_ngram_size=size, batch_size=3)
+    assert ours(trained, options, texts) == want
+
+
 @pytest.mark.parametrize(("tp", "pp", "vp"), slow_but({0, 2}, [(2, 1, 1), (1, 1, 3), (2, 2, 1)]), ids=str)
-@pytest.mark.parametrize("options", slow_but({2}, [GREEDY, DRAWN]), ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "options",
+    slow_but({1, 2}, [GREEDY, DRAWN, replace(GREEDY, no_repeat_ngram_size=1)]),
+    ids=["greedy", "drawn", "no repeats"],
+)
 def test_every_rank_of_every_layout_has_the_tokens_of_one_process(
     model: GPT2LMHeadModel, trained: Trained, tp: int, pp: int, vp: int, options: Sampling
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mlm.convert.huggingface.families import layer_names
 from mlm.models.config import LoraConfig, ModelConfig
 from mlm.models.lora import add_adapters
 from mlm.optim import muon
@@ -163,7 +164,7 @@ def test_adapters_of_fused_weights_are_those_of_separate_ones() -> None:
     """As of peft's `k_proj` and `v_proj`: by torch.optim.Muon, in bfloat16 both."""
     spec = spec_of(family="llama", dtype="bf16")
     model = build_model(replace(spec, precision=PrecisionConfig()), shape_context()).chunks[0]
-    add_adapters(model, LoraConfig(rank=3))
+    add_adapters(model, LoraConfig(rank=3), layer_names(spec.model))
     kv = model.layers["0"].attention.kv.lora  # rows of B: two heads of keys and values of width 4
     torch.manual_seed(1)
     for x in (kv.a, kv.b):  # no run has begun that gives them values

@@ -11,9 +11,10 @@ from mlm.models.stage import PipelineStage
 from mlm.optim.adamw import build_optimizer, ensure_state
 from mlm.optim.config import OptimizerConfig
 from mlm.parallel.compute_state import DeferredWeightGrads
-from mlm.parallel.gradients import Reducer, ReduceWhen, build_reducer
+from mlm.parallel.gradients import Reducer, ReduceWhen
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import init_parameters
+from mlm.parallel.reducers import build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards
 
 VOCAB, SEQ, BATCH, LAYERS = 61, 5, 2, 2

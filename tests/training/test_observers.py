@@ -13,8 +13,8 @@ from torch import Tensor
 from mlm.cli import main
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.loop import own_code
-from mlm.training.observer import DeferredCheck, Observer, Observers
-from mlm.training.trainer import StepOutcome, Trainer
+from mlm.training.observer import DeferredCheck, Observer, Observers, StepOutcome
+from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.test_gradient_sums import SPEC, batches
 

@@ -26,7 +26,7 @@ ALLOWED = {
     "training/mirror.py": "sparse files in a temporary folder, which stands for the store",
     "runs/folder.py": "names a finished folder, over an empty one at most",
     "util/results.py": "gives an earlier result that is to be kept a name of its own",
-    "evaluate/zero_shot/run.py": "the scores kept until the result is there",
+    "cli/evaluate/zero_shot.py": "the scores kept until the result is there",
 }
 WRITERS = {
     "util/system.py": "/dev/null, where a standard stream is closed",

@@ -13,7 +13,8 @@ from torch import Tensor
 from mlm.models.norms import LayerNorm, RMSNorm
 from mlm.optim.precision import DTYPES
 from mlm.parallel.sharded import _Collective
-from mlm.training.trainer import StepOutcome, Trainer
+from mlm.training.observer import StepOutcome
+from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but, thinned
 from tests.verify.half_precision import (

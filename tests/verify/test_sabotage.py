@@ -28,7 +28,8 @@ from mlm.parallel.expert.router import Router, count_choices
 from mlm.parallel.layers import RowParallelLinear
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import ParameterShard, parameters_by_axis
-from mlm.training.trainer import StepOutcome, Trainer
+from mlm.training.observer import StepOutcome
+from mlm.training.trainer import Trainer
 from mlm.verify.verdict import Verdict
 from tests.ranks import run_on_ranks
 from tests.slow import thinned

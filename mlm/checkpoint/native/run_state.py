@@ -6,14 +6,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlm.util.errors import CorruptFileError, reading_from
 from mlm.util.files import DIGEST, READABLE, digest_file
 from mlm.util.ownership import file_type_name
-
-if TYPE_CHECKING:  # which needs torch
-    from mlm.checkpoint.native.format import Manifest
 
 RESTORE = "Restore it from a copy, or load another checkpoint with ckpt=…"
 
@@ -43,16 +40,16 @@ MAX_ANCESTORS = 1000
 """Saves of the past that a checkpoint names, the newest ones."""
 
 
-def is_weights_only(manifest: "Manifest") -> bool:
+def is_weights_only(state: Mapping[str, Any]) -> bool:
     """True if a checkpoint holds a model without training state: imported, or reduced to weights."""
-    return manifest.state.get("weights_only") is True
+    return state.get("weights_only") is True
 
 
-def check_run_state(manifest: "Manifest", path: Path) -> None:
+def check_run_state(state: Mapping[str, Any], step: int, path: Path) -> None:
     """Raise CorruptFileError unless the counters and the loss scale are those of a run at this step."""
-    state, scaler = manifest.state, manifest.state.get("scaler")
+    scaler = state.get("scaler")
     counts = {
-        "step": (state, manifest.step, manifest.step),
+        "step": (state, step, step),
         "consumed_samples": (state, 0, MAX_COUNT),
         "applied_steps": (state, 0.0, float(MAX_COUNT)),
         "scale": (scaler, math.ulp(0.0), 2.0**127),

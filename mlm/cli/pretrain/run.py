@@ -29,6 +29,7 @@ from mlm.data.blend_checks import normalize_weights
 from mlm.data.blend_history import trained_on
 from mlm.data.sampler import Dataset, FromCorpus, Loader, MicroBatch, eval_batches, first_of_step
 from mlm.launch.doctor.folder import check_start
+from mlm.models.family import family_of
 from mlm.optim.config import STABLE_DECAYS
 from mlm.optim.schedule import warmup_warning
 from mlm.parallel.mesh import ParallelContext
@@ -135,7 +136,7 @@ def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Pat
     peak = peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops)
     rows = header(trainer, out, peak, samples)
     warnings = [
-        config.model.family.warning(config.model),
+        family_of(config.model.kind).warning(config.model),
         warmup_warning(config.optimizer, config.schedule, config.train.steps),
         epochs_warning(samples, config.train.steps) if left > 0 else None,
     ]
@@ -161,7 +162,7 @@ def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Pat
             peak=peak,
             tokens_per_step=config.train.global_batch_size * config.data.seq_length,
             seq_length=config.data.seq_length,
-            loss_unit=config.model.family.loss_unit,
+            loss_unit=family_of(config.model.kind).loss_unit,
             mirror=mirror,
         ) as session,
     ):
@@ -349,7 +350,7 @@ def finish_directory(
 ) -> None:
     """Write the run's summary. A full disk then is no failed training."""
     config = trainer.config
-    generates = config.model.family.causal and (out / "tokenizer.json").exists()
+    generates = family_of(config.model.kind).causal and (out / "tokenizer.json").exists()
     kind, scaler = config.model.kind, trainer.scaler
     if scaler.dynamic and 0 < trainer.step == scaler.skipped.item():
         why = "precision.initial_loss_scale=%g: all %d steps overflowed, no weight has changed; set it to %g"
@@ -362,7 +363,7 @@ def finish_directory(
             header=rows,
             total_steps=config.train.steps,
             decays=config.schedule.decay not in STABLE_DECAYS,
-            unit=config.model.family.loss_unit,
+            unit=family_of(config.model.kind).loss_unit,
             prompt="The" if generates else None,
             trusted=kind.partition(":")[0] if is_path(kind) else None,
             validation=[str(prefix) for prefix in validation_prefixes(config.data).values()],

@@ -19,10 +19,10 @@ from mlm.checkpoint.parameters import parameters
 from mlm.convert.dcp.metadata import MOMENTS, read_metadata
 from mlm.convert.dcp.storage import DCPReader
 from mlm.convert.dcp.writer import DCPTensor
-from mlm.convert.megatron.llama import TORCHTITAN, torchtitan_problem, torchtitan_weaves
-from mlm.convert.megatron.mapping import split_layer
-from mlm.convert.woven import reweave
+from mlm.convert.megatron.llama import TORCHTITAN, torchtitan_layouts, torchtitan_problem
+from mlm.convert.row_layouts import reorder_rows, split_layer
 from mlm.models.config import ModelConfig
+from mlm.models.shape import is_tied
 from mlm.util.errors import CorruptFileError, UserError
 
 TOKEN_TABLE = TORCHTITAN["token.weight"]
@@ -37,12 +37,12 @@ def stored_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         raise UserError(f"model.kind={model.kind}: torchtitan's names are of Llama 3 and Qwen 3")
     if problem := torchtitan_problem(model):
         raise UserError(f"torchtitan has no such model: {problem}")
-    weaves = torchtitan_weaves(model)
+    layouts = torchtitan_layouts(model)
     ours = {name: one.shape for name, one in parameters(model).items()}
-    kept = {name: shape for name, shape in ours.items() if split_layer(name)[1] not in weaves.ours}
+    kept = {name: shape for name, shape in ours.items() if split_layer(name)[1] not in layouts.ours}
     for layer in range(model.num_layers):
-        for short, woven in weaves.theirs.items():
-            kept[f"layers.{layer}.{short}"] = (woven.rows, model.hidden_size)
+        for short, layout in layouts.theirs.items():
+            kept[f"layers.{layer}.{short}"] = (layout.rows, model.hidden_size)
     return kept
 
 
@@ -64,11 +64,11 @@ class TorchtitanReader:
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         """Compare names and shapes. Raises UserError and CorruptFileError."""
         self.model, self.shapes = model, stored_shapes(model)
-        self.weaves = torchtitan_weaves(model)
+        self.layouts = torchtitan_layouts(model)
         tensors = read_metadata(folder, lambda name: not name.startswith(_OTHER))
         stored = {usual_name(name): name for name in tensors}
         wanted = {torchtitan_name(name): shape for name, shape in self.shapes.items()}
-        if model.is_tied and OUTPUT in stored:
+        if is_tied(model) and OUTPUT in stored:
             wanted[OUTPUT] = self.shapes["token.weight"]
         for theirs in sorted({*stored, *wanted}):
             held = list(tensors[stored[theirs]].shape) if theirs in stored else "missing"
@@ -80,17 +80,17 @@ class TorchtitanReader:
                 )
         self.names = {name: stored[torchtitan_name(name)] for name in self.shapes}
         self.reader = DCPReader(folder, tensors)
-        if model.is_tied and OUTPUT in stored:
+        if is_tied(model) and OUTPUT in stored:
             self._check_tied(stored[OUTPUT])
 
     def read(self, name: str, region: Region) -> Tensor:
         """Return those elements of a parameter, float32."""
-        if split_layer(name)[1] not in self.weaves.ours:
+        if split_layer(name)[1] not in self.layouts.ours:
             return self._load(name, region)
-        value = reweave(
+        value = reorder_rows(
             name,
-            self.weaves.theirs,
-            self.weaves.ours,
+            self.layouts.theirs,
+            self.layouts.ours,
             lambda one: self._load(one, Region.whole(self.shapes[one])),
         )
         return value[region.within(Region.whole(value.shape))]
@@ -130,18 +130,20 @@ def torchtitan_tensors(
     model: ModelConfig, read: Read, dtype: torch.dtype
 ) -> tuple[dict[str, DCPTensor], Callable[[str, Region], Tensor]]:
     """Return torchtitan's tensors for a DCP folder, and what makes them of ours. Raises UserError."""
-    shapes, weaves = stored_shapes(model), torchtitan_weaves(model)
+    shapes, layouts = stored_shapes(model), torchtitan_layouts(model)
     ours = {name: one.shape for name, one in parameters(model).items()}
     names = {torchtitan_name(name): name for name in shapes}
 
     def make(theirs: str, region: Region) -> Tensor:
         name = names[theirs]
-        if split_layer(name)[1] not in weaves.theirs:
+        if split_layer(name)[1] not in layouts.theirs:
             return read(name, region).to(dtype)
-        value = reweave(name, weaves.ours, weaves.theirs, lambda one: read(one, Region.whole(ours[one])))
+        value = reorder_rows(
+            name, layouts.ours, layouts.theirs, lambda one: read(one, Region.whole(ours[one]))
+        )
         return value.to(dtype)
 
-    if model.is_tied:
+    if is_tied(model):
         names[OUTPUT] = "token.weight"
     forms = {theirs: DCPTensor(shapes[n], dtype, (Region.whole(shapes[n]),)) for theirs, n in names.items()}
     return forms, make

@@ -19,6 +19,7 @@ from mlm.data.vocabulary_files import UNK
 from mlm.models.backbone import Transformer
 from mlm.models.bert.model import BERT
 from mlm.models.config import ModelConfig
+from mlm.models.shape import is_tied
 from mlm.util.errors import ConfigError, UserError
 
 PREFIX = "bert."
@@ -224,7 +225,7 @@ def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> hf.Outputs:
     assert isinstance(stage, BERT)
     rows = y.transpose(0, 1)[mask]  # [R, H]
     pooled = stage.pool(y)
-    if not stage.config.is_tied:
+    if not is_tied(stage.config):
         return {"hidden states": rows, "pooled states": pooled[0]}
     return {"token logits": stage.token_logits(rows), "order logits": stage.sop_head(pooled)[0]}
 

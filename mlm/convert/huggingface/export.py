@@ -19,6 +19,7 @@ from mlm.checkpoint.native.shard_file import Form, write_stream
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import group_by_size
 from mlm.convert.huggingface import peft
+from mlm.convert.huggingface.families import mapping_of
 from mlm.convert.huggingface.folder import CONFIG, INDEX, WEIGHTS
 from mlm.convert.huggingface.mapping import HuggingFaceMapping, Location, TokenIds
 from mlm.convert.huggingface.model_card import CARD, model_card
@@ -26,6 +27,7 @@ from mlm.convert.source import Checkpoint, ModelFolder, Source, open_checkpoint
 from mlm.data.chat_tokens import end_of_turn_tokens
 from mlm.data.tokenizer_settings import ids_of
 from mlm.models.family import family_of
+from mlm.models.shape import count_parameters
 from mlm.runs.folder import GB, new_folder, out_problems
 from mlm.util.errors import UserError, attempt
 from mlm.util.files import write_atomic
@@ -87,7 +89,7 @@ def export_model(
         line = NOT_COMPARED if compare is None else str(compare(folder, source.path))
     columns = {
         "class#": mapping.architecture(source.model),
-        "parameters#": f"{source.model.num_parameters():,}",
+        "parameters#": f"{count_parameters(source.model):,}",
         "step#": source.manifest.step,
         "files#": files,
         "GB#": f"{count / GB:.3g}",
@@ -125,7 +127,7 @@ def tensor_bytes(source: Source, dtype: torch.dtype) -> int:
 
 def hf_mapping(source: Source) -> HuggingFaceMapping:
     """Return how `transformers` holds such a model. Raises UserError if it has none."""
-    model, mapping = source.model, family_of(source.model.kind).huggingface
+    model, mapping = source.model, mapping_of(source.model)
     if mapping is None:
         raise UserError(f"{source.path}: its model.kind={model.kind} has no counterpart in transformers")
     if model.mup_base_width is not None:

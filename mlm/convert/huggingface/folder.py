@@ -16,6 +16,7 @@ from typing import Any
 
 from mlm.checkpoint.native.format import JSON
 from mlm.checkpoint.native.shard_file import Stored, read_safetensors_header
+from mlm.convert.huggingface.families import mappings
 from mlm.convert.huggingface.mapping import (
     FolderContent,
     HuggingFaceMapping,
@@ -25,7 +26,6 @@ from mlm.convert.huggingface.mapping import (
     token_ids_to_keep,
 )
 from mlm.models.config import ModelConfig
-from mlm.models.family import SHIPPED, family_of
 from mlm.util.errors import CorruptFileError, UserError, reading_from
 from mlm.util.extras import go_offline_without_hub
 from mlm.util.files import parse_json, read_bounded
@@ -164,10 +164,10 @@ def read_settings(folder: Path) -> tuple[HuggingFaceMapping, dict[str, JSON], Mo
             f"{folder}: {ADAPTER}: holds an adapter, whose weights are not in the model. Merge it "
             f"(merge_and_unload of peft), save the model, and name that folder"
         )
-    mappings = [mapping for kind in SHIPPED if (mapping := family_of(kind).huggingface)]
-    mapping = next((each for each in mappings if raw.get("model_type") in each.model_types), None)
+    known = mappings()
+    mapping = next((each for each in known if raw.get("model_type") in each.model_types), None)
     if mapping is None:
-        supported = ", ".join(name for each in mappings for name in each.model_types)
+        supported = ", ".join(name for each in known for name in each.model_types)
         raise UserError(
             f"{path}: model_type={show(raw.get('model_type'))} is not a model of ours; supported: {supported}"
         )

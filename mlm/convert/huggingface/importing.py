@@ -18,6 +18,7 @@ from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.parameters import split_of
 from mlm.convert.huggingface import peft
 from mlm.convert.huggingface.export import NOT_COMPARED, Compare, tensor_bytes
+from mlm.convert.huggingface.families import layer_names
 from mlm.convert.huggingface.folder import (
     OTHER_WEIGHTS,
     SAVE_AGAIN,
@@ -141,7 +142,7 @@ def import_adapters(
         for name, value in each.to_ours(read, below.whole)
     }
     form = {}
-    for shard, _ in adapter_shards(model, lora):
+    for shard, _ in adapter_shards(model, lora, layer_names(model)):
         name = f"model.{shard.name}"
         found, shape = tuple(tensors[name].shape), shard.global_shape
         if found != shape:

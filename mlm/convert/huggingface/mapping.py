@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mlm.models.config import ModelConfig
+from mlm.models.family import family_of
 from mlm.util.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ class ProbeSamples:
         shape = (PROBE_BATCH, min(model.max_positions, PROBE_LENGTH))
         tokens = torch.randint(model.vocab_size, shape, generator=generator)
         lengths = torch.full((PROBE_BATCH,), shape[1])
-        if not model.family.causal or model.head == "classification":
+        if not family_of(model.kind).causal or model.head == "classification":
             lengths[-1] -= shape[1] // 3
         types = torch.randint(model.token_types, shape, generator=generator) if model.token_types else None
         return cls(tokens, lengths, types)

@@ -7,7 +7,7 @@ from mlm.checkpoint.native.format import JSON
 from mlm.convert.huggingface.folder import SAVE_AGAIN, TOKENIZER, HFModel, find_file, read_json
 from mlm.convert.huggingface.mapping import TokenIds
 from mlm.convert.huggingface.mapping import show as show_value
-from mlm.data.chat_template import ChatTemplate
+from mlm.data.chat_files import find_chat_template
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import CorruptFileError, UserError, reading_from
 
@@ -28,7 +28,7 @@ def read_tokenizer(model: HFModel) -> tuple[Tokenizer | None, list[str]]:
             return None, [f"the tokenizer was not taken: {error}"]
     notes, size = unread_tokens(model.folder, tokenizer), model.config.vocab_size
     try:
-        tokenizer.chat_template = ChatTemplate.find(model.folder, tokenizer)
+        tokenizer.chat_template = find_chat_template(model.folder, tokenizer)
     except UserError as error:
         notes.append(f"the chat template was not taken: {error}")
     if tokenizer.vocab_size > size:

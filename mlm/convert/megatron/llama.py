@@ -12,7 +12,8 @@ neighbouring dimensions. Source: pytorch/torchtitan, state_dict_adapter.py of mo
 from collections.abc import Mapping
 from typing import Any
 
-from mlm.convert.megatron.mapping import ARGS, LAYER, MegatronMapping, SizeOf, Weaves, Woven
+from mlm.convert.megatron.mapping import ARGS, LAYER, MegatronMapping, SizeOf
+from mlm.convert.row_layouts import RowLayout, RowLayouts
 from mlm.models.config import ModelConfig
 from mlm.models.llama.settings import LlamaSettings, num_blocks
 
@@ -38,25 +39,25 @@ TORCHTITAN = {
 """Names in Megatron's manner, queries, keys, values, gates and inputs apart -> torchtitan's."""
 
 
-def weaves(model: ModelConfig, tp: int) -> Weaves:
+def layouts(model: ModelConfig, tp: int) -> RowLayouts:
     """Return the tensors of attention and MLP, theirs merged from `tp` ranks."""
     settings = LlamaSettings.of(model)
     kv, width = settings.num_kv_heads, settings.head_dim
-    ours: dict[str, Woven] = {}
-    theirs: dict[str, Woven] = {}
+    ours: dict[str, RowLayout] = {}
+    theirs: dict[str, RowLayout] = {}
     for part in ("weight", "bias") if settings.qkv_bias else ("weight",):
         q, k, v = (f"{name}.{part}" for name in "qkv")
         rows_q, rows_kv = model.num_heads * width, kv * width
-        ours[f"attention.query.{part}"] = Woven(((q, rows_q),), 1)
-        ours[f"attention.kv.{part}"] = Woven(((k, rows_kv), (v, rows_kv)), kv)
-        theirs[f"attention.qkv.{part}"] = Woven(((q, rows_q), (k, rows_kv), (v, rows_kv)), kv)
+        ours[f"attention.query.{part}"] = RowLayout(((q, rows_q),), 1)
+        ours[f"attention.kv.{part}"] = RowLayout(((k, rows_kv), (v, rows_kv)), kv)
+        theirs[f"attention.qkv.{part}"] = RowLayout(((q, rows_q), (k, rows_kv), (v, rows_kv)), kv)
     pair = (("gate", model.ffn_size), ("up", model.ffn_size))
-    ours["mlp.up.weight"] = Woven(pair, num_blocks(model))
-    theirs["mlp.up.weight"] = Woven(pair, tp)
-    return Weaves(ours, theirs)
+    ours["mlp.up.weight"] = RowLayout(pair, num_blocks(model))
+    theirs["mlp.up.weight"] = RowLayout(pair, tp)
+    return RowLayouts(ours, theirs)
 
 
-def torchtitan_weaves(model: ModelConfig) -> Weaves:
+def torchtitan_layouts(model: ModelConfig) -> RowLayouts:
     """Return the same tensors as torchtitan has them.
 
     Its Llama turns dimensions 2i and 2i + 1 of a head, ours i and i + D/2; its Qwen 3 is like ours.
@@ -67,24 +68,24 @@ def torchtitan_weaves(model: ModelConfig) -> Weaves:
     def halves(name: str, heads: int) -> tuple[tuple[str, int], ...]:
         return ((f"{name}.first", heads * half), (f"{name}.second", heads * half))
 
-    def woven(name: str, heads: int) -> Woven:
-        return Woven(halves(name, heads), heads if settings.qk_norm else heads * half)
+    def layout(name: str, heads: int) -> RowLayout:
+        return RowLayout(halves(name, heads), heads if settings.qk_norm else heads * half)
 
     q, k, v = halves("q", model.num_heads), halves("k", kv), ("v", kv * settings.head_dim)
     gate, up = ("gate", model.ffn_size), ("up", model.ffn_size)
     ours = {
-        "attention.query.weight": Woven(q, model.num_heads),
-        "attention.kv.weight": Woven((*k, v), kv),
-        "mlp.up.weight": Woven((gate, up), num_blocks(model)),
+        "attention.query.weight": RowLayout(q, model.num_heads),
+        "attention.kv.weight": RowLayout((*k, v), kv),
+        "mlp.up.weight": RowLayout((gate, up), num_blocks(model)),
     }
     theirs = {
-        "attention.q.weight": woven("q", model.num_heads),
-        "attention.k.weight": woven("k", kv),
-        "attention.v.weight": Woven((v,), 1),
-        "mlp.gate.weight": Woven((gate,), 1),
-        "mlp.up.weight": Woven((up,), 1),
+        "attention.q.weight": layout("q", model.num_heads),
+        "attention.k.weight": layout("k", kv),
+        "attention.v.weight": RowLayout((v,), 1),
+        "mlp.gate.weight": RowLayout((gate,), 1),
+        "mlp.up.weight": RowLayout((up,), 1),
     }
-    return Weaves(ours, theirs)
+    return RowLayouts(ours, theirs)
 
 
 def torchtitan_problem(model: ModelConfig) -> str | None:
@@ -199,7 +200,7 @@ MAPPING = MegatronMapping(
     },
     required=("position_embedding_type", "normalization", "swiglu", "add_bias_linear"),
     is_grouped=True,
-    weaves=weaves,
+    layouts=layouts,
     sizes={
         "vocab_size": SizeOf("token.weight", is_split=True),
         "hidden_size": SizeOf("final_norm.weight", is_split=False),

@@ -20,13 +20,14 @@ from mlm.checkpoint.native.shard_file import Form
 from mlm.checkpoint.native.slices import Read, Region
 from mlm.convert.dcp.pickled import instance
 from mlm.convert.dcp.writer import DCPTensor, Progress, tensor_record, write_torch_file
-from mlm.convert.megatron.args import mappings
 from mlm.convert.megatron.distributed import BACKEND, COMMON
 from mlm.convert.megatron.files import MODEL_FILES
-from mlm.convert.megatron.mapping import THROUGH_HF, MegatronMapping, short_name
+from mlm.convert.megatron.mapping import THROUGH_HF, MegatronMapping
+from mlm.convert.megatron.mappings import MAPPINGS
 from mlm.convert.megatron.model import stored_parameters
-from mlm.convert.woven import reweave
+from mlm.convert.row_layouts import reorder_rows, short_name
 from mlm.models.config import ModelConfig
+from mlm.models.shape import architecture_of, is_tied
 from mlm.models.stage import split_layers
 from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
@@ -51,11 +52,11 @@ class MegatronWriter:
     @property
     def mapping(self) -> MegatronMapping:
         """Names and arguments of the family. Raises UserError if Megatron has no such model."""
-        mapping = mappings().get(self.model.kind)
+        mapping = MAPPINGS.get(self.model.kind)
         if mapping is None:
             raise UserError(f"model.kind={self.model.kind}: Megatron has no such model")
-        if self.model.architecture.experts:
-            raise UserError(f"model.options.num_experts={self.model.architecture.experts}: {THROUGH_HF}")
+        if architecture_of(self.model).experts:
+            raise UserError(f"model.options.num_experts={architecture_of(self.model).experts}: {THROUGH_HF}")
         if problem := mapping.problem(self.model):
             raise UserError(f"Megatron Core has no such model: {problem}")
         return mapping
@@ -67,7 +68,7 @@ class MegatronWriter:
 
     def tensors(self) -> dict[str, TensorEntry]:
         """Return the tensors by our names for Megatron's, padded."""
-        stored = stored_parameters(self.model, self.mapping.weaves(self.model, self.tp))
+        stored = stored_parameters(self.model, self.mapping.layouts(self.model, self.tp))
         return {
             name: TensorEntry((self.rows, *one.shape[1:]), one.dtype, one.split) if name in TABLES else one
             for name, one in stored.items()
@@ -75,9 +76,9 @@ class MegatronWriter:
 
     def load(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a whole tensor of that shape."""
-        weaves = self.mapping.weaves(self.model, self.tp)
-        if short_name(name) in weaves.theirs:
-            return reweave(name, weaves.ours, weaves.theirs, self._load_ours).to(self.dtype)
+        layouts = self.mapping.layouts(self.model, self.tp)
+        if short_name(name) in layouts.theirs:
+            return reorder_rows(name, layouts.ours, layouts.theirs, self._load_ours).to(self.dtype)
         if name not in TABLES:
             return self.read(name, Region.whole(shape)).to(self.dtype)
         padded = torch.zeros(shape, dtype=self.dtype)
@@ -86,9 +87,9 @@ class MegatronWriter:
         return padded
 
     def _load_ours(self, name: str) -> Tensor:
-        """Return a whole parameter of ours that is part of a woven tensor."""
-        weaves = self.mapping.weaves(self.model, self.tp)
-        rows = weaves.ours[short_name(name)].rows
+        """Return a whole parameter of ours that is part of a layout tensor."""
+        layouts = self.mapping.layouts(self.model, self.tp)
+        rows = layouts.ours[short_name(name)].rows
         shape = (rows,) if name.endswith("bias") else (rows, self.model.hidden_size)
         return self.read(name, Region.whole(shape))
 
@@ -181,7 +182,7 @@ class RankFile:
 def rank_files(writer: MegatronWriter) -> Iterator[RankFile]:
     """Yield the files of tp * pp ranks. Raises UserError if the model cannot be split so."""
     model = writer.model
-    kv_heads = model.architecture.kv_heads
+    kv_heads = architecture_of(model).kv_heads
     if model.num_heads % writer.tp or kv_heads % writer.tp or model.ffn_size % writer.tp:
         raise UserError(
             f"tp={writer.tp} does not divide the {kv_heads} heads of keys, or ffn={model.ffn_size}"
@@ -195,7 +196,7 @@ def rank_files(writer: MegatronWriter) -> Iterator[RankFile]:
             theirs, layer = writer.mapping.core_name(name)
             if is_here:
                 held.append((theirs.format(None if layer is None else layer - stage.layers[0]), name, tensor))
-        if stage.is_last and not stage.is_first and model.is_tied:
+        if stage.is_last and not stage.is_first and is_tied(model):
             held.append(("output_layer.weight", "token.weight", tensors["token.weight"]))
         for t in range(writer.tp):
             number = f"mp_rank_{t:02d}" + (f"_{p:03d}" if writer.pp > 1 else "")

@@ -24,18 +24,17 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import simple_parse_args_string
 from tqdm import tqdm
 
-from mlm.cli.evaluate import check_lm_eval
 from mlm.config.build import build
 from mlm.convert.source import Source
-from mlm.evaluate.config import LmEvalConfig
-from mlm.evaluate.lm_eval.ranks import LocalModel, Model, RemoteModel
-from mlm.inference.generation import Sampling
-from mlm.inference.sampling import declared_sampling
+from mlm.evaluate.lm_eval.ranks import LmEvalConfig, LocalModel, Model, RemoteModel
+from mlm.inference.config import DECLARED, Sampling, declared_sampling
 from mlm.inference.scoring import Request, Score, rolling_windows
 from mlm.inference.trained import open_predictor
 from mlm.launch.environment import read_rank_place
+from mlm.launch.rules.checks import checked_by, checkpoint_exists, devices_exist, tokenizer_exists
+from mlm.launch.rules.layout import READER_RULES
 from mlm.launch.start import choose_world_size, launch_facts
-from mlm.util.errors import UserError
+from mlm.util.errors import ConfigError, UserError
 
 KEYS = {"precision": "precision.dtype", "device": "dist.device"}
 """Short names of model_args, and the fields they set."""
@@ -43,6 +42,7 @@ UNSAID = "cuda:0"
 """The device that lm-eval's command passes by default, with or without a GPU."""
 IGNORED = {"num_beams": 1, "use_cache": True, "num_return_sequences": 1}
 """Settings of tasks for `transformers` that describe our default behaviour."""
+check_settings = checked_by(READER_RULES, (devices_exist, checkpoint_exists, tokenizer_exists))
 Tokens = list[int]
 Part = tuple[tuple[str, str] | None, Tokens, Tokens]
 """A text to score: lm-eval's cache key, the context, and the continuation."""
@@ -193,20 +193,14 @@ class MlmLM(TemplateLM):
             raise UserError(
                 f"max_gen_toks={most}: use 1 to {self.max_length - 1}, below what the model reads"
             )
-        declared = declared_sampling(self.tokenizer.declared.generation)
-        penalty = said.pop("repetition_penalty", declared.get("repetition_penalty", 1.0))
-        if not penalty > 0:
-            raise UserError(f"repetition_penalty={penalty} must be greater than 0; 1 leaves it out")
-        temperature, draws = said.pop("temperature", 1.0), said.pop("do_sample")
-        options = Sampling(
-            max_new_tokens=most,
-            temperature=temperature if draws else 0.0,
-            top_k=said.pop("top_k", 0),
-            top_p=said.pop("top_p", 1.0),
-            repetition_penalty=penalty,
-            seed=self.settings.seed,
-            batch_size=self.batch_size,
-        )
+        usual: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        values = declared_sampling(self.tokenizer.declared.generation) | usual
+        values |= {name: said.pop(name) for name in DECLARED if name in said}
+        if not said.pop("do_sample"):
+            values["temperature"] = 0.0
+        options = Sampling(max_new_tokens=most, seed=self.settings.seed, batch_size=self.batch_size, **values)
+        if problems := options.problems():
+            raise ConfigError(problems)
         unknown = {key: value for key, value in said.items() if IGNORED.get(key) != value}
         if unknown:
             raise UserError(
@@ -235,7 +229,7 @@ def settings(arguments: dict[str, Any]) -> tuple[LmEvalConfig, Source]:
 
     def check(config: LmEvalConfig) -> Sequence[str]:
         facts = launch_facts(config.dist)
-        return check_lm_eval(config, world_size=facts.world_size, local_devices=facts.local_devices)
+        return check_settings(config, world_size=facts.world_size, local_devices=facts.local_devices)
 
     config = build(LmEvalConfig, values, check)
     return config, open_predictor(config.ckpt, config.parallel)

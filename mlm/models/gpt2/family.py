@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlm.convert.megatron.mapping import MegatronMapping, activation, gelu_problem, write_gelu
 from mlm.data.config import DataConfig
 from mlm.data.gpt import EvalWindows, GPTDataset
 from mlm.data.indexed import IndexedDataset
@@ -81,12 +80,5 @@ FAMILY: "ModelFamily[GPT2, Batch]" = ModelFamily(
     head_products=head_products,
     protocol="consecutive windows, every token but the first scored once",
     model_problem=model_problem,
-    huggingface="mlm.convert.huggingface.gpt2:MAPPING",
-    megatron=MegatronMapping(
-        name="GPT-2",
-        vocabularies=(50257,),
-        settings=lambda args: {"activation": activation(args)},
-        write=write_gelu,
-        problem=gelu_problem,
-    ),
+    converts_as="gpt2",
 )

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from mlm.convert.megatron import llama as megatron
 from mlm.data.sampler import Batch
 from mlm.models.family import ModelFamily
 from mlm.models.gpt2.family import Windows, head_products
@@ -26,6 +25,5 @@ FAMILY: "ModelFamily[Llama, Batch]" = ModelFamily(
     model_problem=settings.model_problem,
     warning=settings.warning,
     dense_twin=settings.dense_twin,
-    huggingface="mlm.convert.huggingface.llama:MAPPING",
-    megatron=megatron.MAPPING,
+    converts_as="llama",
 )

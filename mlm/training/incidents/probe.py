@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mlm.checkpoint.native.exchange import Ranks
+from mlm.models.family import family_of
 from mlm.parallel.context import local_positions
 from mlm.parallel.mesh import CPU
 from mlm.parallel.sharding import ParameterShard
@@ -109,7 +110,7 @@ class StepProbe:
         self.batch: Any = None
         self.rows: dict[tuple[str, str], TensorStatistics] = {}
         with torch.device("meta"):  # names of all stages in their order, on every rank
-            whole = trainer.config.model.family.model(trainer.config.model, tp=trainer.ctx.tp)
+            whole = family_of(trainer.config.model.kind).model(trainer.config.model, tp=trainer.ctx.tp)
         leaves = [name for name, module in whole.named_modules() if name and not list(module.children())]
         self.modules = {name: number for number, name in enumerate(leaves)}
         self.parameters = {name: number for number, (name, _) in enumerate(whole.named_parameters())}

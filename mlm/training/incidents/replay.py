@@ -13,7 +13,6 @@ import torch
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import CHECKPOINTS, find_saves
 from mlm.checkpoint.native.run_state import LINEAGE, Lineage, Save
-from mlm.cli.replay import ReplayConfig, ReplayRun
 from mlm.config.build import from_dict
 from mlm.data.sampler import MicroBatch
 from mlm.launch.rules.checks import problems_of
@@ -25,6 +24,7 @@ from mlm.runs.checks import OWN_CODE_RULES, saved_problems
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import train_dataset
 from mlm.training.identity import recorded_changes
+from mlm.training.incidents.config import ReplayConfig, ReplayRun
 from mlm.training.incidents.numbers import Memory, StepNumbers, decode, shared_numbers
 from mlm.training.incidents.probe import Findings, StepProbe
 from mlm.training.incidents.record import read_incident

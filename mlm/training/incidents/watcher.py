@@ -33,10 +33,10 @@ from mlm.training.incidents.record import (
     write_record,
     write_samples,
 )
-from mlm.training.observer import DeferredCheck, Observer, RewindRequested
+from mlm.training.observer import DeferredCheck, Observer, RewindRequested, StepOutcome
 from mlm.training.resume import rewind, rewind_candidates
 from mlm.training.saver import Saver
-from mlm.training.trainer import StepOutcome, Trainer
+from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 
 DEFERRING = ("cuda",)

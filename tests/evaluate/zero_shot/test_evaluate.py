@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 
 from mlm.cli.compose.composition import load_config
-from mlm.cli.evaluate import check_zero_shot
-from mlm.convert.source import open_source
-from mlm.corpus.train_tokenizer import train_bpe
-from mlm.evaluate import loss
-from mlm.evaluate.config import (
+from mlm.cli.evaluate import (
     AllDataConfig,
     EvalAllConfig,
     EvalLambadaConfig,
     EvalWikitext103Config,
     LambadaDataConfig,
     WikitextDataConfig,
+    check_zero_shot,
+    loss,
 )
-from mlm.evaluate.zero_shot import run as evaluate
+from mlm.cli.evaluate import zero_shot as evaluate
+from mlm.convert.source import open_source
+from mlm.corpus.train_tokenizer import train_bpe
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.files import digest_file

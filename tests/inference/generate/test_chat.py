@@ -13,14 +13,15 @@ import pytest
 import transformers
 
 from mlm.cli.entry import main
+from mlm.cli.generate import GenerateConfig
+from mlm.cli.generate.prompts import read_prompts
+from mlm.cli.generate.run import run
 from mlm.convert.source import open_source
-from mlm.data.chat_template import ChatTemplate
+from mlm.data.chat_files import find_chat_template
 from mlm.data.chat_tokens import end_of_turn_tokens
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.generate.config import GenerateConfig
-from mlm.inference.generate.prompts import read_prompts
-from mlm.inference.generate.run import run
-from mlm.inference.generation import Sampling, generate
+from mlm.inference.config import Sampling
+from mlm.inference.generation import generate
 from mlm.inference.trained import load_trained
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
@@ -78,7 +79,7 @@ def test_prompts_are_conversations_as_in_training(tmp_path: Path) -> None:
     shown = "{{ mood }}{{ tools | tojson if tools else '' }}" + TEMPLATES["qwen2"]
     folder = write_tokenizer(tmp_path / "tokenizer", "qwen2", shown)
     tokenizer, tools = Tokenizer.load(folder), [{"name": "f"}]
-    tokenizer.chat_template = ChatTemplate.find(folder, tokenizer)
+    tokenizer.chat_template = find_chat_template(folder, tokenizer)
     row = {"prompt": "sat?", "system": "s", "tools": json.dumps(tools), "chat_template_kwargs": {"mood": "m"}}
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps(row) + "\n")
@@ -180,7 +181,7 @@ def test_what_cannot_be_answered_is_an_error(
 @pytest.mark.parametrize("style", TEMPLATES)
 def test_turn_ends_with_the_template_s_token_and_the_document_s(tmp_path: Path, style: str) -> None:
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, style))
-    template = ChatTemplate.find(tmp_path, tokenizer)
+    template = find_chat_template(tmp_path, tokenizer)
     assert template is not None
     closing = {"llama3": "<|eot_id|>", "qwen2": "<|im_end|>"}.get(style, "</s>")
     names = {tokenizer.name_of(id) for id in end_of_turn_tokens(template, tokenizer)}

@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from mlm.convert.huggingface.gpt2 import MAPPING
 from mlm.models.config import ModelConfig
+from mlm.models.family import family_of
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.cross_entropy import full_logits
 from mlm.parallel.dropout import DropoutStream
@@ -88,7 +89,7 @@ def test_relu_squared_matches_transformers(tp: int) -> None:
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_relu_squared_of_another_family_is_an_error(kind: str) -> None:
     model = replace(MODEL, kind=kind, activation="relu2", token_types=2 if kind == "bert" else 0)
-    problem = model.family.model_problem(model)
+    problem = family_of(model.kind).model_problem(model)
     assert problem is not None
     assert problem.startswith(f"model.activation=relu2 is gpt2's, and model.kind={kind} has ")
 

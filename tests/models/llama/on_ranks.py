@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from mlm.convert.source import open_source
+from mlm.inference.config import Sampling
 from mlm.inference.generation import generate
-from mlm.inference.sampling import Sampling
 from mlm.inference.trained import load_trained
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig

@@ -13,9 +13,9 @@ import pytest
 from mlm.checkpoint.native.save_load import resolve
 from mlm.cli import main
 from mlm.cli.compose.composition import load_config
+from mlm.cli.evaluate.loss import preflight
 from mlm.data.blend_history import seed_of
 from mlm.data.sampler import eval_batches
-from mlm.evaluate.loss import preflight
 from mlm.models.bert.samples import BERTBatch, BERTSamples
 from mlm.parallel.mesh import shape_context
 from mlm.runs.config import PretrainConfig

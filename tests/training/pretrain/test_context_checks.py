@@ -5,11 +5,12 @@ import pytest
 from mlm.cli.compose.composition import load_config
 from mlm.cli.evaluate import check_eval_loss
 from mlm.cli.generate import check_generate
+from mlm.cli.plan import check_plan_dry_run, check_plan_memory
+from mlm.cli.verify import check_parity
 from mlm.launch.rules.checks import problems_of
 from mlm.launch.rules.layout import FINETUNE_LAYOUT_RULES, Launch
-from mlm.plan.checks import check_plan_dry_run, check_plan_memory
 from mlm.runs.checks import check_pretrain
-from mlm.verify.config import ParityConfig, check_parity
+from mlm.verify.config import ParityConfig
 from tests.cli.doubles import Cli, make_cli
 
 cli = pytest.fixture(make_cli)

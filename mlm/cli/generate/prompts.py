@@ -8,13 +8,13 @@ from typing import Any
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.format import CheckpointError
+from mlm.cli.generate import STDIN, GenerateConfig
 from mlm.data.chat_template import ChatError
 from mlm.data.chat_tokens import encode_prompt
 from mlm.data.conversation import SHARE_GPT, make_conversation
 from mlm.data.records import SUFFIXES, Located, form_of, read_records
 from mlm.data.row_forms import standard_form
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.generate.config import STDIN, GenerateConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError, lone_surrogate
 from mlm.util.files import decode_text, read_input_text

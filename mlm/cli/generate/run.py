@@ -11,14 +11,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
+from mlm.cli.generate import STDIN, GenerateConfig
+from mlm.cli.generate.prompts import Prompt, read_prompts, share_prompts
 from mlm.convert.source import Source, open_source
 from mlm.data.chat_tokens import end_of_turn_tokens
 from mlm.data.tokenizer import Tokenizer
 from mlm.data.tokenizer_settings import GENERATION_CONFIG
-from mlm.inference.generate.config import STDIN, GenerateConfig
-from mlm.inference.generate.prompts import Prompt, read_prompts, share_prompts
-from mlm.inference.generation import Sampling, before_stop, continuations, ends_at
-from mlm.inference.sampling import as_declared, declared_sampling
+from mlm.inference.config import Sampling, as_declared, declared_sampling
+from mlm.inference.generation import before_stop, continuations, ends_at
 from mlm.inference.trained import (
     load_trained,
     open_predictor,

@@ -181,7 +181,7 @@ def test_too_few_ranks_here_do_not_shrink_the_other_remedies() -> None:
     problems = problems_of("tp=4", "pp=12", "zero=3", "dp=8", local_devices=8)
     assert [problem.split("; ")[1].split(", or here ")[-1] for problem in problems] == [
         "use zero=2",
-        "use pp=1 dp=2",
+        "use pp=2 dp=1 zero=2",
     ]
 
 

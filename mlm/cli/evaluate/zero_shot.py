@@ -8,15 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import mlm
+from mlm.cli.evaluate import EvalAllConfig, EvalLambadaConfig, EvalWikitext103Config, ZeroShotConfig
 from mlm.config.build import to_dict
 from mlm.convert.source import Source, open_source
 from mlm.data.tokenizer import Tokenizer
-from mlm.evaluate.config import (
-    EvalAllConfig,
-    EvalLambadaConfig,
-    EvalWikitext103Config,
-    ZeroShotConfig,
-)
 from mlm.evaluate.loss import training_corpora
 from mlm.evaluate.zero_shot import lambada, wikitext103
 from mlm.evaluate.zero_shot.protocol import Protocol, ProtocolResult, deduplicate
