@@ -284,13 +284,10 @@ class Model:
             return cast(GPT2, chunk).logits(batch.tokens, x)
 
         model, pp, size = self.trained.model, self.ctx.pp, self.config.vocab_size
-        found_here = [y.contiguous() for _, y in model.evaluate([Batch(batch, batch, 0)], forward)]
-        y = (
-            found_here[0]
-            if found_here
-            else batch.new_empty(*batch.shape, size, dtype=loss_dtype(model.dtype))
-        )
-        return broadcast(y, pp, pp.size - 1)
+        computed = [y.contiguous() for _, y in model.evaluate([Batch(batch, batch, 0)], forward)]
+        if not computed:  # on other stages than the last
+            computed = [batch.new_empty(*batch.shape, size, dtype=loss_dtype(model.dtype))]
+        return broadcast(computed[0], pp, pp.size - 1)
 
     def _batch(self, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """Return tokens [B, S] on the model's device. Raises UserError unless the model can read them."""

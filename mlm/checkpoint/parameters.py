@@ -3,22 +3,15 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mlm.checkpoint.native.format import TensorEntry
 from mlm.checkpoint.native.slices import TensorShard, TensorSplit
 from mlm.models.config import ModelConfig
-from mlm.models.family import family_of
+from mlm.models.shape import build_on_meta
 from mlm.models.stage import parameter_home
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import ParameterShard, parameter_shards
-
-
-def build_on_meta(model: ModelConfig) -> nn.Module:
-    """Return a whole model in one process, without memory for its parameters."""
-    with torch.device("meta"):
-        whole: nn.Module = family_of(model.kind).model(model, tp=Axis("tp"))
-    return whole
 
 
 def parameters(model: ModelConfig) -> dict[str, TensorEntry]:

@@ -1,5 +1,6 @@
 """The commands `mlm finetune` and `mlm eval TASK`, and the checks of their settings."""
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,34 +9,16 @@ from mlm.data import files_present as present
 from mlm.data.chat_builtin import TURNS
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
 from mlm.launch.rules.checks import (
+    Rule,
+    checked_by,
     checkpoint_exists,
     devices_exist,
     loss_scale_can_fall,
     lr_falls,
-    problems_of,
 )
-from mlm.launch.rules.layout import FINETUNE_LAYOUT_RULES, READER_RULES, Launch
+from mlm.launch.rules.layout import FINETUNE_LAYOUT_RULES, READER_RULES, Launch, LayoutRule
 from mlm.runs.checks import optimizer_fits_layout, optimizer_works
 from mlm.util.errors import Absent, Problem, UserError
-
-
-def check_finetune(
-    config: FinetuneConfig, *, world_size: int | None, local_devices: int | None
-) -> list[Problem]:
-    """Problems of `mlm finetune` that are visible without reading the checkpoint or the rows."""
-    launch = Launch(world_size, local_devices)
-    return [
-        *problems_of(config, launch, FINETUNE_LAYOUT_RULES, FINETUNE_RULES),
-        *_check_task(config),
-    ]
-
-
-def check_eval_task(
-    config: EvalTaskConfig, *, world_size: int | None, local_devices: int | None
-) -> list[Problem]:
-    """Problems of `mlm eval TASK` that are visible without reading the checkpoint or the rows."""
-    launch = Launch(world_size, local_devices)
-    return [*problems_of(config, launch, READER_RULES, EVAL_TASK_RULES), *_check_task(config)]
 
 
 def _rows_exist(config: Any, _: Launch) -> Problem | None:
@@ -66,26 +49,27 @@ def _incidents_are_followed(config: FinetuneConfig, _: Launch) -> Problem | None
     return Problem.at("incident.action", "rewind", why, "use incident.action=skip, log or stop")
 
 
-def _check_task(config: FinetuneConfig | EvalTaskConfig) -> list[Problem]:
-    from mlm.finetune.registry import check_task  # loads tables and metrics
+def _checked_by(layout_rules: Iterable[LayoutRule], rules: Iterable[Rule]) -> Callable[..., list[Problem]]:
+    """Return the check of a command by these rules, and of its task."""
+    check = checked_by(layout_rules, rules)
 
-    return check_task(config.task)
+    def check_all(config: FinetuneConfig | EvalTaskConfig, **launch: int | None) -> list[Problem]:
+        from mlm.finetune.registry import check_task  # loads tables and metrics
+
+        return [*check(config, **launch), *check_task(config.task)]
+
+    return check_all
 
 
-EVAL_TASK_RULES = (
-    devices_exist,
-    loss_scale_can_fall,
-    checkpoint_exists,
-    _rows_exist,
+RULES = (
+    *(devices_exist, loss_scale_can_fall, checkpoint_exists, _rows_exist),
     lambda config, _: present.tokenizer("data.tokenizer", config.data.tokenizer),
     _chat_template_exists,
 )
-FINETUNE_RULES = (
-    optimizer_works,
-    optimizer_fits_layout,
-    _incidents_are_followed,
-    lr_falls,
-    *EVAL_TASK_RULES,
+check_eval_task = _checked_by(READER_RULES, RULES)
+check_finetune = _checked_by(
+    FINETUNE_LAYOUT_RULES,
+    (optimizer_works, optimizer_fits_layout, _incidents_are_followed, lr_falls, *RULES),
 )
 
 COMMANDS = (

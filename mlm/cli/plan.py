@@ -307,10 +307,7 @@ COMMANDS = (
             "micro-batches in flight on each rank."
         ),
         examples=(
-            (
-                "Figure 4 of the paper: interleaved 1F1B",
-                "mlm plan schedule pp=4 vp=2 micro_batches=8",
-            ),
+            ("Figure 4 of the paper: interleaved 1F1B", "mlm plan schedule pp=4 vp=2 micro_batches=8"),
             (
                 "Zero bubble (ZB-H1): weight gradients fill the gaps",
                 "mlm plan schedule pp=4 micro_batches=8 pipeline=zb_h1",

@@ -30,9 +30,10 @@ def is_path(value: object) -> bool:
 
 
 def paths_in(value: object) -> list[str]:
-    """Return the import paths that a value of a key is, or lists."""
+    """Return the import paths that a value of a key is, or lists: alone, or as `use` beside fields."""
     values = value if isinstance(value, list | tuple) else [value]
-    return [str(each) for each in values if is_path(each)]
+    named = (each.get("use") if isinstance(each, dict) else each for each in values)
+    return [str(each) for each in named if is_path(each)]
 
 
 def imported(key: str, path: str, shipped: Collection[str], kind: Any = object) -> Any:

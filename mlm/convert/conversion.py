@@ -22,7 +22,6 @@ from mlm.convert.megatron.write import MegatronWriter, rank_files
 from mlm.convert.source import Checkpoint, Source
 from mlm.convert.verify import compare
 from mlm.data.tokenizer import Tokenizer
-from mlm.models.shape import architecture_of
 from mlm.parallel.config import ParallelConfig
 from mlm.runs.checks import split_problems
 from mlm.runs.folder import new_folder, out_problems
@@ -75,7 +74,7 @@ def open_(config: ConvertConfig, tokenizer: Tokenizer | None = None) -> Source:
         raise UserError(
             f"source={config.source}: holds adapters alone; convert what mlm export hf merge=true writes"
         )
-    if architecture_of(source.model).attention_weights:
+    if source.model.options.get("kv_lora_rank"):
         raise UserError(
             f"source={config.source}: models of latent attention are not converted; use mlm import hf or "
             "mlm export hf"

@@ -12,8 +12,9 @@ from torch import Tensor
 from mlm.checkpoint.native.folders import CHECKPOINTS
 from mlm.checkpoint.native.format import JSON, FileEntry
 from mlm.checkpoint.native.slices import Region
+from mlm.convert.dcp.metadata import DCPTensor
 from mlm.convert.dcp.torchtitan import torchtitan_tensors
-from mlm.convert.dcp.writer import DCPTensor, plan_files, write_items, write_metadata
+from mlm.convert.dcp.writer import plan_files, write_items, write_metadata
 from mlm.convert.huggingface.export import hf_mapping, token_ids, write_json
 from mlm.convert.huggingface.folder import CONFIG
 from mlm.convert.megatron.files import LATEST

@@ -113,7 +113,10 @@ def check_pair(prefix: Path, expected: Expected, advance: Advance) -> list[FileC
     limit = expected.vocab_size
     ids = ("ok", f"below {limit:,}") if limit is not None else ("note", "no vocabulary known: set vocab_size")
     if outside is not None:
-        ids = "error", describe(*outside, corpus, limit)
+        token, position = outside
+        document, bound = corpus.document_of(position), f"not below vocab_size={limit}"
+        where = f"document {document}, token {position - corpus.first_token(document)} of it"
+        ids = "error", f"{where}, is {token}, {'negative' if token < 0 else bound}"
     return [
         FileCheck(idx.name, "format", "ok", f"{corpus.dtype.name}, {corpus.num_documents:,} documents"),
         FileCheck(tokens.name, "token ids", *ids),
@@ -144,13 +147,6 @@ def scan_tokens(
             position += len(ids)
             advance(len(block))
     return digest_name(digest), outside, None if expected.eod_id is None else end_tokens
-
-
-def describe(token: int, position: int, corpus: IndexedDataset, limit: int | None) -> str:
-    """Describe a wrong token and its position."""
-    bound = "negative" if token < 0 else f"not below vocab_size={limit}"
-    document = corpus.document_of(position)
-    return f"document {document}, token {position - corpus.first_token(document)} of it, is {token}, {bound}"
 
 
 def check_digest(path: Path, expected: Expected, advance: Advance, digest: str | None = None) -> FileCheck:

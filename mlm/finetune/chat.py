@@ -46,7 +46,6 @@ class Chat(TaskType):
     is_chat = True
 
     def num_labels(self, task: TaskConfig) -> int:
-        """Return 0: the model keeps its output layer."""
         return 0
 
     def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
@@ -79,7 +78,6 @@ class Chat(TaskType):
             yield example_of(number, [tokens], frame.max_length, lambda labels: labels[0], problem)
 
     def problems(self, task: TaskConfig) -> list[Problem]:
-        """Return the problems of a task's columns, labels and splits."""
         problems = super().problems(task)
         if task.tests:
             problem = f"kind {task.kind} writes no predictions of splits"
@@ -88,13 +86,11 @@ class Chat(TaskType):
         return problems
 
     def loss(self, outputs: "Tensor", labels: "Tensor", lengths: "Tensor") -> "Tensor":
-        """Not called: the objective is that of the batcher."""
         raise AssertionError("answers are scored token by token")
 
     def predict(
         self, task: TaskConfig, row: TaskRow, examples: Sequence[Example], outputs: Sequence[Output]
     ) -> Prediction:
-        """Not called: `mlm generate` answers."""
         raise AssertionError("a conversation has no prediction")
 
 

@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from mlm.finetune.scoring import (
 )
 from mlm.finetune.splits import TaskSplit, held_out_part, read_split
 from mlm.inference.trained import (
-    Trained,
     load_trained,
     open_for_layout,
     result_identity,
@@ -158,7 +156,18 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
         scores.append(score_split(task, tokenized, trained.model, objective, batcher, folder))
     if not ctx.is_main:
         return
-    result = receipt(config, start, trained, scores, seconds=time.monotonic() - begin)
+    result = {
+        "task": task.name,
+        "results": [split_result(task, scored) for scored in scores],
+        "task_settings": to_dict(task),
+        **trained.facts("tokenizers", "scikit-learn", "scipy", "torchmetrics"),
+        "finetuned_on": saved_state(start).get("depends_on", {}),
+        "tokenizer_digest": start.tokenizer.digest,
+        "vocabulary_digest": start.tokenizer.vocabulary_digest,
+        "precision": config.precision.dtype,
+        "config": to_dict(config),
+        "seconds": round(time.monotonic() - begin, 3),
+    }
     if config.probabilities is not None:
         lines = [
             {"split": scored.tokenized.split.name, "id": p.id, "probabilities": label_probabilities(task, p)}
@@ -175,24 +184,6 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
             console().print(one_line(warning))
     if aside is not None:
         console().print(f"the result there before: {one_line(aside)}")
-
-
-def receipt(
-    config: EvalTaskConfig, start: Start, trained: Trained, scores: Sequence[Scored], *, seconds: float
-) -> dict[str, Any]:
-    """Return the scores and everything that they depend on."""
-    return {
-        "task": config.task.name,
-        "results": [split_result(config.task, scored) for scored in scores],
-        "task_settings": to_dict(config.task),
-        **trained.facts("tokenizers", "scikit-learn", "scipy", "torchmetrics"),
-        "finetuned_on": saved_state(start).get("depends_on", {}),
-        "tokenizer_digest": start.tokenizer.digest,
-        "vocabulary_digest": start.tokenizer.vocabulary_digest,
-        "precision": config.precision.dtype,
-        "config": to_dict(config),
-        "seconds": round(seconds, 3),
-    }
 
 
 def split_result(task: TaskConfig, scored: Scored) -> dict[str, Any]:

@@ -96,7 +96,11 @@ def read_splits(config: FinetuneConfig, start: Start | None = None) -> dict[str,
     """
     task, data, problems = config.task, config.data, list[str]()
     names = (task.train, *task.validations, *(task.tests if data.predict_tests else ()))
-    skips, check = data.bad_rows == "skip", None if start is None else partial(row_problems, task, start)
+    skips = data.bad_rows == "skip"
+
+    def check(split: TaskSplit) -> Sequence[tuple[str, RowError]]:
+        part = split.select(range(min(RENDERED, len(split))))
+        return replace(start, skips=True).tokenize(task, part).problems if start and part.rows else ()
 
     def read(name: str) -> TaskSplit:
         whole = read_split(task, name, path=data.path, columns=data.columns, skips=skips, check=check)
@@ -113,12 +117,6 @@ def read_splits(config: FinetuneConfig, start: Start | None = None) -> dict[str,
             f"split {train.name}; use data.train_rows={len(train)} or less, or null for all"
         )
     return whole
-
-
-def row_problems(task: TaskConfig, start: Start, split: TaskSplit) -> Sequence[tuple[str, RowError]]:
-    """Return what keeps the first rows of a split from being rendered, with their locations."""
-    part = split.select(range(min(RENDERED, len(split))))
-    return replace(start, skips=True).tokenize(task, part).problems if part.rows else ()
 
 
 def tokenize_split(task: TaskConfig, split: TaskSplit, start: Start) -> TokenizedSplit:

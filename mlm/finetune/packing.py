@@ -30,7 +30,6 @@ from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.pipelined import PipelinedModel
-from mlm.training.pipelined import evaluate as mean_parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,14 +163,6 @@ class AnswerLoss(NextToken):
         """Return the metrics of a validation: mean loss per token of the answers, and its perplexity."""
         (loss,) = means
         return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
-
-
-def answer_scores(
-    model: PipelinedModel, objective: AnswerLoss, examples: Sequence[Example], packer: Packer
-) -> dict[str, float]:
-    """Return the metrics of a split; the same on every rank. Collective."""
-    means, _ = mean_parts(model, objective, packer.all_batches(examples))  # type: ignore[arg-type]
-    return objective.scores(means)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -41,17 +41,11 @@ def check_task(task: TaskConfig) -> list[Problem]:
         kind = task_type(task.kind)
     except UserError as error:
         return list(error.problems)
-    return [*kind.problems(task), *_label_range(task), *_metrics(task, kind), *_names(task)]
-
-
-def _label_range(task: TaskConfig) -> list[Problem]:
-    if task.label_range is None:
-        return []
-    low, high = task.label_range
-    if math.isfinite(low) and math.isfinite(high) and low < high:
-        return []
-    problem = f"task.label_range={show([low, high])} must be the least and the largest label"
-    return [Problem(("task.label_range",), problem)]
+    problems, (low, high) = kind.problems(task), task.label_range or (0.0, 1.0)
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        problem = f"task.label_range={show([low, high])} must be the least and the largest label"
+        problems.append(Problem(("task.label_range",), problem))
+    return [*problems, *_metrics(task, kind), *_names(task)]
 
 
 def _metrics(task: TaskConfig, kind: TaskType) -> list[Problem]:

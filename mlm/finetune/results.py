@@ -74,9 +74,8 @@ class Progress:
         try:
             return from_dict(cls, state[FINETUNING]["progress"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptFileError(
-                f"{checkpoint}: its state is not that of a finetuning run ({error!r})"
-            ) from error
+            problem = f"{checkpoint}: its state is not that of a finetuning run ({error!r})"
+            raise CorruptFileError(problem) from error
 
 
 def merit(scores: Scores, errors: Collection[str] = ()) -> float:
@@ -90,11 +89,10 @@ def save_best(trainer: Trainer, out: Path) -> None:
 
     Collective over all ranks; raises CheckpointError on all of them.
     """
-    ctx = trainer.ctx
     facts = {key: value for key, value in counters(trainer).items() if key != LINEAGE}  # of the other folder
-    owned = [s for s in stored_shards(trainer, trainer.shards) if is_stored(s, ctx)]
+    owned = [s for s in stored_shards(trainer, trainer.shards) if is_stored(s, trainer.ctx)]
     save_checkpoint(
-        best_folder(out) / CHECKPOINTS,
+        out / BEST / CHECKPOINTS,
         trainer.step,
         model_shards(owned, trainer.config.model.vocab_multiple),
         state={**facts, "weights_only": True},
@@ -104,15 +102,10 @@ def save_best(trainer: Trainer, out: Path) -> None:
     )
 
 
-def best_folder(out: Path) -> Path:
-    """Return the folder of a run's best checkpoint."""
-    return out / BEST
-
-
 def resolve_best(ckpt: str) -> str:
     """Return the folder of a finetuning run's best checkpoint; any other path as it is."""
-    best = latest_checkpoint(best_folder(Path(ckpt)) / CHECKPOINTS)
-    return ckpt if best is None else str(best_folder(Path(ckpt)))
+    best = Path(ckpt, BEST)
+    return ckpt if latest_checkpoint(best / CHECKPOINTS) is None else str(best)
 
 
 RESULT = "result.json"

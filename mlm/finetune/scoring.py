@@ -14,7 +14,7 @@ from mlm.finetune.batches import Batcher, TaskBatch
 from mlm.finetune.chat import Preferences
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example
-from mlm.finetune.packing import AnswerLoss, Packer, PairLoss, answer_scores
+from mlm.finetune.packing import AnswerLoss, PairLoss
 from mlm.finetune.registry import task_type
 from mlm.finetune.splits import TaskSplit, TokenizedSplit
 from mlm.finetune.task_type import Output, Prediction, TaskType
@@ -28,6 +28,7 @@ from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.pipelined import PipelinedModel
+from mlm.training.pipelined import evaluate as mean_parts
 from mlm.util.errors import CheckFailedError, writing_to
 from mlm.util.files import write_atomic
 from mlm.util.ownership import claim_folder
@@ -148,8 +149,7 @@ def evaluate(
     """
     split, examples = tokenized.split, tokenized.examples
     if isinstance(objective, AnswerLoss):
-        assert isinstance(batcher, Packer)
-        values = answer_scores(model, objective, examples, batcher)
+        values = objective.scores(mean_parts(model, objective, batcher.all_batches(examples))[0])  # type: ignore[arg-type]
         if not math.isfinite(values["loss"]):
             raise CheckFailedError(
                 f"the loss of split {split.name}, {split.source}, is not finite{NOT_FINITE}"

@@ -69,7 +69,7 @@ def read_split(
     path: str | None,
     columns: Mapping[str, str] | None = None,
     skips: bool = False,
-    check: Check | None = None,
+    check: Check = lambda split: (),
 ) -> TaskSplit:
     """Read the rows of a split from the folder or file `path`, or from the Hub if it is None.
 
@@ -115,7 +115,7 @@ def read_split(
         has_labels=has_labels,
         skipped=unread,
     )
-    check_problems([*problems, *(check(found) if check else ())])
+    check_problems([*problems, *check(found)])
     if not rows:
         prefixes = " or ".join(task.subsets)
         hint = f" ({others} have an {task.id} that does not begin with {prefixes}: see task.subsets)"

@@ -1,6 +1,7 @@
 """The interface of a type of task: one object, from a record to a score."""
 
 import json
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, Frame
-from mlm.finetune.metrics import Metric, ignore_warnings
+from mlm.finetune.metrics import Metric
 from mlm.finetune.rows import ExampleError, TaskRow
 from mlm.util.errors import Problem, show
 
@@ -145,7 +146,7 @@ class TaskType(ABC):
         """Return each of task.metrics, in their order, for labelled rows and their predictions."""
         labels = np.array([row.label for row in rows])
         values = np.array([prediction.value for prediction in predictions])
-        with ignore_warnings():
+        with warnings.catch_warnings(action="ignore"):  # of undefined scores, which are 0
             return {name: self.metrics[name](labels, values) for name in task.metrics}
 
     def standard_errors(

@@ -15,6 +15,7 @@ import torch
 
 import mlm
 from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.folders import BEST
 from mlm.checkpoint.native.run_state import FINETUNING, LORA, TOKENIZER
 from mlm.checkpoint.native.save_load import CheckpointError, resolve
 from mlm.config.build import config_digest, from_dict
@@ -44,7 +45,6 @@ from mlm.finetune.results import (
     Progress,
     Result,
     Scores,
-    best_folder,
     finished,
     header,
     report,
@@ -73,6 +73,11 @@ from mlm.util.errors import ConfigError, UserError, attempt, writing_to
 from mlm.util.files import dump_json, write_atomic
 from mlm.util.ownership import claim_problems
 
+SHARED = (
+    *("name", "out", "seed", "compile", "profile", "lora", "parallel", "optimizer", "precision", "log"),
+    *("incident", "check", "dist"),
+)
+"""Settings that are those of a pretraining run."""
 TRIM_EVERY = 20
 """Steps between returns of freed memory to the system: sequences of other lengths need other blocks."""
 STEP_BITS = 32
@@ -109,24 +114,18 @@ def preflight(config: FinetuneConfig) -> list[str]:
     try:
         if config.seeds > 1:
             problems += claim_problems(config.out, "run", writes=(RESULT,))
-        problems += length_problems(config, start)
+        tp, limit = config.parallel.tp, start.model.max_positions
+        if config.parallel.sequence_parallel and -(-start.max_length // tp) * tp > limit:
+            problems.append(
+                f"task.max_length={start.max_length}: sequence_parallel=true pads texts to a multiple of "
+                f"tp={tp}, and the model reads {limit} tokens: use task.max_length={limit // tp * tp} or less"
+            )
         for one in configs_by_seed(config):
             problems += run_start_problems(pretrain_config(one, start, 1), compares=False)
             problems += change_problems(one, depends_on(one, start, splits))
     except UserError as error:
         return list(error.problems)
     return problems
-
-
-def length_problems(config: FinetuneConfig, start: Start) -> list[str]:
-    """Return the problem of a longest text that does not fit the model when padded."""
-    tp, limit = config.parallel.tp, start.model.max_positions
-    if not config.parallel.sequence_parallel or -(-start.max_length // tp) * tp <= limit:
-        return []
-    return [
-        f"task.max_length={start.max_length}: sequence_parallel=true pads texts to a multiple of tp={tp}, "
-        f"and the model reads {limit} tokens: use task.max_length={limit // tp * tp} or less"
-    ]
 
 
 def run(config: FinetuneConfig, ctx: ParallelContext) -> int:
@@ -281,18 +280,11 @@ def pretrain_config(config: FinetuneConfig, start: Start, steps: int) -> Pretrai
     """Return the run as the trainer takes it, and as checkpoints save it."""
     warmup = min(math.ceil(exact(config.schedule.warmup) * steps), steps - 1)
     return PretrainConfig(
-        name=config.name,
-        out=config.out,
-        seed=config.seed,
-        compile=config.compile,
+        **{key: getattr(config, key) for key in SHARED},
         model=start.model,
-        lora=config.lora,
-        parallel=config.parallel,
-        optimizer=config.optimizer,
         schedule=ScheduleConfig(
             decay=config.schedule.decay, warmup_steps=warmup, min_lr=config.schedule.min_lr
         ),
-        precision=config.precision,
         data=DataConfig(seq_length=start.max_length),
         train=TrainConfig(
             steps=steps,
@@ -300,11 +292,6 @@ def pretrain_config(config: FinetuneConfig, start: Start, steps: int) -> Pretrai
             micro_batch_size=config.train.micro_batch_size,
         ),
         checkpoint=CheckpointConfig(keep_last=config.checkpoint.keep_last, resume=config.checkpoint.resume),
-        log=config.log,
-        incident=config.incident,
-        check=config.check,
-        profile=config.profile,
-        dist=config.dist,
     )
 
 
@@ -368,7 +355,7 @@ def prepare_directory(config: FinetuneConfig, start: Start) -> None:
     """Write the composed configuration, and the tokenizer where commands look for it. Raises UserError."""
     out = Path(config.out)
     with writing_to(config.out):
-        for folder in (out, best_folder(out)):
+        for folder in (out, out / BEST):
             folder.mkdir(parents=True, exist_ok=True)
             start.tokenizer.save(folder)
         write_atomic(out / CONFIG, composed_yaml(config, "finetune").encode())
@@ -420,7 +407,7 @@ def finish(loop: FinetuneLoop, settings: Settings, begun: float) -> Result:
     """
     config, trainer, tests = loop.config, loop.trainer, loop.material.tests
     task, out = config.task, Path(config.out)
-    best = resolve(str(best_folder(out)))
+    best = resolve(str(out / BEST))
     progress = Progress.read(best)
     assert progress.best_step is not None
     if tests:
@@ -444,7 +431,7 @@ def finish(loop: FinetuneLoop, settings: Settings, begun: float) -> Result:
         best_step=progress.best_step,
         steps=trainer.step,
         steps_per_epoch=loop.order.steps_per_epoch,
-        checkpoint=str(best_folder(out)),
+        checkpoint=str(out / BEST),
         seconds=round(time.monotonic() - begun, 1),
         precision=config.precision.dtype,
         layout={**asdict(config.parallel), "dp": trainer.ctx.dp.size},

@@ -1,18 +1,43 @@
-"""Options of sampling, of `mlm generate` and the Python API alike."""
+"""Settings of commands that read a trained model, and options of sampling, which the Python API has too."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Annotated, Any
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY, SEED, Also, OnlyIf
+from mlm.config.fields import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    SEED,
+    Also,
+    CheckpointPath,
+    InputPath,
+    OnlyIf,
+)
 from mlm.config.tree import leaves
 from mlm.data.config import MicroBatchSize
+from mlm.launch.config import DistConfig
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
 from mlm.util.errors import Problem
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
+class TrainedModelConfig:
+    """The trained model that a command reads, and the ranks that it runs on."""
+
+    ckpt: CheckpointPath
+    """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
+    tokenizer: InputPath | None = None
+    """tokenizer.json; null takes the one saved with the run."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """Options as typed; a null is settled by the model's generation_config.json, else by `Sampling`."""
 
@@ -40,7 +65,7 @@ class SamplingOptions:
     """Seed of the sampling."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Sampling(SamplingOptions):
     """Options without nulls: the values here are taken where neither user nor model has one."""
 

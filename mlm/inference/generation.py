@@ -222,14 +222,6 @@ class _Reader:
         numbered = [Batch(tokens, tokens, number) for number, tokens in enumerate(batches)]
         return [result for _, result in self.model.evaluate(numbered, forward)]
 
-    def _is_stopped(self) -> bool:
-        """True once `should_stop` is on the first stage's rank: rank 0 prints, and the last stage chooses."""
-        is_stopped = self.should_stop()
-        if self.ctx.pp.size == 1:
-            return is_stopped
-        told = torch.tensor([is_stopped], dtype=torch.int64, device=self.ctx.device)
-        return bool(broadcast(told, self.ctx.pp, 0).item())
-
     def _chosen(self, texts: Sequence[_Text], logits: Tensor | None) -> list[int]:
         """The tokens that the last stage's first rank chooses from logits [B, V], on every rank.
 
@@ -237,7 +229,10 @@ class _Reader:
         differently.
         """
         tokens = torch.empty(len(texts), dtype=torch.int64, device=self.ctx.device)
-        is_stopped = self._is_stopped()
+        is_stopped = self.should_stop()
+        if self.ctx.pp.size > 1:  # rank 0 prints, and the last stage chooses
+            told = torch.tensor([is_stopped], dtype=torch.int64, device=self.ctx.device)
+            is_stopped = bool(broadcast(told, self.ctx.pp, 0).item())
         if logits is not None:
             if self.ctx.tp.rank == 0:
                 numbers, places = [text.number for text in texts], [len(text.new) for text in texts]

@@ -53,7 +53,10 @@ def next_tokens(
         logits[early.nonzero(), torch.tensor(ends)] = -math.inf
     best = logits.argmax(-1)  # of a NaN, where there is one
     peaks = logits.gather(1, best.unsqueeze(1)).squeeze(1)
-    tokens = best.tolist() if options.temperature == 0 else _drawn(logits, numbers, places, options)
+    tokens = best.tolist()
+    if options.temperature:
+        chances = uniforms(options.seed, numbers, places).tolist()
+        tokens = [choose(row, chance, options) for row, chance in zip(logits, chances, strict=True)]
     choices = zip(tokens, peaks.isfinite().tolist(), strict=True)
     return [token if finite else NOT_FINITE for token, finite in choices]
 
@@ -78,11 +81,6 @@ def repeating_tokens(text: Sequence[int], size: int) -> set[int]:
     start = text[max(0, len(text) - size + 1) :]
     windows = range(len(text) - size + 1)
     return {text[n + size - 1] for n in windows if text[n : n + size - 1] == start}
-
-
-def _drawn(logits: Tensor, numbers: Sequence[int], places: Sequence[int], options: Sampling) -> list[int]:
-    chances = uniforms(options.seed, numbers, places).tolist()
-    return [choose(row, chance, options) for row, chance in zip(logits, chances, strict=True)]
 
 
 def choose(logits: Tensor, chance: float, options: Sampling) -> int:

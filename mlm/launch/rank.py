@@ -36,7 +36,12 @@ def main() -> None:
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
         keep_noting(SIGNAL_NAMES)  # threads of torch that begin while none is blocked would die of them
     if rank:  # rank 0 keeps the terminal
-        write_to(log_path(Path(job["logs"]), rank))
+        descriptor = os.open(log_path(Path(job["logs"]), rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(descriptor, 1)  # of this process, C++ included
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+        if sys.stdout is not None:  # as it is where the command began without one
+            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     reporter = FailureReporter(rank, partial(publish, folder), lambda: any(folder.glob(RECORDS)))
     try:
         with writable_streams() as output:  # the command's own guard ends with its process
@@ -61,16 +66,6 @@ def publish(folder: Path, failure: Failure) -> None:
         save_failure(failure, folder)
     except OSError:  # no space, or the parent is gone: better twice than lost
         print(failure.text, file=sys.stderr)
-
-
-def write_to(log: Path) -> None:
-    """Send stdout and stderr of this process, C++ included, to a file."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    if sys.stdout is not None:  # as it is where the command began without one
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 if __name__ == "__main__":

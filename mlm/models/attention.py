@@ -6,6 +6,7 @@ Shapes: S sequence, B micro-batch, H hidden, N heads, D head_dim, t = tensor-par
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -165,13 +166,8 @@ class SelfAttention(nn.Module):
         return merge_heads(context_attention(q, k, v, self.cp, window=self.window, drop=drops))
 
     def _fused(self, qkv: Tensor, p: float, spans: Spans | None) -> Tensor:
-        def attention(
-            qkv: Tensor,
-            bias: Tensor | None = None,
-            causal: bool = True,
-            sample: int | None = None,
-            first_row: int = 0,
-        ) -> Tensor:  # its masks do not depend on the place in a sample
+        # its masks do not depend on the place in a sample
+        def attention(qkv: Tensor, bias: Tensor | None = None, causal: bool = True, **_: int) -> Tensor:
             return self.fused(qkv, p, bias, causal)
 
         return self._attend_spans(spans, attention, qkv)
@@ -207,21 +203,14 @@ class SelfAttention(nn.Module):
         """Attention with dropout on a CPU, for which PyTorch has no fused kernel."""
         length = qkv.shape[0]
 
-        def attention(
-            qkv: Tensor,
-            bias: Tensor | None = None,
-            causal: bool = True,
-            sample: int | None = None,
-            first_row: int = 0,
-        ) -> Tensor:
+        def attention(qkv: Tensor, bias: Tensor | None = None, causal: bool = True, **part: Any) -> Tensor:
             drop = partial(
                 stream.probabilities,
                 p=self.dropout,
                 place=self.places[0],
                 length=length,
                 first_head=self.first_head,
-                first_row=first_row,
-                sample=sample,
+                **part,
             )
             return self.unfused(qkv, drop, bias, causal)
 

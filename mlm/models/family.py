@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from mlm.config.imports import OwnCodeError, imported
 from mlm.models.config import KINDS, ModelConfig
@@ -28,8 +28,6 @@ if TYPE_CHECKING:  # checks of settings need no torch
     from mlm.parallel.mesh import ParallelContext
 
 T = TypeVar("T")
-C = TypeVar("C", bound="nn.Module")
-B = TypeVar("B", bound="MicroBatch")
 C_in = TypeVar("C_in", bound="nn.Module", contravariant=True)
 B_in = TypeVar("B_in", bound="MicroBatch", contravariant=True)
 
@@ -44,18 +42,10 @@ class Architecture:
     """Heads of keys and of values, K; num_heads where each query head has its own."""
     value_dim: int = 0
     """Width of the values of one head; 0 for head_dim."""
-    attention_weights: int = 0
-    """Elements of attention's matrices; 0 for those of queries, keys, values and output of these sizes."""
     gated: bool = False
     """True for an MLP of three matrices: its input is multiplied by a gate (arXiv:2002.05202)."""
-    qkv_bias: bool = True
-    """True if queries, keys and values have biases."""
     bias: bool = True
     """True if attention's output and the MLP have biases."""
-    norm_bias: bool = True
-    """True for layer norm, which has a bias; False for RMSNorm."""
-    head_norms: bool = False
-    """True if the queries and keys of each head are normed."""
     learned_positions: bool = True
     """True if there is a table of positions."""
     tied: bool = True
@@ -66,10 +56,8 @@ class Architecture:
     """Experts of each layer in place of its MLP; 0 for a dense model."""
     experts_per_token: int = 0
     """Experts that a token goes through."""
-    expert_size: int = 0
-    """Width of an expert."""
-    shared_size: int = 0
-    """Width of the MLP beside the experts, of all tokens."""
+    active_size: int = 0
+    """Width of the experts that a token goes through, together."""
     dense_layers: int = 0
     """First layers without experts."""
 
@@ -163,11 +151,6 @@ def no_problem(*_: object) -> None:
     """Settings that need no check."""
 
 
-def no_problems(*_: object) -> list[Problem]:
-    """Corpora that need no check."""
-    return []
-
-
 class LazyImport(Generic[T]):
     """Field of a dataclass, given as a value or as its import path, which is followed when the field is read.
 
@@ -180,10 +163,6 @@ class LazyImport(Generic[T]):
     def __set__(self, instance: object, value: "T | str") -> None:
         instance.__dict__[self.name] = value
 
-    @overload
-    def __get__(self, instance: None, owner: type) -> T: ...
-    @overload
-    def __get__(self, instance: object, owner: type) -> T: ...
     def __get__(self, instance: object | None, owner: type) -> T:
         if instance is None:  # a dataclass asks for the default so: there is none
             raise AttributeError(self.name)
@@ -196,19 +175,19 @@ class LazyImport(Generic[T]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFamily(Generic[C, B]):
-    """A model family. C is the class of its models, B its micro-batches.
+class ModelFamily:
+    """A model family.
 
     A `LazyImport` takes a value or its import path, "my_package.my_model:MyModel".
     """
 
-    model: LazyImport[type[C]] = LazyImport()
+    model: LazyImport[type[Any]] = LazyImport()
     """Module of one pipeline stage, or of the whole model."""
     causal: bool
     """True if a token attends only to itself and to the tokens before it: such a model generates text, looks
     at no padding on the right, and is finetuned on texts that end with the end-of-document token. Others read
     both ways, and sequences framed by [CLS] and [SEP]."""
-    objective: "LazyImport[Callable[[DataConfig, ParallelContext, torch.dtype], Objective[C, B]]]" = (
+    objective: "LazyImport[Callable[[DataConfig, ParallelContext, torch.dtype], Objective[Any, Any]]]" = (
         LazyImport()
     )
     """Objective of pretraining; the dtype is that of activations."""
@@ -245,18 +224,18 @@ class ModelFamily(Generic[C, B]):
     """Return a line on settings of a model that pretraining accepts, and says what they cost."""
     data_problem: "Callable[[DataConfig], Problem | None]" = no_problem
     """Return the problem of data settings that samples cannot be made with."""
-    corpus_problems: Callable[[ModelConfig, Sequence[Path], Path | None], list[Problem]] = no_problems
+    corpus_problems: Callable[[ModelConfig, Sequence[Path], Path | None], list[Problem]] = lambda *_: []
     """Return the problems of making samples of corpora (their prefixes) with a tokenizer.json."""
     converts_as: str | None = None
     """Shipped kind as which `transformers` has such models (mlm/convert/huggingface); None if it has none."""
 
 
-def family_of(kind: str) -> ModelFamily[Any, Any]:
+def family_of(kind: str) -> ModelFamily:
     """Return the family that model.kind names. Raises OwnCodeError (a UserError) if there is none."""
     if kind in KINDS:
-        shipped: ModelFamily[Any, Any] = import_module(f"mlm.models.{kind}.family").FAMILY
+        shipped: ModelFamily = import_module(f"mlm.models.{kind}.family").FAMILY
         return shipped
-    family: ModelFamily[Any, Any] = imported("model.kind", kind, KINDS, ModelFamily)
+    family: ModelFamily = imported("model.kind", kind, KINDS, ModelFamily)
     return family
 
 

@@ -16,9 +16,8 @@ from mlm.launch.rules.layout import TRAIN_RULES, Breach, Launch, LayoutRule, Lay
 from mlm.models.shape import architecture_of
 from mlm.parallel.config import ParallelConfig
 from mlm.plan.config import PlanLayoutsConfig
-from mlm.plan.hardware import HardwareConfig
+from mlm.plan.hardware import GIB, HardwareConfig
 from mlm.plan.layout import BATCH_NAMES, PlannedLayout
-from mlm.plan.memory import GIB
 from mlm.runs.checks import context_problem
 from mlm.runs.config import PretrainConfig
 

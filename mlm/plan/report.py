@@ -13,9 +13,9 @@ from mlm.models.config import ModelConfig
 from mlm.models.shape import architecture_of
 from mlm.plan.candidates import Query
 from mlm.plan.config import PlannedRunConfig
-from mlm.plan.hardware import HardwareConfig
+from mlm.plan.hardware import HardwareConfig, gib
 from mlm.plan.layout import DEFAULTS, PlannedLayout, hardware_flops, model_flops
-from mlm.plan.memory import DeviceMemory, gib
+from mlm.plan.memory import DeviceMemory
 from mlm.plan.search import LayoutForecast
 from mlm.util.results import save_result
 from mlm.util.terminal import PlainScreen, add_row, table

@@ -80,7 +80,7 @@ def optimizer_works(config: Any, _: Launch) -> Problem | None:
 
 def _check_patterns(optimizer: OptimizerConfig, model: ModelConfig) -> None:
     """Raise OwnCodeError for patterns that fit no parameter of the model, built on the meta device."""
-    named = {f"optimizer.groups: {each.names}": each.names for each in patterns(optimizer.groups)}
+    named = {f"optimizer.groups: {names}": names for names, _ in patterns(optimizer.groups)}
     default = MuonConfig().matrices
     if optimizer.kind == "muon" and (model.kind not in KINDS or optimizer.muon.matrices != default):
         named[f"optimizer.muon.matrices={optimizer.muon.matrices}"] = optimizer.muon.matrices
@@ -103,14 +103,6 @@ def optimizer_fits_layout(config: Any, _: Launch) -> Problem | None:
         return layout_problem(config.optimizer, config.parallel)
     except OwnCodeError:
         return None  # reported by `optimizer_works`
-
-
-def _observers_exist(config: PretrainConfig, _: Launch) -> Problem | None:
-    if not config.train.observers:
-        return None
-    from mlm.training.observer import own_observers  # imports torch, which checks of settings need not
-
-    return _own_code_problem(own_observers, config.train.observers)
 
 
 def _own_code_problem(check: Callable[..., object], *arguments: object) -> Problem | None:
@@ -307,7 +299,6 @@ SETTINGS_RULES = (
 PRETRAIN_RULES = (
     devices_exist,
     *SETTINGS_RULES,
-    _observers_exist,
     lambda config, _: present.corpus(config.data),
     lambda config, _: present.corpus_extras(config.data),
     lambda config, _: present.checkpoint(config.ckpt),

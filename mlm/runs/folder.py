@@ -21,11 +21,11 @@ from mlm.checkpoint.native.format import JSON, FileEntry, TensorEntry
 from mlm.checkpoint.native.run_state import TOKENIZER
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import derived_id, write_streamed
-from mlm.checkpoint.parameters import build_on_meta
 from mlm.config.build import to_dict
 from mlm.data.config import DataConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
+from mlm.models.shape import build_on_meta
 from mlm.parallel.mesh import Axis
 from mlm.parallel.random import init_shard
 from mlm.parallel.sharding import parameter_shards

@@ -1,8 +1,8 @@
 """metrics.jsonl: one history of a run over all its attempts.
 
-One JSON object per line, each with `kind` (run, step, validation, sample, scores, saved, save_failed,
-failed, incident, rewound, diverged, ranks, experts) and `time` (Unix seconds). Numbers that are not
-finite are null: JSON has no NaN.
+One JSON object per line, each with `kind` (run, step, measured, validation, sample, scores, saved,
+save_failed, failed, incident, rewound, diverged, ranks, experts) and `time` (Unix seconds). Numbers that are
+not finite are null: JSON has no NaN.
 """
 
 import json
@@ -74,6 +74,9 @@ class History(Sink):
 
     def save_failed(self, step: int, error: str) -> None:
         self.append("save_failed", {"step": step, "error": error})
+
+    def measured(self, step: int, values: Parts) -> None:
+        self.append("measured", {"step": step, **values})
 
     def event(self, kind: str, fields: Mapping[str, object]) -> None:
         self.append(kind, fields)

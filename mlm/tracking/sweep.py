@@ -21,7 +21,6 @@ LINE = 1000  # columns of the widest table
 KILLED = 128
 """Exit codes from here on are those of a run that a signal ended."""
 FINISHED, STOPPED, INTERRUPTED, FAILED = "finished", "stopped", "interrupted", "failed"
-NOT_STARTED = "not started"
 
 Row = dict[str, Any]
 """One run of a sweep."""
@@ -38,7 +37,7 @@ def run_of(overrides: Iterable[str], out: str | None, exit_code: int | None) -> 
     settings = {key.lstrip("+"): show(value) for key, _, value in pairs}
     row: Row = {"settings": settings, "out": out, "exit_code": exit_code}
     if out is None or exit_code is None:
-        return {**row, "state": NOT_STARTED if exit_code is None else _state(exit_code, {})}
+        return {**row, "state": "not started" if exit_code is None else _state(exit_code, {})}
     seeds = sorted(Path(out).glob(f"seed-*/{FILE_NAME}"))
     files = [file for file in (Path(out, FILE_NAME), *seeds) if file.is_file()]
     parts = [numbers_of(read_run(file.parent, file.parent.name)) for file in files]

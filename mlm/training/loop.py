@@ -29,7 +29,8 @@ from mlm.training.incidents.divergence import DivergenceStop
 from mlm.training.incidents.experts import ExpertWatch
 from mlm.training.incidents.timing import PROFILED_RANKS, Profiler, SlowRanks
 from mlm.training.incidents.watcher import Incidents
-from mlm.training.observer import Observer, Observers, RewindRequested, StepOutcome, own_observers
+from mlm.training.named_observers import SHIPPED, named_observers
+from mlm.training.observer import Observer, Observers, RewindRequested, StepOutcome
 from mlm.training.saver import Saver
 from mlm.training.trainer import StopAgreed, StopVote, Trainer
 from mlm.util.errors import show
@@ -128,7 +129,7 @@ class Loop(ABC):
             self.experts = ExpertWatch(trainer, incidents.report, self.is_log_due)
             watching.append(self.experts)
         watching += [saver, StepLogger(self), DivergenceStop(incidents, self.warmup_key)]
-        return [*watching, *self.further_observers(), *own_observers(config.train.observers)]
+        return [*watching, *self.further_observers(), *named_observers(config.train.observers)]
 
     @cached_property
     def vote(self) -> StopVote:
@@ -357,7 +358,7 @@ def own_code(config: Any) -> list[str]:
     spec: type = type(config)
     values = values_of(config)
     named = {key: values[key] for key, leaf in leaves(spec).items() if leaf.shipped is not None}
-    return [f"{key}={show(value)}" for key, value in named.items() if paths_in(value)]
+    return [f"{key}={show(value)}" for key, value in named.items() if {*paths_in(value)} - SHIPPED.keys()]
 
 
 def run_row(name: str, out: Path) -> tuple[str, str]:

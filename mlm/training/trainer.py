@@ -23,12 +23,12 @@ from mlm.optim.schedule import learning_rate
 from mlm.parallel.collectives import Pending, all_reduce, start_all_reduce, to_device
 from mlm.parallel.context import local_positions
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.expert.balance import Balance
-from mlm.parallel.expert.router import routers
+from mlm.parallel.expert.router import Balance, routers
 from mlm.parallel.gradients import (
     FusedAccumulation,
     ReducedGradients,
     Reducer,
+    build_reducer,
     fuse_embedding_grad,
     sum_replicated_gradients,
     sum_tied_gradients,
@@ -36,7 +36,6 @@ from mlm.parallel.gradients import (
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import CPU, ParallelContext
 from mlm.parallel.random import init_parameters
-from mlm.parallel.reducers import build_reducer
 from mlm.parallel.sharding import DP_SLICES, ParameterShard, parameter_shards, shard_of
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import fill_eod_id

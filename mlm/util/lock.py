@@ -30,7 +30,6 @@ ABANDONED_S = 3600.0
 """Age from which a temporary folder whose lock is free, or that has none, belongs to nobody."""
 WAIT_S = 10.0
 """A run that is started again may overlap with the last moments of the one that was killed."""
-BUILD_WAIT_S = 600.0
 POLL_S = 0.05
 TAKEN = (errno.EAGAIN, errno.EACCES)
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
@@ -165,7 +164,7 @@ def single_writer(folder: Path, *, wait_s: float = WAIT_S, setting: str = "out")
 
 
 @contextmanager
-def single_builder(path: Path, wait_s: float = BUILD_WAIT_S) -> Iterator[None]:
+def single_builder(path: Path, wait_s: float = 600.0) -> Iterator[None]:
     """Let one process at a time make the file `path`: ranks and other runs wait for it.
 
     This saves work and nothing depends on it: where there is no lock to be had (a read-only folder, a file

@@ -186,7 +186,11 @@ def compare_trainers(layout: Trainer, alone: Trainer | None, steps: int) -> Repo
             precision = layout.config.precision.dtype
             record, lr = record_step(layout, batches, precision)
             reference = None if alone is None else record_step(alone, all_batches, precision)[0]
-            ranks = gather_records(record, layout.ctx, tuple(sizes.values()))
+            contents = enumerate(exchange.Ranks.of(layout.ctx).gather_bytes(record.to_bytes()))
+            ranks = {  # by coordinates, on rank 0
+                tuple(map(int, np.unravel_index(rank, tuple(sizes.values())))): Record.of_bytes(content)
+                for rank, content in contents
+            }
             if report is not None and reference is not None:
                 report.add(reference, ranks, lr)
     return report
@@ -209,14 +213,6 @@ def record_step(trainer: Trainer, batches: Sequence[MicroBatch], precision: str)
             own = shard.without_padding(shard.parameter.detach())
             record.tensors[Key(step, "weight", shard.name)] = own.cpu()
     return record, outcome.lr
-
-
-def gather_records(record: Record, ctx: ParallelContext, sizes: tuple[int, ...]) -> Ranks:
-    """Every rank's record by its coordinates, on rank 0; none on the others. Collective."""
-    contents = enumerate(exchange.Ranks.of(ctx).gather_bytes(record.to_bytes()))
-    return {
-        tuple(map(int, np.unravel_index(rank, sizes))): Record.of_bytes(content) for rank, content in contents
-    }
 
 
 def shared_verdict(report: Report | None, ctx: ParallelContext) -> Verdict:

@@ -92,7 +92,21 @@ def run(config: VerifyResumeConfig) -> None:
         runs = collect(out, plan)
         verdict = judge(runs)
         what = f"{config.parallel.described}, {config.precision.dtype}, {killed}"
-        write_and_show(out / RESULT, config, verdict, {"killed": killed} | result(runs), what)
+        sides = {STRAIGHT: runs.straight, RESUMED: runs.resumed}
+        facts = {
+            "killed": killed,
+            "plan": plan._asdict(),
+            "starts_of_the_resumed_run": runs.starts,
+            "numbers": [
+                {"step": step, "name": name} | {which: it.get((step, name)) for which, it in sides.items()}
+                for step, name in runs.straight | runs.resumed
+            ],
+            "tensors": {
+                "compared": len(runs.final.tensors),
+                "differing": [asdict(each) for each in runs.final.differing],
+            },
+        }
+        write_and_show(out / RESULT, config, verdict, facts, what)
     if not verdict.equal:
         raise CheckFailedError(f"{verdict.headline} ({out / RESULT})")
 
@@ -159,20 +173,6 @@ def _hint(step: int, name: str, plan: KillPlan) -> str:
     if (step, name) == (plan.kill + 1, "loss"):
         return "suspect the weights that were loaded, the position in the data, or the dropout masks"
     return "the loss after the kill is right: suspect backward, the moments, or the place in the data"
-
-
-def result(runs: Runs) -> dict[str, Any]:
-    """Everything compared."""
-    sides, final = {STRAIGHT: runs.straight, RESUMED: runs.resumed}, runs.final
-    return {
-        "plan": runs.plan._asdict(),
-        "starts_of_the_resumed_run": runs.starts,
-        "numbers": [
-            {"step": step, "name": name} | {which: side.get((step, name)) for which, side in sides.items()}
-            for step, name in runs.straight | runs.resumed
-        ],
-        "tensors": {"compared": len(final.tensors), "differing": [asdict(each) for each in final.differing]},
-    }
 
 
 class Rehearsal:

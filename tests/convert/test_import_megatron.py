@@ -66,7 +66,7 @@ LAYOUTS = [
     Layout(tp=2, pp=2, version=2.0),
     Layout(version=1.0, names="transformer"),
     Layout(tp=4, version=1.0, names="transformer"),
-    Layout(version=None, names="transformer", zipped=False),
+    Layout(version=None, names="transformer"),
     Layout(tp=4, version=0, names="transformer"),
     Layout(tp=2, pp=2, version=0, names="transformer"),
     Layout(tp=2, names="norm", args={"norm_epsilon": 1e-5, "layernorm_epsilon": ...}),

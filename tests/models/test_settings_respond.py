@@ -13,6 +13,7 @@ from torch import nn
 
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
+from mlm.models.llama.settings import LlamaSettings
 from mlm.models.shape import architecture_of
 from mlm.models.transformer import MLP
 from mlm.parallel.expert.experts import Experts
@@ -122,10 +123,10 @@ def test_biases_are_where_the_family_has_them(case: str) -> None:
         leaf = name.rpartition(".")[2]
         if not name.startswith("layers.") or not hasattr(module, "bias") or leaf == "router":
             continue
-        if isinstance(module, NORMS):
-            expected = parts.norm_bias
+        if leaf in ("query", "kv"):
+            expected = LlamaSettings.of(model).qkv_bias
         else:
-            expected = parts.qkv_bias if leaf in ("qkv", "query", "kv") else parts.bias
+            expected = model.kind != "llama" if isinstance(module, NORMS) else parts.bias
         assert (module.bias is not None) == expected, name
 
 

@@ -75,7 +75,18 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
         for chunk in tensor.chunks:
             forms[chunk.file][name] = Form(tensor.dtype, chunk.region.size)
     for name in sorted(manifest.files):
-        problems += _file_problems(directory / name, manifest, forms[name], progress)
+        path, listed = directory / name, forms[name]
+        try:
+            with CheckedFile(path, manifest.files[name]) as f:
+                stored = {key: tensor.form for key, tensor in read_header(f, manifest.save_id).items()}
+                f.check_all(progress)
+        except (UserError, OSError) as error:
+            problems.append(_problem(path, error))
+            continue
+        if unlike := sorted(
+            key for key in listed.keys() | stored.keys() if listed.get(key) != stored.get(key)
+        ):
+            problems.append(FileProblem(name, f"does not hold {unlike[0]} as listed"))
     if not_finite := not_finite_problem(manifest.tensors):
         problems.append(NotFinite(MANIFEST, not_finite))
     loads = not problems
@@ -107,19 +118,6 @@ def shard_bytes(directory: Path) -> int:
         return sum(path.lstat().st_size for path in directory.glob("*.safetensors"))
     except OSError:
         return 0
-
-
-def _file_problems(
-    path: Path, manifest: Manifest, forms: dict[str, Form], progress: Callable[[int], None]
-) -> list[FileProblem]:
-    try:
-        with CheckedFile(path, manifest.files[path.name]) as f:
-            stored = {name: tensor.form for name, tensor in read_header(f, manifest.save_id).items()}
-            f.check_all(progress)
-    except (UserError, OSError) as error:
-        return [_problem(path, error)]
-    unlike = sorted(name for name in forms.keys() | stored.keys() if forms.get(name) != stored.get(name))
-    return [FileProblem(path.name, f"does not hold {unlike[0]} as listed")] if unlike else []
 
 
 def _problem(path: Path, error: UserError | OSError) -> FileProblem:

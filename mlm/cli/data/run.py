@@ -4,9 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-
-from mlm.cli.data import DataInspectConfig, DataTokenizerConfig, DataVerifyConfig
+from mlm.cli.data.settings import DataInspectConfig, DataTokenizerConfig, DataVerifyConfig
 from mlm.corpus.inspect import Facts, facts_of
 from mlm.corpus.read.finding import kind_of
 from mlm.corpus.train_tokenizer import texts_of, train_bpe, train_wordpiece
@@ -17,15 +15,14 @@ from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import FILES, Tokenizer
 from mlm.util.errors import CheckFailedError, Problem, UserError
 from mlm.util.results import is_stream, result_problems, target_name, write_result
-from mlm.util.terminal import Screen, add_row, console, format_bytes, one_line, table
+from mlm.util.terminal import add_row, console, format_bytes, one_line, table
 
 
-def run_tokenizer(config: DataTokenizerConfig, console: Console | None = None) -> Path:
+def run_tokenizer(config: DataTokenizerConfig) -> Path:
     """Write tokenizer.json; return its path.
 
     Raises UserError: no text, bad input, or another tokenizer at `out`.
     """
-    console = console or Screen()
     path = tokenizer_path(config.out)
     if problems := preflight_tokenizer(config):
         raise UserError(problems[0])
@@ -48,9 +45,7 @@ def run_tokenizer(config: DataTokenizerConfig, console: Console | None = None) -
         ) from error
     if not path.is_file():  # else it is there already: the digests are equal
         write_result(path, tokenizer.content)
-    console.print(
-        f"{path}: {tokenizer.vocab_size} tokens, {tokenizer.digest}", soft_wrap=True, highlight=False
-    )
+    console().print(f"{path}: {tokenizer.vocab_size} tokens, {tokenizer.digest}")
     return path
 
 
@@ -68,11 +63,9 @@ def preflight_tokenizer(config: DataTokenizerConfig) -> list[str]:
             Problem.at("out", config.out, problem, f"use out={Path(config.out).with_name('tokenizer.json')}")
         ]
     if path.is_file() and not is_stream(path):
-        return (
-            []
-            if digest_at(path, config.eod) is not None
-            else [f"out={path}: exists and is not a tokenizer; name another file, or delete it"]
-        )
+        if digest_at(path, config.eod) is not None:
+            return []
+        return [f"out={path}: exists and is not a tokenizer; name another file, or delete it"]
     return result_problems(path)
 
 
@@ -114,7 +107,12 @@ def run_inspect(config: DataInspectConfig) -> None:
 def run_document(config: DataInspectConfig, folder: Path, prefix: Path) -> None:
     """Show one document whole. Raises UserError."""
     corpus, (tokenizer, _) = IndexedDataset(prefix), tokenizer_for(config, folder)
-    number = document_wanted(config, corpus)
+    key, number = ("document", config.document) if config.token is None else ("token", config.token)
+    assert number is not None
+    count = corpus.num_documents if key == "document" else corpus.num_tokens
+    if not 0 <= number < count:
+        raise UserError(f"{key}={number}: {corpus.prefix} holds {count} {key}s; use 0 to {count - 1}")
+    number = number if key == "document" else corpus.document_of(number)
     ids = [int(token) for token in corpus.document(number)]
     known = tokenizer is not None and all(0 <= token < tokenizer.vocab_size for token in ids)
     text = tokenizer.decode(ids) if tokenizer is not None and known else None
@@ -133,16 +131,6 @@ def run_document(config: DataInspectConfig, folder: Path, prefix: Path) -> None:
         )
 
 
-def document_wanted(config: DataInspectConfig, corpus: IndexedDataset) -> int:
-    """Return the number of the document to show. Raises UserError if it is out of range."""
-    key, number = ("document", config.document) if config.document is not None else ("token", config.token)
-    assert number is not None
-    count = corpus.num_documents if key == "document" else corpus.num_tokens
-    if not 0 <= number < count:
-        raise UserError(f"{key}={number}: {corpus.prefix} holds {count} {key}s; use 0 to {count - 1}")
-    return number if key == "document" else corpus.document_of(number)
-
-
 def tokenizer_for(config: DataInspectConfig, folder: Path) -> tuple[Tokenizer | None, str | None]:
     """Return the tokenizer for samples, and a note if there is none. Raises UserError for a named one."""
     if config.tokenizer is not None:
@@ -155,12 +143,6 @@ def tokenizer_for(config: DataInspectConfig, folder: Path) -> tuple[Tokenizer | 
     return tokenizer, None if tokenizer else note
 
 
-def share_of(facts: Facts) -> str:
-    """Describe the share of documents that end with the end-of-document token."""
-    share = facts["ends_with_eod"]
-    return "unknown" if share is None else f"{share:.1%} of {facts['looked_at']:,}"
-
-
 ROWS: dict[str, Callable[[Facts], str]] = {
     "tokens are": lambda facts: f"{facts['dtype']} (version {facts['version']})",
     "documents": lambda facts: f"{facts['documents']:,}",
@@ -171,7 +153,11 @@ ROWS: dict[str, Callable[[Facts], str]] = {
     "mean document": lambda facts: f"{facts['tokens_per_document']['mean']:,.1f}",
     "longest document": lambda facts: f"{facts['tokens_per_document']['max']:,}",
     "size of .bin": lambda facts: format_bytes(facts["bytes"]),
-    "end with eod": share_of,
+    "end with eod": lambda facts: (
+        "unknown"
+        if facts["ends_with_eod"] is None
+        else f"{facts['ends_with_eod']:.1%} of {facts['looked_at']:,}"
+    ),
 }
 
 

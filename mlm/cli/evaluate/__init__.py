@@ -1,13 +1,12 @@
-"""The commands `mlm eval loss`, `wikitext103`, `lambada` and `all`: their settings and checks."""
+"""The commands `mlm eval loss`, `wikitext103`, `lambada` and `all`, and the checks of their settings."""
 
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from dataclasses import asdict
+from functools import partial
+from typing import Any
 
 from mlm.cli.command import Command
-from mlm.config.fields import POSITIVE, CheckpointPath, InputPath, OnlyIf, ResultFile
+from mlm.cli.evaluate.settings import EvalAllConfig, EvalLambadaConfig, EvalLossConfig, EvalWikitext103Config
 from mlm.data import files_present as present
-from mlm.data.config import DataPath, MicroBatchSize, SeqLength
-from mlm.launch.config import DistConfig
 from mlm.launch.rules.checks import (
     checked_by,
     checkpoint_exists,
@@ -16,119 +15,7 @@ from mlm.launch.rules.checks import (
     tokenizer_exists,
 )
 from mlm.launch.rules.layout import RANK_RULES, READER_RULES, Launch
-from mlm.optim.config import PrecisionConfig
-from mlm.parallel.config import ParallelConfig
 from mlm.util.errors import Problem
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WikitextDataConfig:
-    """Source of WikiText."""
-
-    path: DataPath | None = None
-    """wiki.test.tokens, or another file of its form (.tokens, .txt, .raw), or .jsonl or .parquet with `text`
-    (lines) or `page` (articles); null means the Hub's Salesforce/wikitext."""
-    raw_path: InputPath | None = None
-    """File of the raw form for lm-eval's protocol; null takes `path`, or the Hub when that is null too."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LambadaDataConfig:
-    """Source of LAMBADA."""
-
-    path: DataPath | None = None
-    """Passages: .jsonl or .parquet with `text`, or .txt with one per line; null means the Hub's
-    EleutherAI/lambada_openai, unless standard_path is given."""
-    standard_path: InputPath | None = None
-    """Passages of the lower-case form, for lambada_standard; null means the Hub's cimec/lambada, unless path
-    is given."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AllDataConfig:
-    """Sources of the data sets of `mlm eval all`."""
-
-    wikitext103: InputPath | None = None
-    """As data.path of `mlm eval wikitext103`."""
-    wikitext103_raw: InputPath | None = None
-    """As its data.raw_path."""
-    lambada: InputPath | None = None
-    """As data.path of `mlm eval lambada`."""
-    lambada_standard: InputPath | None = None
-    """As its data.standard_path."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ZeroShotConfig:
-    """Settings common to the zero-shot evaluations."""
-
-    ckpt: CheckpointPath
-    """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
-    out: ResultFile | None = None
-    """JSON file for the result; null means eval-<task>.json in the run directory."""
-    samples: ResultFile | None = None
-    """JSONL file for the result of each window, article or passage; null writes none."""
-    batch_size: MicroBatchSize = 8
-    """Full-length sequences per micro-batch on each rank; more of shorter ones. No score depends on it."""
-    seq_length: SeqLength | None = None
-    """Tokens that the model reads at a time; null takes the checkpoint's data.seq_length."""
-    limit: Annotated[int | None, POSITIVE] = None
-    """Score only the first N articles or passages, for a trial; null scores all."""
-    tokenizer: InputPath | None = None
-    """tokenizer.json; null takes the one saved with the run."""
-    force: Annotated[bool, OnlyIf("tokenizer")] = False
-    """Score although `tokenizer` is not the one of the run."""
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    dist: DistConfig = field(default_factory=DistConfig)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalWikitext103Config(ZeroShotConfig):
-    """The run spec of `mlm eval wikitext103`: perplexities on WikiText."""
-
-    data: WikitextDataConfig = field(default_factory=WikitextDataConfig)
-    overlapping_eval: Annotated[int, POSITIVE] = 32
-    """Tokens by which a window is moved on: those at its end that it scores (arXiv:1909.08053, appendix E.1).
-    At most seq_length."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalLambadaConfig(ZeroShotConfig):
-    """The run spec of `mlm eval lambada`: predicting the last word of passages."""
-
-    data: LambadaDataConfig = field(default_factory=LambadaDataConfig)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalAllConfig(ZeroShotConfig):
-    """The run spec of `mlm eval all`: wikitext103 and lambada."""
-
-    data: AllDataConfig = field(default_factory=AllDataConfig)
-    overlapping_eval: Annotated[int, POSITIVE] = 32
-    """As of `mlm eval wikitext103`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalLossConfig:
-    """The run spec of `mlm eval loss`: mean loss of a checkpoint over an indexed corpus."""
-
-    ckpt: CheckpointPath
-    """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
-    out: ResultFile | None = None
-    """JSON file for the result; null means eval-loss-<corpus>.json in the run directory; for a Hugging Face
-    model, <model>-eval-loss-<corpus>.json in the working directory."""
-    batch_size: MicroBatchSize = 8
-    """Samples per micro-batch on each rank. The score does not depend on it."""
-    seq_length: SeqLength | None = None
-    """Tokens per window; null takes the checkpoint's data.seq_length."""
-    path: DataPath | None = None
-    """Prefix of the .bin/.idx to score; null takes the validation set the checkpoint was trained with."""
-    tokenizer: InputPath | None = None
-    """tokenizer.json for bits per byte; null takes the one saved with the run."""
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    dist: DistConfig = field(default_factory=DistConfig)
 
 
 def _files_exist(config: Any, _: Launch) -> Problem | None:
@@ -171,6 +58,12 @@ ZERO_SHOT_KEYS = (
     *("tp", "pp", "vp", "dp", "dist.device"),
 )
 
+on_texts = partial(
+    Command,
+    target="mlm.cli.evaluate.zero_shot:run",
+    check=check_zero_shot,
+    preflight="mlm.cli.evaluate.zero_shot:preflight",
+)
 COMMANDS = (
     Command(
         words=("eval", "loss"),
@@ -192,12 +85,9 @@ COMMANDS = (
             *("tp", "cp", "pp", "dp", "dist.device"),
         ),
     ),
-    Command(
+    on_texts(
         words=("eval", "wikitext103"),
         spec=EvalWikitext103Config,
-        target="mlm.cli.evaluate.zero_shot:run",
-        check=check_zero_shot,
-        preflight="mlm.cli.evaluate.zero_shot:preflight",
         summary="perplexity of a checkpoint on WikiText-103, by two protocols",
         about=(
             "Scores a checkpoint on WikiText-103 by Megatron-LM's protocol (adjusted perplexity, overlapping "
@@ -217,12 +107,9 @@ COMMANDS = (
         ),
         keys=("ckpt", "data.path", "data.raw_path", "overlapping_eval", *ZERO_SHOT_KEYS),
     ),
-    Command(
+    on_texts(
         words=("eval", "lambada"),
         spec=EvalLambadaConfig,
-        target="mlm.cli.evaluate.zero_shot:run",
-        check=check_zero_shot,
-        preflight="mlm.cli.evaluate.zero_shot:preflight",
         summary="accuracy of a checkpoint at the last words of LAMBADA, by two protocols",
         about=(
             "Scores a checkpoint on LAMBADA by Megatron-LM's protocol (strict cloze accuracy) and by "
@@ -239,12 +126,9 @@ COMMANDS = (
         ),
         keys=("ckpt", "data.path", "data.standard_path", *ZERO_SHOT_KEYS),
     ),
-    Command(
+    on_texts(
         words=("eval", "all"),
         spec=EvalAllConfig,
-        target="mlm.cli.evaluate.zero_shot:run",
-        check=check_zero_shot,
-        preflight="mlm.cli.evaluate.zero_shot:preflight",
         summary="WikiText-103 and LAMBADA in one pass",
         about="What `mlm eval wikitext103` and `mlm eval lambada` do, in one pass and one table.",
         examples=(

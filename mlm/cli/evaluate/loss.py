@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from mlm.cli.evaluate import EvalLossConfig
+from mlm.cli.evaluate.settings import EvalLossConfig
 from mlm.convert.source import Source, open_source
-from mlm.data.config import DataConfig
 from mlm.data.files_present import missing_pair
 from mlm.data.receipt import check_corpus
 from mlm.evaluate.loss import corpus_loss
@@ -78,21 +77,17 @@ def corpus_prefix(config: EvalLossConfig, trained: PretrainConfig) -> Path:
         return Path(config.path)
     prefixes = validation_prefixes(trained.data)
     if not prefixes:
-        raise UserError(_no_validation_set(trained.data))
+        give, path = "give path=… (prefix of a .bin/.idx)", trained.data.path
+        if path is not None and not Path(path).exists() and missing_pair(path):
+            raise UserError(
+                f"path=null: the run's data.path={path} is not below {Path.cwd()}; start in the folder that "
+                f"the run was started in, or {give}"
+            )
+        raise UserError(f"path=null and the run had no validation set: {give}")
     if len(prefixes) > 1:
         choice = " or ".join(f"path={prefix}" for prefix in prefixes.values())
         raise UserError(f"path=null and the run mixed several corpora: give {choice}")
     return next(iter(prefixes.values()))
-
-
-def _no_validation_set(data: DataConfig) -> str:
-    give = "give path=… (prefix of a .bin/.idx)"
-    if data.path is not None and not Path(data.path).exists() and missing_pair(data.path):
-        return (
-            f"path=null: the run's data.path={data.path} is not below {Path.cwd()}; start in the folder that "
-            f"the run was started in, or {give}"
-        )
-    return f"path=null and the run had no validation set: {give}"
 
 
 def result_path(config: EvalLossConfig, source: Source, prefix: Path) -> Path:

@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import mlm
-from mlm.cli.evaluate import EvalAllConfig, EvalLambadaConfig, EvalWikitext103Config, ZeroShotConfig
+from mlm.cli.evaluate.settings import EvalAllConfig, EvalLambadaConfig, EvalWikitext103Config, ZeroShotConfig
 from mlm.config.build import to_dict
 from mlm.convert.source import Source, open_source
 from mlm.data.tokenizer import Tokenizer
 from mlm.evaluate.loss import training_corpora
 from mlm.evaluate.zero_shot import lambada, wikitext103
 from mlm.evaluate.zero_shot.protocol import Protocol, ProtocolResult, deduplicate
-from mlm.inference.scoring import Request, digest_requests, score
+from mlm.inference.scoring import digest_requests, score
 from mlm.inference.trained import (
-    Trained,
     load_trained,
     open_predictor,
     result_identity,
@@ -37,11 +36,7 @@ from mlm.util.results import (
 )
 from mlm.util.terminal import add_row, console, one_line, progress_bar, table
 
-TASKS: dict[type[ZeroShotConfig], str] = {
-    EvalWikitext103Config: "wikitext103",
-    EvalLambadaConfig: "lambada",
-    EvalAllConfig: "all",
-}
+TASKS = {EvalWikitext103Config: "wikitext103", EvalLambadaConfig: "lambada", EvalAllConfig: "all"}
 
 
 def preflight(config: ZeroShotConfig) -> list[str]:
@@ -49,18 +44,13 @@ def preflight(config: ZeroShotConfig) -> list[str]:
     try:
         source = open_predictor(config.ckpt, config.parallel)
         length = window_length(config.seq_length, source.config)
-        protocols_of(config, tokenizer_of(config, source), length)
+        protocols_of(config, source.load_tokenizer(config.tokenizer, force=config.force), length)
     except UserError as error:
         return list(error.problems)
     out = result_path(config, source)
     if problems := result_problems(out):
         return problems
     return [*filter(None, [folder_problem(out), folder_problem(config.samples, "samples")])]
-
-
-def tokenizer_of(config: ZeroShotConfig, source: Source) -> Tokenizer:
-    """The tokenizer to score with: with force=true it need not be the one trained with. Raises UserError."""
-    return source.load_tokenizer(config.tokenizer, force=config.force)
 
 
 def protocols_of(config: ZeroShotConfig, tokenizer: Tokenizer, length: int) -> list[Protocol]:
@@ -90,14 +80,24 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     Scores are kept beside the receipt until it is written, so that a stopped command resumes.
     """
     trained = load_trained(open_source(config.ckpt), config.parallel, config.precision, ctx)
-    tokenizer = tokenizer_of(config, trained.source)
+    tokenizer = trained.source.load_tokenizer(config.tokenizer, force=config.force)
     protocols = protocols_of(config, tokenizer, window_length(config.seq_length, trained.config))
     requests, where = deduplicate([request for protocol in protocols for request in protocol.requests])
     out = result_path(config, trained.source)
     beside = default_path(config, trained.source) if is_stream(out) else out
     identity = f"{trained.manifest.digest} {trained.model.dtype} mlm {mlm.__version__}"
-    kept = partial_scores_path(beside, identity, requests)
-    begin = time.monotonic()
+    # of this evaluation alone, so that a trial leaves another's as they are
+    about = short_digest(digest_bytes(f"{identity} {digest_requests(requests)}".encode()))
+    kept, begin = beside.with_name(f".{beside.stem}.{about}.partial.jsonl"), time.monotonic()
+
+    def tell_resumed(count: int) -> None:
+        if ctx.is_main:
+            line = (
+                f"mlm eval: {count:,} of {len(requests):,} requests were scored before the last stop, in "
+                f"{one_line(kept)}; {len(requests) - count:,} are left"
+            )
+            print(line, file=sys.stderr, flush=True)
+
     with progress_bar("scoring", len(requests), shown=ctx.is_main) as advance:
         scores = score(
             trained,
@@ -107,22 +107,26 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
             kept=kept,
             identity=identity,
             advance=advance,
-            resumed=lambda count: tell_resumed(count, len(requests), kept) if ctx.is_main else None,
+            resumed=tell_resumed,
         )
     if not ctx.is_main:
         return
     places = iter(where)
     outcomes = [p.finish([scores[next(places)] for _ in p.requests]) for p in protocols]
-    result = receipt(
-        config,
-        trained,
-        tokenizer,
-        list(zip(protocols, outcomes, strict=True)),
-        seconds=time.monotonic() - begin,
-        learnt_from=training_corpora(trained),
-    )
+    result = {
+        "task": TASKS[type(config)],
+        "results": list(map(result_of, protocols, outcomes)),
+        **trained.facts("tokenizers"),
+        "trained_on": training_corpora(trained),
+        "tokenizer_digest": tokenizer.digest,
+        "vocabulary_digest": tokenizer.vocabulary_digest,
+        "precision": config.precision.dtype,
+        "config": to_dict(config),
+        "seconds": round(time.monotonic() - begin, 3),
+    }
     if config.samples is not None:
-        write_result(config.samples, samples(protocols, outcomes).encode(), key="samples")
+        lines = (line for pair in zip(protocols, outcomes, strict=True) for line in sample_lines(*pair))
+        write_result(config.samples, "".join(lines).encode(), key="samples")
     if config.out is None:
         rename_earlier_result(out, result, result_identity)
     write_result(out, result)
@@ -130,46 +134,10 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     show(result, protocols, out)
 
 
-def tell_resumed(count: int, total: int, kept: Path) -> None:
-    """Say on stderr what an earlier command has scored."""
-    print(
-        f"mlm eval: {count:,} of {total:,} requests were scored before the last stop, in {one_line(kept)}; "
-        f"{total - count:,} are left",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
-def samples(protocols: list[Protocol], outcomes: list[ProtocolResult]) -> str:
-    """A line of JSON per window, article and passage."""
-    return "".join(
-        json.dumps({"task": protocol.task, "protocol": protocol.name} | sample) + "\n"
-        for protocol, outcome in zip(protocols, outcomes, strict=True)
-        for sample in outcome.samples
-    )
-
-
-def receipt(
-    config: ZeroShotConfig,
-    trained: Trained,
-    tokenizer: Tokenizer,
-    outcomes: Sequence[tuple[Protocol, ProtocolResult]],
-    *,
-    seconds: float,
-    learnt_from: list[dict[str, Any]],
-) -> dict[str, Any]:
-    """Everything that a score depends on, and the scores."""
-    return {
-        "task": TASKS[type(config)],
-        "results": [result_of(protocol, outcome) for protocol, outcome in outcomes],
-        **trained.facts("tokenizers"),
-        "trained_on": learnt_from,
-        "tokenizer_digest": tokenizer.digest,
-        "vocabulary_digest": tokenizer.vocabulary_digest,
-        "precision": config.precision.dtype,
-        "config": to_dict(config),
-        "seconds": round(seconds, 3),
-    }
+def sample_lines(protocol: Protocol, outcome: ProtocolResult) -> list[str]:
+    """A line of JSON per window, article or passage."""
+    names = {"task": protocol.task, "protocol": protocol.name}
+    return [json.dumps(names | sample) + "\n" for sample in outcome.samples]
 
 
 def result_of(protocol: Protocol, outcome: ProtocolResult) -> dict[str, Any]:
@@ -221,9 +189,6 @@ def number(value: float) -> str:
     return f"{value:,.5g}" if abs(value) < 1e6 else f"{value:.4e}"
 
 
-# ----- the files of results
-
-
 def result_path(config: ZeroShotConfig, source: Source) -> Path:
     """The file of the JSON receipt. A trial with limit=N has a separate one beside the full result's."""
     return Path(config.out) if config.out else default_path(config, source)
@@ -233,9 +198,3 @@ def default_path(config: ZeroShotConfig, source: Source) -> Path:
     """Path without `out`, and of what is scored already if `out` is a stream."""
     trial = "" if config.limit is None else f"-limit{config.limit}"
     return source.result_file(f"eval-{TASKS[type(config)]}{trial}.json")
-
-
-def partial_scores_path(out: Path, identity: str, requests: Sequence[Request]) -> Path:
-    """The file of scores so far: of this evaluation alone, so that a trial leaves another's as they are."""
-    about = digest_bytes(f"{identity} {digest_requests(requests)}".encode())
-    return out.with_name(f".{out.stem}.{short_digest(about)}.partial.jsonl")

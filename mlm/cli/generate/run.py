@@ -7,22 +7,19 @@ the file alone. Where the reader of standard output has left (`| head -1`), the 
 import json
 import sys
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from mlm.cli.generate import STDIN, GenerateConfig
 from mlm.cli.generate.prompts import Prompt, read_prompts, share_prompts
+from mlm.cli.generate.settings import STDIN, GenerateConfig
 from mlm.convert.source import Source, open_source
 from mlm.data.chat_tokens import end_of_turn_tokens
 from mlm.data.tokenizer import Tokenizer
 from mlm.data.tokenizer_settings import GENERATION_CONFIG
 from mlm.inference.config import Sampling, as_declared, declared_sampling
 from mlm.inference.generation import before_stop, continuations, ends_at
-from mlm.inference.trained import (
-    load_trained,
-    open_predictor,
-)
+from mlm.inference.trained import load_trained, open_predictor
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
 from mlm.util.results import folder_problem, target_name, write_result
@@ -59,19 +56,24 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
     texts = [(prompt, sample) for prompt in prompts for sample in range(config.num_samples)]
     numbers = [n + (s << SAMPLE_BITS) for n in range(len(prompts)) for s in range(config.num_samples)]
     if ctx.is_main:
-        warn_of_long(prompts, trained.config.model.max_positions)
-        if declared := declared_line(tokenizer, config):
-            print(declared, file=sys.stderr)
-    started = time.perf_counter()
+        most = trained.config.model.max_positions
+        for prompt in (prompt for prompt in prompts if len(prompt.ids) > most):
+            what = f"of its {len(prompt.ids)} tokens the last {most} are read, the checkpoint's max_positions"
+            print(f"mlm generate: {one_line(prompt.place)}: {what}", file=sys.stderr)
+        found = declared_sampling(tokenizer.declared.generation)
+        if left := [f"{key}={value}" for key, value in found.items() if getattr(config, key) is None]:
+            print(f"as {GENERATION_CONFIG} declares: {', '.join(left)}", file=sys.stderr)
+    started, template = time.perf_counter(), tokenizer.chat_template
     tokens = continuations(
         trained,
         [prompt.ids for prompt, _ in texts],
         sampling_of(config, tokenizer),
         ctx=ctx,
-        eod_id=ends_of(tokenizer),
+        eod_id=tokenizer.end_ids if template is None else end_of_turn_tokens(template, tokenizer),
         numbers=numbers,
         until=ends_at(tokenizer, config.stops),
-        should_stop=is_output_closed if config.out is None else lambda: False,
+        # once nothing can be printed, as after `| head -1`
+        should_stop=lambda: config.out is None and bool(getattr(sys.stdout, "is_lost", False)),
     )
     has_bar = config.out is not None and len(texts) > 1
     with progress_bar("continuing", len(texts), shown=ctx.is_main and has_bar) as advance:
@@ -89,11 +91,6 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
     print(f"{count:,} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s", file=sys.stderr)
 
 
-def is_output_closed() -> bool:
-    """True once nothing can be printed, as after `| head -1`."""
-    return bool(getattr(sys.stdout, "is_lost", False))
-
-
 def tokenizer_of(config: GenerateConfig, source: Source) -> Tokenizer:
     """Return the tokenizer, for chat=true with its template. Raises UserError."""
     tokenizer = source.load_tokenizer(config.tokenizer)
@@ -108,30 +105,6 @@ def sampling_of(config: GenerateConfig, tokenizer: Tokenizer) -> Sampling:
     """Return the settings that are typed, else declared by the model, else the usual ones."""
     typed = {each.name: getattr(config, each.name) for each in fields(Sampling)}
     return as_declared(tokenizer.declared.generation, typed)
-
-
-def declared_line(tokenizer: Tokenizer, config: GenerateConfig) -> str:
-    """Return the sampling settings that the model declares and the user leaves open, in a line."""
-    found = declared_sampling(tokenizer.declared.generation)
-    said = ", ".join(f"{key}={value}" for key, value in found.items() if getattr(config, key) is None)
-    return f"as {GENERATION_CONFIG} declares: {said}" if said else ""
-
-
-def ends_of(tokenizer: Tokenizer) -> Collection[int]:
-    """Return the tokens that end a text: of a document, or of an answer."""
-    template = tokenizer.chat_template
-    return tokenizer.end_ids if template is None else end_of_turn_tokens(template, tokenizer)
-
-
-def warn_of_long(prompts: Iterable[Prompt], max_positions: int) -> None:
-    """Say of which prompts only the end is read."""
-    for prompt in prompts:
-        if len(prompt.ids) > max_positions:
-            print(
-                f"mlm generate: {one_line(prompt.place)}: of its {len(prompt.ids)} tokens the last "
-                f"{max_positions} are read, the checkpoint's max_positions",
-                file=sys.stderr,
-            )
 
 
 def show(

@@ -20,7 +20,7 @@ from torch import Tensor
 from mlm.convert.gguf.llama_cpp import LlamaCpp, is_installed
 from mlm.convert.gguf.vocabulary import compare_tokens, composes, vocabulary
 from mlm.convert.huggingface.export import hf_mapping, token_ids
-from mlm.convert.huggingface.llama import model_type
+from mlm.convert.huggingface.llama_variants import VARIANTS, model_type
 from mlm.convert.source import Source, open_checkpoint
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
@@ -218,7 +218,7 @@ def add_settings(gguf: Any, writer: Any, source: Source, kind: str) -> None:
     writer.add_context_length(context_length(model))
     writer.add_embedding_length(model.hidden_size)
     writer.add_block_count(model.num_layers)
-    is_all_experts = model_type(model) in ("mixtral", "olmoe")
+    is_all_experts = VARIANTS[model_type(model)].is_all_experts
     writer.add_feed_forward_length(settings.expert_ffn_size if is_all_experts else model.ffn_size)
     if settings.num_experts:
         writer.add_expert_count(settings.num_experts)

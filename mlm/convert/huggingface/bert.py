@@ -7,7 +7,7 @@ config.json and their defaults: the documentation of BertConfig and MegatronBert
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
@@ -152,9 +152,8 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
 def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
     """Return the config.json that the class of the model's head loads."""
     return {
-        **_KEYS[model.norm].write(model, architecture(model)),
+        **_KEYS[model.norm].write({**asdict(model), "ffn_hidden_size": model.ffn_size}, architecture(model)),
         "model_type": "bert" if model.norm == "post" else "megatron-bert",
-        "intermediate_size": model.ffn_size,
         "pad_token_id": ids.pad,
         **(hf.label_entries(model, ids.labels) if model.head == "classification" else {}),
     }
@@ -255,7 +254,7 @@ MAPPING = hf.HuggingFaceMapping(
     prefix=PREFIX,
     head_prefixes=("cls.", "classifier.", "qa_outputs."),
     plain=plain_name,
-    tied={  # the output layer is the token table, with a separate bias
+    copies=lambda model: {  # the output layer is the token table, with a separate bias
         "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },

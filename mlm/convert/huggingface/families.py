@@ -3,7 +3,7 @@
 from importlib import import_module
 
 from mlm.convert.huggingface.mapping import HuggingFaceMapping, Location
-from mlm.models.config import KINDS, ModelConfig
+from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.models.lora import LayerNames
 
@@ -12,11 +12,6 @@ def mapping_of_kind(kind: str) -> HuggingFaceMapping:
     """Return the mapping of a shipped kind, whose module is loaded now."""
     mapping: HuggingFaceMapping = import_module(f"mlm.convert.huggingface.{kind}").MAPPING
     return mapping
-
-
-def mappings() -> list[HuggingFaceMapping]:
-    """Return all of them."""
-    return [mapping_of_kind(kind) for kind in KINDS]
 
 
 def mapping_of(model: ModelConfig) -> HuggingFaceMapping | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from mlm.checkpoint.native.format import JSON
 from mlm.checkpoint.native.shard_file import Stored, read_safetensors_header
-from mlm.convert.huggingface.families import mappings
+from mlm.convert.huggingface.families import mapping_of_kind
 from mlm.convert.huggingface.mapping import (
     FolderContent,
     HuggingFaceMapping,
@@ -25,7 +25,7 @@ from mlm.convert.huggingface.mapping import (
     show,
     token_ids_to_keep,
 )
-from mlm.models.config import ModelConfig
+from mlm.models.config import KINDS, ModelConfig
 from mlm.util.errors import CorruptFileError, UserError, reading_from
 from mlm.util.extras import go_offline_without_hub
 from mlm.util.files import parse_json, read_bounded
@@ -164,7 +164,7 @@ def read_settings(folder: Path) -> tuple[HuggingFaceMapping, dict[str, JSON], Mo
             f"{folder}: {ADAPTER}: holds an adapter, whose weights are not in the model. Merge it "
             f"(merge_and_unload of peft), save the model, and name that folder"
         )
-    known = mappings()
+    known = [mapping_of_kind(kind) for kind in KINDS]
     mapping = next((each for each in known if raw.get("model_type") in each.model_types), None)
     if mapping is None:
         supported = ", ".join(name for each in known for name in each.model_types)

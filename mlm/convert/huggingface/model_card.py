@@ -29,16 +29,8 @@ TRAINING = {
 }
 """Rows on training, by their key in the saved settings."""
 FACTS = (
-    *(
-        "license",
-        "license_name",
-        "license_link",
-        "language",
-        "datasets",
-        "base_model",
-        "pipeline_tag",
-        "tags",
-    ),
+    *("license", "license_name", "license_link", "language"),
+    *("datasets", "base_model", "pipeline_tag", "tags"),
 )
 """Metadata of an imported model's card that an export writes again."""
 MAX_FACTS = 100  # values of one

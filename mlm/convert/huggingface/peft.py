@@ -186,7 +186,7 @@ def read_folder(config: Mapping[str, JSON], stored: list[str], model: ModelConfi
     mapping, suffix = mapping_of(model), ".lora_A.weight"
     assert mapping is not None
     outer = [n for ours, at in mapping.locations(model) if not ours.startswith("layers.") for n in at.names]
-    outside = tuple(weight.rpartition(".")[0] + "." for weight in (*outer, *mapping.tied))
+    outside = tuple(weight.rpartition(".")[0] + "." for weight in (*outer, *mapping.copies(model)))
     if tables := [theirs for theirs, n in unwrapped.items() if mapping.plain(n).startswith(outside)]:
         raise UserError(
             f"{path}: {tables[0]}: adapters and copies of this module are not supported, only adapters of "

@@ -1,12 +1,9 @@
-"""Llama, Mistral and Qwen as Megatron-LM and torchtitan name and order them.
+"""Llama, Mistral and Qwen as Megatron-LM names and orders them.
 
-Megatron-LM: `--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear`. One
-weight holds queries, keys and values, [group][its queries, k, v][head_dim]; another gates and inputs, on each
+`--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear`. One weight holds
+queries, keys and values, [group][its queries, k, v][head_dim]; another gates and inputs, on each
 tensor-parallel rank [gate, up]. Source: NVIDIA/Megatron-LM, core/transformer/attention.py, mlp.py,
 core/models/common/embeddings/rotary_pos_embedding.py; arguments.py.
-
-torchtitan: the names of Meta's Llama, and its order of the rows of queries and keys where the model turns
-neighbouring dimensions. Source: pytorch/torchtitan, state_dict_adapter.py of models/llama3 and models/qwen3.
 """
 
 from collections.abc import Mapping
@@ -19,24 +16,6 @@ from mlm.models.llama.settings import LlamaSettings, num_blocks
 
 LLAMA3_CONTEXT = 8192
 """Context before scaling, which Megatron Core fixes, as it does the factors 1 and 4 (use_rope_scaling)."""
-
-TORCHTITAN = {
-    "token.weight": "tok_embeddings.weight",
-    "final_norm.weight": "norm.weight",
-    "output.weight": "output.weight",
-    "attention_norm.weight": "attention_norm.weight",
-    "attention.q.weight": "attention.wq.weight",
-    "attention.k.weight": "attention.wk.weight",
-    "attention.v.weight": "attention.wv.weight",
-    "attention.query_norm.weight": "attention.q_norm.weight",
-    "attention.key_norm.weight": "attention.k_norm.weight",
-    "attention.out.weight": "attention.wo.weight",
-    "mlp_norm.weight": "ffn_norm.weight",
-    "mlp.gate.weight": "feed_forward.w1.weight",
-    "mlp.up.weight": "feed_forward.w3.weight",
-    "mlp.down.weight": "feed_forward.w2.weight",
-}
-"""Names in Megatron's manner, queries, keys, values, gates and inputs apart -> torchtitan's."""
 
 
 def layouts(model: ModelConfig, tp: int) -> RowLayouts:
@@ -55,47 +34,6 @@ def layouts(model: ModelConfig, tp: int) -> RowLayouts:
     ours["mlp.up.weight"] = RowLayout(pair, num_blocks(model))
     theirs["mlp.up.weight"] = RowLayout(pair, tp)
     return RowLayouts(ours, theirs)
-
-
-def torchtitan_layouts(model: ModelConfig) -> RowLayouts:
-    """Return the same tensors as torchtitan has them.
-
-    Its Llama turns dimensions 2i and 2i + 1 of a head, ours i and i + D/2; its Qwen 3 is like ours.
-    """
-    settings = LlamaSettings.of(model)
-    half, kv = settings.head_dim // 2, settings.num_kv_heads
-
-    def halves(name: str, heads: int) -> tuple[tuple[str, int], ...]:
-        return ((f"{name}.first", heads * half), (f"{name}.second", heads * half))
-
-    def layout(name: str, heads: int) -> RowLayout:
-        return RowLayout(halves(name, heads), heads if settings.qk_norm else heads * half)
-
-    q, k, v = halves("q", model.num_heads), halves("k", kv), ("v", kv * settings.head_dim)
-    gate, up = ("gate", model.ffn_size), ("up", model.ffn_size)
-    ours = {
-        "attention.query.weight": RowLayout(q, model.num_heads),
-        "attention.kv.weight": RowLayout((*k, v), kv),
-        "mlp.up.weight": RowLayout((gate, up), num_blocks(model)),
-    }
-    theirs = {
-        "attention.q.weight": layout("q", model.num_heads),
-        "attention.k.weight": layout("k", kv),
-        "attention.v.weight": RowLayout((v,), 1),
-        "mlp.gate.weight": RowLayout((gate,), 1),
-        "mlp.up.weight": RowLayout((up,), 1),
-    }
-    return RowLayouts(ours, theirs)
-
-
-def torchtitan_problem(model: ModelConfig) -> str | None:
-    """Return why torchtitan has no such model."""
-    settings = LlamaSettings.of(model)
-    if settings.num_experts:
-        return "it has experts, which are converted to hf alone"
-    if settings.qkv_bias or settings.window or settings.rotary_fraction != 1:
-        return "it has biases, a window or a rotary fraction, which torchtitan's Llama 3 and Qwen 3 lack"
-    return None
 
 
 def settings_of(args: Mapping[str, Any]) -> dict[str, Any]:

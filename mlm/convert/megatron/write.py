@@ -5,9 +5,11 @@ padded with zeros, as Megatron pads it.
 """
 
 import json
+import zipfile
+import zlib
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,8 @@ from torch import Tensor
 
 from mlm.checkpoint.native.compare import row_blocks
 from mlm.checkpoint.native.format import TensorEntry
-from mlm.checkpoint.native.shard_file import Form
 from mlm.checkpoint.native.slices import Read, Region
-from mlm.convert.dcp.pickled import instance
-from mlm.convert.dcp.writer import DCPTensor, Progress, tensor_record, write_torch_file
+from mlm.convert.dcp.metadata import DCPTensor
 from mlm.convert.megatron.distributed import BACKEND, COMMON
 from mlm.convert.megatron.files import MODEL_FILES
 from mlm.convert.megatron.mapping import THROUGH_HF, MegatronMapping
@@ -31,6 +31,7 @@ from mlm.models.shape import architecture_of, is_tied
 from mlm.models.stage import split_layers
 from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
+from mlm.util.terminal import Advance
 
 RELEASE = "release"
 """Folder of a checkpoint that Megatron-LM starts from without an optimizer."""
@@ -119,8 +120,7 @@ class MegatronWriter:
 
     def common(self) -> dict[str, Any]:
         """Return what every file of ranks, or common.pt, holds beside tensors."""
-        args = instance("argparse.Namespace", self.arguments())
-        return {"args": args, "iteration": 0, "checkpoint_version": 3.0}
+        return {"args": Namespace(**self.arguments()), "iteration": 0, "checkpoint_version": 3.0}
 
 
 def core_tensors(
@@ -152,8 +152,8 @@ def core_tensors(
 
 def write_common(folder: Path, writer: MegatronWriter) -> None:
     """Write common.pt and metadata.json of a torch_dist folder."""
-    with open(folder / COMMON, "x+b") as f:
-        write_torch_file(f, writer.common(), ())
+    with open(folder / COMMON, "xb") as f:
+        torch.save(writer.common(), f)
     backend = {
         "sharded_backend": "torch_dist",
         "sharded_backend_version": 1,
@@ -203,28 +203,27 @@ def rank_files(writer: MegatronWriter) -> Iterator[RankFile]:
             yield RankFile(number, t, tuple(held))
 
 
-def write_rank_file(path: Path, file: RankFile, writer: MegatronWriter, progress: Progress) -> None:
+def write_rank_file(path: Path, file: RankFile, writer: MegatronWriter, progress: Advance) -> None:
     """Write one file; holds one tensor at a time. Raises OSError."""
-    forms = {}
-    for theirs, _, tensor in file.held:
-        shape, dim = list(tensor.shape), tensor.split.tp_dim
-        if dim is not None:
-            shape[dim] //= writer.tp
-        forms[theirs] = Form(writer.dtype, tuple(shape))
 
-    def read(name: str, tensor: TensorEntry) -> Tensor:
-        value, dim = writer.load(name, tensor.shape), tensor.split.tp_dim
-        return value if dim is None else value.chunk(writer.tp, dim)[file.t].contiguous()
+    def shard(full: Tensor, dim: int | None) -> Tensor:
+        return full if dim is None else full.chunk(writer.tp, dim)[file.t]
 
-    records = {theirs: tensor_record(str(n), form) for n, (theirs, form) in enumerate(forms.items())}
-    content = {**writer.common(), "model": records}
-    with open(path, "x+b") as f:
-        write_torch_file(
-            f,
-            content,
-            (
-                (str(n), forms[theirs], partial(read, name, tensor))
-                for n, (theirs, name, tensor) in enumerate(file.held)
-            ),
-            progress,
-        )
+    # torch.save leaves room for tensors of which no page is touched; they are written there one by one.
+    empty = {}
+    for theirs, _, one in file.held:
+        shape = shard(torch.empty(one.shape, device="meta"), one.split.tp_dim).shape
+        empty[theirs] = torch.empty(shape, dtype=writer.dtype)
+    with open(path, "xb") as f, torch.serialization.skip_data():
+        torch.save({**writer.common(), "model": empty}, f)
+    with open(path, "r+b") as out, zipfile.ZipFile(out, "a") as records:
+        for number, (_, name, one) in enumerate(file.held):
+            tensor = shard(writer.load(name, one.shape), one.split.tp_dim).contiguous()
+            content = tensor.reshape(-1).view(torch.uint8).numpy().data
+            record = records.getinfo(f"archive/data/{number}")
+            assert len(content) == record.file_size, "not what was announced"
+            with records.open(record):  # leaves the file at the record's first byte
+                out.write(content)
+            record.CRC = zlib.crc32(content)
+            progress(len(content))
+        records.comment = b""  # so that the directory is written again, with these checksums

@@ -59,7 +59,11 @@ class MlmLM(TemplateLM):
         self.tokenizer = self.source.load_tokenizer(config.tokenizer)
         longest = self.source.model.max_positions
         self.max_length = min(config.max_length or longest, longest)
-        self.batch_size, self.model = config.batch_size, start(config)
+        self.batch_size = config.batch_size
+        ranks = choose_world_size(config.parallel, launch_facts(config.dist))
+        if ranks > 1:
+            logging.getLogger(__name__).info("starting %d ranks", ranks)
+        self.model: Model = LocalModel(config) if ranks == 1 else RemoteModel(config)
 
     @classmethod
     def create_from_arg_obj(
@@ -173,16 +177,13 @@ class MlmLM(TemplateLM):
             for numbers in kinds.values():
                 options, stops = self._options(requests[numbers[0]].args[1])
                 room = self.max_length - options.max_new_tokens
-                prompts = [self._prompt(requests[number].args[0], room) for number in numbers]
+                contexts = (self.tok_encode(requests[number].args[0]) for number in numbers)
+                prompts = [tokens[-room:] or [self.prefix_token_id] for tokens in contexts]
                 continued = self.model.generate(prompts, options, stops, bar.update)
                 for number, new in zip(numbers, continued, strict=True):
                     texts[number] = postprocess_generated_text(self.tokenizer.decode(new), stops, None)
                     self.cache_hook.add_partial("generate_until", requests[number].args, texts[number])
         return texts
-
-    def _prompt(self, context: str, room: int) -> Tokens:
-        """The last tokens of a context that leave room for the new ones."""
-        return self.tok_encode(context)[-room:] or [self.prefix_token_id]
 
     def _options(self, arguments: dict[str, Any]) -> tuple[Sampling, list[str]]:
         """Return the sampling settings and the texts that end a continuation. Raises UserError."""
@@ -246,12 +247,3 @@ def device_of(said: str) -> str:
             f"CUDA_VISIBLE_DEVICES={index}"
         )
     return kind
-
-
-def start(config: LmEvalConfig) -> Model:
-    """The model on this process where it needs one rank, else on separate ranks."""
-    ranks = choose_world_size(config.parallel, launch_facts(config.dist))
-    if ranks == 1:
-        return LocalModel(config)
-    logging.getLogger(__name__).info("starting %d ranks", ranks)
-    return RemoteModel(config)

@@ -14,7 +14,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -24,32 +24,25 @@ import numpy as np
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.config.build import from_dict, to_dict
-from mlm.config.fields import POSITIVE, SEED, CheckpointPath, InputPath
+from mlm.config.fields import POSITIVE, SEED
 from mlm.convert.source import open_source
 from mlm.data.config import MicroBatchSize
-from mlm.inference.config import Sampling
+from mlm.inference.config import Sampling, TrainedModelConfig
 from mlm.inference.generation import ends_at, generate
 from mlm.inference.scoring import Request, Score, score
 from mlm.inference.trained import load_trained
 from mlm.launch.child_run import environment_without_launcher, kill
-from mlm.launch.config import DistConfig
 from mlm.launch.process import ALONE, rank_device
 from mlm.launch.start import run_job
-from mlm.optim.config import PrecisionConfig
-from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import CheckFailedError, UserError
 from mlm.util.system import die_with_parent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LmEvalConfig:
+class LmEvalConfig(TrainedModelConfig):
     """Settings of lm-eval's `--model mlm --model_args key=value,…` (mlm/evaluate/lm_eval/adapter.py)."""
 
-    ckpt: CheckpointPath
-    """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
-    tokenizer: InputPath | None = None
-    """tokenizer.json; null takes the one saved with the run."""
     batch_size: MicroBatchSize = 8
     """Full-length sequences per micro-batch on each rank. No score depends on it."""
     max_length: Annotated[int | None, POSITIVE] = None
@@ -63,9 +56,6 @@ class LmEvalConfig:
     """Seed of the sampling, for tasks that sample."""
     socket: str = ""
     """Socket on which the ranks connect to lm-eval; set by the adapter."""
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    dist: DistConfig = field(default_factory=DistConfig)
 
 
 Advance = Callable[[int], None]

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.launch.doctor.config import DoctorConfig
+from mlm.launch.config import DoctorConfig
 from mlm.launch.doctor.findings import (
     SAME_VERSIONS,
     Control,
@@ -89,7 +89,15 @@ def check_folder(folder: Path, control: Control) -> list[Finding]:
     token = control.all_gather(SHARED, uuid.uuid4().hex)[0]
     work = folder / f"{MARK}-{token}"
     with ExitStack() as stack:
-        made = _make_trial_folder(work, stack) if control.rank == 0 else ""
+        made = ""
+        if control.rank == 0:
+            try:
+                remove_abandoned(folder, f"{MARK}-{'[0-9a-f]' * 32}/")
+                work.mkdir(parents=True)
+                stack.enter_context(held_folder(work))
+                write_atomic(work / "first", b"first")
+            except OSError as error:
+                made = str(error.strerror)
         if problem := control.all_gather(SHARED, made)[0]:
             remedy = "make it writable or free some space there, or name another out"
             return [Finding(SHARED, "fail", f"rank 0 cannot write to {folder}: {problem}", remedy)]
@@ -101,17 +109,6 @@ def check_folder(folder: Path, control: Control) -> list[Finding]:
         control.all_gather(SPEED, None)
         others.append(_check_lock(work, control))
         return [sharing, *(others if sharing.status == "ok" else ())]
-
-
-def _make_trial_folder(work: Path, stack: ExitStack) -> str:
-    try:
-        remove_abandoned(work.parent, f"{MARK}-{'[0-9a-f]' * 32}/")
-        work.mkdir(parents=True)
-        stack.enter_context(held_folder(work))
-        write_atomic(work / "first", b"first")
-    except OSError as error:
-        return str(error.strerror)
-    return ""
 
 
 def _check_sharing(work: Path, control: Control) -> Finding:

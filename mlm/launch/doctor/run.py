@@ -5,9 +5,11 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from mlm.config.build import to_dict
+from mlm.launch.config import DoctorConfig
 from mlm.launch.doctor import host
-from mlm.launch.doctor.config import DoctorConfig
 from mlm.launch.doctor.findings import (
     SAME_VERSIONS,
     Control,
@@ -25,7 +27,7 @@ from mlm.launch.start import choose_world_size
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import CheckFailedError, UserError
 from mlm.util.results import target_name, write_result
-from mlm.util.system import available_memory
+from mlm.util.system import available_cores, available_memory
 from mlm.util.terminal import add_row, console, table
 
 
@@ -63,7 +65,8 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
         *host.environment(os.environ, ranks_here),
         *check_folder(folder, control),
     ]
-    facts = {"versions": versions(), "device": host.device_name(ctx.device)}
+    device = f"CPU, {available_cores()} cores, {torch.get_num_threads()} threads a rank"
+    facts = {"versions": versions(), "device": torch.cuda.get_device_name(ctx.device) if on_gpu else device}
     each = control.all_gather("the host", [facts, [asdict(finding) for finding in mine]])
     note(ctx, "comparing and timing collectives over each axis")
     traffic = check_traffic(ctx, control, config.timeout_s)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlm.launch.doctor.findings import Control, Finding
+from mlm.launch.doctor.findings import Control, Finding, Status
 from mlm.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -136,9 +136,8 @@ def judge(each: Sequence[dict[str, Any]]) -> list[list[Finding]]:
         for axis, seen in mine.items():
             wrong = ", ".join(seen["wrong"])
             text = f"wrong: {wrong}" if wrong else f"exact over {len(seen['ranks'])} ranks"
-            findings.append(
-                Finding(f"numbers over {axis}", "fail" if wrong else "ok", text, wrong and REMEDY)
-            )
+            status: Status = "fail" if wrong else "ok"
+            findings.append(Finding(f"numbers over {axis}", status, text, REMEDY if wrong else ""))
             rate = seen["rate"]
             usual = statistics.median(other[axis]["rate"] for other in each if axis in other)
             is_slow = rate * SLOW < usual

@@ -6,6 +6,7 @@ lead when they are applied in turn.
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -24,7 +25,6 @@ from mlm.util.errors import Problem, format_settings
 Change = dict[str, Any]
 """Keys to set, with their new values."""
 
-MOST_ALTERNATIVES = 2  # that a problem names
 MOST_CHANGES = 24  # on the way to one layout, each for one rule
 HEADS, LAYERS = "model.num_heads", "model.num_layers"
 FALLBACKS = {"pipeline": "1f1b", "zero": 2, "sequence_parallel": False}  # valid with every layout
@@ -50,24 +50,24 @@ def layout_problems(
     elsewhere = [rule for rule in broken if rule.only_here]
     rest = [rule for rule in broken if not rule.only_here]
     kept = [rule for rule in sound if rule not in elsewhere]
+    fix_names = fix_names or {}
     return [
         *LayoutFixes(settings, launch, kept, fix_names).problems(rest),
         *LayoutFixes(settings, launch, sound, fix_names).problems(elsewhere),
     ]
 
 
+@dataclass
 class LayoutFixes:
     """The settings of a layout, the rules that it should keep, and the nearest settings that do."""
 
-    def __init__(
-        self,
-        values: LayoutValues,
-        launch: Launch,
-        rules: list[LayoutRule],
-        fix_names: Mapping[str, str] | None = None,
-    ) -> None:
-        self.values, self.launch, self.rules, self.fix_names = values, launch, rules, fix_names or {}
-        self.read = {key for rule in rules for key in rule.reads}
+    values: LayoutValues
+    launch: Launch
+    rules: list[LayoutRule]
+    fix_names: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        self.read = {key for rule in self.rules for key in rule.reads}
 
     def problems(self, broken: list[LayoutRule]) -> list[Problem]:
         """The problem of each of these rules, which do not hold."""
@@ -94,7 +94,7 @@ class LayoutFixes:
                     for change in self._changes(
                         key, self.values, [*others, *(other for other in broken if key in other.moves)]
                     )
-                ][:MOST_ALTERNATIVES]
+                ][:2]
             )
         together = (_merged(changes) for changes in product(*fixes))
         if all(fixes) and not any(self._broken(self.values.changed(change)) for change in together):
@@ -116,7 +116,7 @@ class LayoutFixes:
             keys = [key for key in broken[0].moves if key in movable]
             changes = [change for key in keys for change in self._changes(key, layout, broken[:1])]
             if not changes:  # the rule's likeliest key makes room for the next one
-                key = next((key for key in keys if key in {*ONE_RANK, "dp"} and layout[key] != 1), None)
+                key = next((key for key in keys if key in {*ONE_RANK, "dp"} and (layout[key] or 1) > 1), None)
                 if key is None:
                     return None
                 changes = [{key: 1}]

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mlm.data.config import MASKED, DataConfig
 from mlm.data.indexed import IndexedDataset
@@ -10,14 +9,10 @@ from mlm.data.receipt import read_receipt
 from mlm.data.sampler import Dataset
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.bert.masking import BERTVocab
-from mlm.models.bert.samples import BERTBatch, BERTDataset, SyntheticBERT
+from mlm.models.bert.samples import BERTDataset, SyntheticBERT
 from mlm.models.config import ModelConfig
 from mlm.models.family import ModelFamily
 from mlm.util.errors import Problem, UserError
-
-if TYPE_CHECKING:  # checks of settings need no torch
-    from mlm.models.bert.model import BERT
-
 
 SHORTEST = 8
 """Tokens of a BERT sample at the least: [CLS], two [SEP] and some text."""
@@ -87,14 +82,9 @@ def corpus_problems(model: ModelConfig, prefixes: Sequence[Path], tokenizer: Pat
     for prefix in prefixes:
         receipt = read_receipt(prefix.parent) or {}
         if receipt.get("sentences") is False:
+            keys = ("data.path", "data.train", "data.blend")
             problem = f"{prefix}: its documents are not split into sentences, as BERT samples need"
-            return [
-                Problem(
-                    ("data.path", "data.train", "data.blend"),
-                    problem,
-                    "build it with `mlm data build sentences=true`",
-                )
-            ]
+            return [Problem(keys, problem, "build it with `mlm data build sentences=true`")]
     return []
 
 
@@ -131,10 +121,10 @@ def head_products(model: ModelConfig, tp: int) -> float:
     return MASKED * (h * model.padded_vocab_size(tp) + h * h)
 
 
-FAMILY: "ModelFamily[BERT, BERTBatch]" = ModelFamily(
+FAMILY = ModelFamily(
     model="mlm.models.bert.model:BERT",
     causal=False,
-    objective="mlm.models.bert.model:MaskedTokens.of",
+    objective="mlm.models.bert.model:MaskedTokens",
     samples=SentencePairs(),
     check_tokenizer=BERTVocab.of,
     scored=MASKED,

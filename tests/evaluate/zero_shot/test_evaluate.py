@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 
 from mlm.cli.compose.composition import load_config
-from mlm.cli.evaluate import (
+from mlm.cli.evaluate import check_zero_shot, loss
+from mlm.cli.evaluate import zero_shot as evaluate
+from mlm.cli.evaluate.settings import (
     AllDataConfig,
     EvalAllConfig,
     EvalLambadaConfig,
     EvalWikitext103Config,
     LambadaDataConfig,
     WikitextDataConfig,
-    check_zero_shot,
-    loss,
 )
-from mlm.cli.evaluate import zero_shot as evaluate
 from mlm.convert.source import open_source
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.parallel.config import ParallelConfig
@@ -162,7 +161,7 @@ def test_a_command_that_was_stopped_continues(
     Path(config.out or "").unlink()
     assert not partial(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "receipt", interrupted)
+        patch.setattr(evaluate, "result_of", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(config)
     (kept,) = partial(folder)
