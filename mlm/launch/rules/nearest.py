@@ -5,6 +5,7 @@ key per problem cannot give that, all problems name their parts of one layout, t
 lead when they are applied in turn.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -120,8 +121,13 @@ class LayoutFixes:
                 if key is None:
                     return None
                 changes = [{key: 1}]
-            layout = min(map(layout.changed, changes), key=lambda changed: len(self._broken(changed)))
+            layout = min(map(layout.changed, changes), key=lambda changed: self._cost(layout, changed))
         return None
+
+    def _cost(self, layout: LayoutValues, changed: LayoutValues) -> tuple[int, float]:
+        """Rules that a changed layout breaks, then how many times larger or smaller its heads become."""
+        before, after = (max(values.get(HEADS, 1), 1) for values in (layout, changed))
+        return len(self._broken(changed)), abs(math.log2(after / before))
 
     def _changes(self, key: str, layout: LayoutValues, rules: Iterable[LayoutRule]) -> list[Change]:
         """The changes of a key to the nearest values below and above, and to null, that keep `rules`."""
