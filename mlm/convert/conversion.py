@@ -6,6 +6,7 @@ whole are kept.
 
 import json
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from mlm.checkpoint.native.format import JSON
 from mlm.convert import targets
 from mlm.convert.config import ConvertConfig
 from mlm.convert.dcp.torchtitan import stored_shapes
-from mlm.convert.foreign import SourceSettings, open_any
+from mlm.convert.foreign import open_any
 from mlm.convert.huggingface.export import hf_mapping, tensor_bytes, write_hf
 from mlm.convert.megatron.write import MegatronWriter, rank_files
 from mlm.convert.source import Checkpoint, Source
@@ -68,8 +69,7 @@ def load_tokenizer(config: ConvertConfig) -> Tokenizer | None:
 
 def open_(config: ConvertConfig, tokenizer: Tokenizer | None = None) -> Source:
     """Open the source. Raises UserError."""
-    settings = SourceSettings(config.config, config.vocab_size, config.num_heads, tokenizer)
-    source = open_any(config.source, settings)
+    source = open_any(config.source, config, tokenizer)
     if isinstance(source, Checkpoint) and source.base is not None:
         raise UserError(
             f"source={config.source}: holds adapters alone; convert what mlm export hf merge=true writes"
@@ -137,7 +137,7 @@ def convert(config: ConvertConfig) -> tuple[Source, list[str], str]:
             write(config, source, folder, origin, advance)
         line = NOT_COMPARED
         if config.verify:
-            reading = SourceSettings(config=config.config, vocab_size=source.model.vocab_size)
+            reading = replace(config, vocab_size=source.model.vocab_size, num_heads=None)
             line = compare(source, open_any(str(folder), reading), dtype)
         (folder / targets.DONE).unlink(missing_ok=True)
     notes = source.conversion_notes

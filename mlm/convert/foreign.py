@@ -1,12 +1,13 @@
 """Checkpoints of Megatron-LM and torchtitan as sources of a conversion."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
 from mlm.checkpoint.native.slices import Region
+from mlm.convert.config import ConvertConfig
 from mlm.convert.dcp.metadata import COPY_AGAIN, MAX_METADATA_BYTES, METADATA
 from mlm.convert.dcp.storage import DCPReader
 from mlm.convert.dcp.torchtitan import TOKEN_TABLE, TorchtitanReader
@@ -27,23 +28,14 @@ from mlm.util.files import digest_file, read_bounded
 from mlm.util.terminal import progress_bar
 
 
-@dataclass(frozen=True)
-class SourceSettings:
-    """Settings that a source may not record."""
-
-    config: str | None = None
-    """Folder with the config.json of its model, or a run."""
-    vocab_size: int | None = None
-    num_heads: int | None = None
-    tokenizer: Tokenizer | None = None
-
-
-def open_any(path: str, settings: SourceSettings) -> Source:
+def open_any(path: str, settings: ConvertConfig, tokenizer: Tokenizer | None = None) -> Source:
     """Open a checkpoint of any format, and check what a conversion reads but tensors.
+
+    `settings` have what it may not record: `config`, `vocab_size` and `num_heads`.
 
     Raises UserError and CorruptFileError.
     """
-    folder, tokenizer = Path(path), settings.tokenizer
+    folder = Path(path)
     if not (is_ours(path) or folder.is_dir()):
         raise UserError(f"source={path}: no such folder; name a run, a model folder or a checkpoint folder")
     if is_ours(path) or ((folder / CONFIG).is_file() and not (folder / METADATA).exists()):
