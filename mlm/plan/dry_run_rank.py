@@ -125,7 +125,8 @@ def run_steps(trainer: Trainer[MicroBatch], meter: Meter, *, in_full: bool) -> D
 
 def step(trainer: Trainer[MicroBatch], meter: Meter, batches: Sequence[MicroBatch]) -> None:
     """`Trainer.train_step` in its two halves, and between them the ranks' vote on stopping."""
-    parts = trainer.compute_gradients(batches)
+    parts = trainer.forward_backward(batches)
+    trainer.reduce_gradients()
     meter.tag(trainer.model.casts.copies, CASTS)
     meter.tag([s.parameter.grad for s in trainer.shards if s.parameter.grad is not None], GRADIENTS)
     vote = StopVote(trainer, lambda: 0)

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, isclass, signature
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 from pydantic import TypeAdapter
+from pydantic.errors import PydanticSchemaGenerationError
 
 from mlm.config.build import problem_of_value
 from mlm.config.fields import Bound, ObserverEntry, metadata
@@ -66,28 +67,30 @@ def checked_fields(path: str, target: Callable[..., object], fields: dict[str, A
     except (TypeError, ValueError, NameError):  # of C, or with annotations that cannot be read
         return fields
     takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
-    required = {name: p for name, p in parameters.items() if p.kind not in VARIADIC and p.default is p.empty}
+    variadic = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    required = [name for name, p in parameters.items() if p.kind not in variadic and p.default is p.empty]
     for name, value in fields.items():
         if name not in parameters and not takes_any:
             near, known = nearest(name, list(parameters)), ", ".join(parameters) or "none"
             fix = f"did you mean {near}?" if near else f"its fields: {known}"
             raise OwnCodeError(f"{KEY}={path}: {name}={show(value)} is no field of it", keys=(KEY,), fix=fix)
-    for name in required.keys() - fields.keys():
+    for name in (name for name in required if name not in fields):
         fix = f"write {KEY}=[{{use: {path}, {name}: …}}]"
         raise OwnCodeError(f"{KEY}={path}: its field {name} is required", keys=(KEY,), fix=fix)
     return {name: _typed(path, name, value, hints.get(name, Any)) for name, value in fields.items()}
 
 
-VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-
-
 def _typed(path: str, name: str, value: Any, annotation: Any) -> Any:
     """Return a value in the type of its annotation. Raises OwnCodeError."""
-    kind, bound = getattr(annotation, "__origin__", annotation), metadata(annotation, Bound)
-    kind = kind if hasattr(annotation, "__metadata__") else annotation
+    kind = annotation.__origin__ if get_origin(annotation) is Annotated else annotation
+    bound = metadata(annotation, Bound)
+    try:
+        adapter = TypeAdapter(kind)
+    except PydanticSchemaGenerationError:  # of a class that is no type of YAML's values
+        return value
     leaf = Leaf(key=name, type=kind, default=None, doc="", bound=bound)
     problem = problem_of_value(leaf, value) or (bound and bound.problem(name, value))
     if problem:
         fix = problem.fix or f"correct {name}"
         raise OwnCodeError(f"{KEY}={path}: {problem.problem}", keys=(KEY,), fix=fix)
-    return TypeAdapter(kind).validate_python(value)
+    return adapter.validate_python(value)

@@ -1,7 +1,6 @@
 """The training state of one rank and one step of it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -205,7 +204,9 @@ class Trainer(Generic[B]):
         self.reduce_gradients()
         return self.clip_and_update(parts)
 
-    def forward_backward(self, batches: Sequence[B]) -> Tensor:
+    def forward_backward(
+        self, batches: Sequence[B], objective: Objective[Transformer, B] | None = None
+    ) -> Tensor:
         """Accumulate the gradients of the mean loss over the global batch, times the loss scale.
 
         Their reduction over dp begins in the last backward pass. Returns this rank's share of each part of
@@ -221,7 +222,7 @@ class Trainer(Generic[B]):
             reducer.start_step()
         with fuse_embedding_grad(self.early_tables):
             outputs = self.model.train(
-                batches, self.objective, scale, self.dropout, self.gradients, self.observers
+                batches, objective or self.objective, scale, self.dropout, self.gradients, self.observers
             )
         total = torch.stack(outputs).sum(0) if outputs else torch.zeros_like(scale)
         return total / self.scaler.scale
@@ -271,20 +272,20 @@ class Trainer(Generic[B]):
         self.balance.update(skip)
         return overflow
 
-    def compute_gradients(self, batches: Sequence[B]) -> Tensor:
-        """`forward_backward` and `reduce_gradients`, for those who look at gradients and update nothing."""
-        parts = self.forward_backward(batches)
-        self.reduce_gradients()
-        return parts
+    def compute_gradients(
+        self, batches: Sequence[B], objective: Objective[Transformer, B] | None = None
+    ) -> Tensor:
+        """`forward_backward` and `reduce_gradients` for those who update nothing; no observer sees them.
 
-    @contextmanager
-    def unobserved(self) -> Iterator[None]:
-        """Let no observer see what is computed in the block: a step's gradients once more, for example."""
+        `objective` stands for the trainer's, and gives the same numbers.
+        """
         observers, self.observers = self.observers, Observers()
         try:
-            yield
+            parts = self.forward_backward(batches, objective)
+            self.reduce_gradients()
         finally:
             self.observers = observers
+        return parts
 
     def batches(self, samples: Dataset) -> Loader:
         """This rank's micro-batches of each step, from the next step on; to be closed."""

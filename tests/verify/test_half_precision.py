@@ -124,7 +124,7 @@ def loss_scale_forgotten(trainer: Trainer) -> None:
 def loss_scale_not_applied(trainer: Trainer) -> None:
     forward_backward = trainer.forward_backward
 
-    def without(batches: Any) -> Tensor:
+    def without(batches: Any, objective: Any = None) -> Tensor:
         scale, trainer.scaler.scale = trainer.scaler.scale, torch.ones(())
         try:
             return forward_backward(batches)

@@ -152,8 +152,7 @@ def compute_again(trainer: Trainer, batches: Sequence[Any], parts: Tensor, norm:
     """Compute the step again: gradients, `parts` and `norm` hold the second pass's afterwards. Collective."""
     ctx, watch = trainer.ctx, trainer.ctx.watch
     first, watch.traffic = watch.traffic or [], []
-    with trainer.unobserved():
-        parts.copy_(trainer.compute_gradients(batches))
+    parts.copy_(trainer.compute_gradients(batches))
     norm.copy_(gradient_norm(trainer.shards, ctx) / trainer.scaler.scale)
     numbers = shared_numbers(trainer, parts, norm)
     begins = ctx.world_size == 1 or fault_begins_here(first, watch.traffic)

@@ -120,8 +120,8 @@ class StepProbe:
         trainer = self.trainer
         for shard in trainer.shards:
             self.look_at_shard(WEIGHT, shard, (0, self._number(shard.name), 0), shard.parameter)
-        with self._watching(), trainer.unobserved():
-            parts = trainer.compute_gradients(batches)
+        with self._watching():
+            parts = trainer.compute_gradients(batches, _Noted(trainer.objective, self))
         for shard in trainer.shards:
             if shard.parameter.grad is not None:
                 order = (3, -self._number(shard.name), 0)
@@ -134,8 +134,6 @@ class StepProbe:
     @contextmanager
     def _watching(self) -> Iterator[None]:
         trainer = self.trainer
-        before = trainer.objective
-        trainer.objective = _Noted(before, self)
         handles = []
         for chunk in trainer.model.chunks:
             for name, module in chunk.named_modules():
@@ -146,7 +144,6 @@ class StepProbe:
             with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
                 yield
         finally:
-            trainer.objective = before
             for handle in handles:
                 handle.remove()
 

@@ -185,8 +185,7 @@ class Incidents(Observer):
     def judge_end(self) -> None:
         """Judge the weights after the last update, by the batches of the last step. Collective."""
         trainer = self.trainer
-        with trainer.unobserved():
-            parts = trainer.compute_gradients(self.batches)
+        parts = trainer.compute_gradients(self.batches)
         norm = gradient_norm(trainer.shards, trainer.ctx) / trainer.scaler.scale
         self.end = numbers = shared_numbers(trainer, parts, norm)
         if trainer.scaler.dynamic and not self.memory.streak:  # an overflow of gradients is usual then
