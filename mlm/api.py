@@ -1,4 +1,6 @@
-"""The Python API: a trained model that computes logits, generates, scores and predicts. Public as `mlm.load`.
+"""The Python API: a trained model that computes logits, generates, scores and predicts; import and export.
+
+Public as `mlm.load`, `mlm.import_hf` and `mlm.export_hf`.
 
 Shapes: B sequences, S tokens, V vocabulary.
 """
@@ -13,24 +15,24 @@ from typing import Any, TypeVar, cast, overload
 import torch
 from torch import Tensor, nn
 
-from mlm.config.fields import path_argument
+from mlm.config.fields import Role, path_argument
+from mlm.convert.huggingface.export import export_model, export_problems
+from mlm.convert.huggingface.importing import import_model, import_problems
+from mlm.convert.source import NoTokenizerError, open_checkpoint
 from mlm.data.chat_template import ChatError
-from mlm.data.chat_tokens import encode_prompt
+from mlm.data.chat_tokens import encode_prompt, end_of_turn_tokens
 from mlm.data.conversation import make_conversation
 from mlm.data.sampler import Batch
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.predict import predict
-from mlm.inference.chat import end_of_turn_tokens, load_chat_template
 from mlm.inference.config import Sampling, as_declared
 from mlm.inference.generation import before_stop, ends_at, generate
 from mlm.inference.scoring import rolling_windows, score
 from mlm.inference.trained import (
-    NoTokenizerError,
     Trained,
-    checkpoint_problems,
     continuation_problem,
-    load_tokenizer,
     load_trained,
+    open_for_layout,
     prediction_problem,
 )
 from mlm.launch.join import build_mesh
@@ -45,6 +47,7 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.cross_entropy import loss_dtype
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import ConfigError, Problem, UserError, lone_surrogate, type_of
+from mlm.verify.huggingface import compare_logits, extra_problems
 
 log = logging.getLogger(__name__)
 
@@ -93,9 +96,11 @@ def load(
     if ctx.cp.size > 1:
         raise UserError(f"ctx: cp={ctx.cp.size}: loaded models read whole sequences; build a mesh with cp=1")
     layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
-    if problems := checkpoint_problems(name, layout):
-        raise ConfigError(line.removeprefix("ckpt=") for line in problems)
-    trained = load_trained(name, layout, PrecisionConfig(dtype=dtype), ctx)  # type: ignore[arg-type]
+    try:
+        source = open_for_layout(name, layout)
+    except UserError as error:
+        raise ConfigError(line.removeprefix("ckpt=") for line in error.problems) from error
+    trained = load_trained(source, layout, PrecisionConfig(dtype=dtype), ctx)  # type: ignore[arg-type]
     for chunk in trained.model.chunks:
         chunk.to(trained.model.dtype)  # half precision: no float32 copy, no cast at each use
         chunk.eval()
@@ -174,7 +179,7 @@ class Model:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer: `encode` and `decode`. Raises UserError if there is none."""
         try:
-            return load_tokenizer(self._named_tokenizer, self.path, self.config)
+            return self.trained.source.load_tokenizer(self._named_tokenizer)
         except NoTokenizerError as error:
             raise UserError(
                 f"{self.path}: no tokenizer is saved with it; pass tokenizer=FILE or FOLDER of the tokenizer "
@@ -239,7 +244,9 @@ class Model:
         sampling = as_declared(tokenizer.declared.generation, options)
         stops = _stops(sampling, stop)
         file = None if chat_template is None else path_argument("chat_template", chat_template)
-        template = load_chat_template(file, self._named_tokenizer, self.path, tokenizer, key="chat_template")
+        template = self.trained.source.load_chat_template(
+            file, self._named_tokenizer, tokenizer, key="chat_template"
+        )
         several = isinstance(messages, list) and bool(messages) and not isinstance(messages[0], Mapping)
         said = messages if several else [messages]
         try:
@@ -361,3 +368,53 @@ class Model:
         check = continuation_problem if causal else prediction_problem
         if problem := check(str(self.path), self.config):
             raise UserError(problem.removeprefix("ckpt="))
+
+
+def import_hf(
+    source: str | Path, out: str | Path, *, revision: str | None = None, verify: bool = True
+) -> Path:
+    """Write a Hugging Face model as a run directory, as `mlm import hf` does; return the directory.
+
+    Args:
+        source: Folder with config.json and model.safetensors, or the id of a model on the Hub.
+        out: Run directory to write, a new folder.
+        revision: Branch, tag or commit on the Hub.
+        verify: Compare logits with those of `transformers`, and write nothing where they differ.
+
+    Raises:
+        UserError: The model is not supported, `out` is not free, or the logits differ.
+    """
+    source, out = path_argument("source", source), path_argument("out", out, Role.FOLDER)
+    if problems := [*import_problems(source, out, revision), *extra_problems(verify)]:
+        raise ConfigError(problems)
+    import_model(source, Path(out), revision=revision, compare=compare_logits if verify else None)
+    return Path(out)
+
+
+def export_hf(
+    ckpt: str | Path,
+    out: str | Path,
+    *,
+    max_file_gb: float = 5.0,
+    verify: bool = True,
+    merge: bool = False,
+) -> Path:
+    """Write a checkpoint as a folder that `transformers` loads, as `mlm export hf` does; return the folder.
+
+    Args:
+        ckpt: Run directory (its latest checkpoint; of a finetuned run the best) or checkpoint (step-…).
+        out: Folder to write, a new one.
+        max_file_gb: Largest .safetensors file, in 10^9 bytes.
+        verify: Compare logits with those of `transformers`, and write nothing where they differ.
+        merge: Of a run with adapters, add them to the weights of their base; else they are written alone, as
+            `peft` loads them.
+
+    Raises:
+        UserError: The model is not supported, `out` is not free, or the logits differ.
+    """
+    ckpt, out = path_argument("ckpt", ckpt), path_argument("out", out, Role.FOLDER)
+    if problems := [*export_problems(ckpt, out, max_file_gb), *extra_problems(verify)]:
+        raise ConfigError(problems)
+    compare = compare_logits if verify else None
+    export_model(open_checkpoint(ckpt), Path(out), max_file_gb=max_file_gb, merge=merge, compare=compare)
+    return Path(out)

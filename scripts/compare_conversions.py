@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import mlm
-from mlm.cli.conversion_settings import ExportGGUFConfig
-from mlm.convert.gguf import export as export_gguf
+from mlm.cli import export_gguf
+from mlm.cli.export_gguf import ExportGGUFConfig
 from mlm.convert.gguf.llama_cpp import LlamaCpp
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.config import as_declared

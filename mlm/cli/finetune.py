@@ -32,10 +32,12 @@ def _chat_template_exists(config: Any, _: Launch) -> Problem | None:
     key, given = "data.chat_template", config.data.chat_template
     if given not in (None, TURNS) or config.task.kind != "chat":
         return present.chat_template(key, given)
-    from mlm.inference.chat import template_problem  # imports torch, which `mlm --help` does without
+    if not Path(config.ckpt).is_dir():
+        return None  # of the Hub, or not there: reported where it is read
+    from mlm.convert.source import open_source  # imports torch, which `mlm --help` does without
 
     try:
-        return template_problem(config.data.tokenizer, Path(config.ckpt), key=key)
+        return open_source(config.ckpt).template_problem(config.data.tokenizer, key=key)
     except (UserError, OSError):
         return None  # reported where they are read
 

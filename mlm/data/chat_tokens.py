@@ -346,3 +346,14 @@ class Speller:
             return chr(first + self.numbers[found[0]]) * len(found[0])
 
         return self.known.sub(letters, text)
+
+
+def end_of_turn_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that end an answer: `end_ids`, and what the template writes after an answer."""
+    question: list[dict[str, Any]] = [{"role": "user", "content": "question"}]
+    try:
+        text = template.render([*question, {"role": ASSISTANT, "content": "answer"}]).text
+    except ChatError:
+        text = ""  # reported where a conversation is rendered
+    after = tokenizer.encode_special(text.rpartition("answer")[2]) if "answer" in text else []
+    return tokenizer.end_ids | set([id for id in after if id in tokenizer.special_ids][:1])

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from mlm.checkpoint.native.format import RESTORE
+from mlm.convert.source import Source
 from mlm.data.blend_history import trained_on
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import RECEIPT, read_receipt
 from mlm.data.sampler import MicroBatch, eval_batches
-from mlm.inference.trained import Trained, load_tokenizer
+from mlm.inference.trained import Trained
 from mlm.models.family import family_of
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.pipelined import evaluate
@@ -46,7 +47,7 @@ def corpus_loss(
     """
     indexed, learnt_from = IndexedDataset(prefix), training_corpora(trained)
     family, data = family_of(trained.config.model.kind), replace(trained.config.data, seq_length=seq_length)
-    read_by = load_tokenizer(tokenizer, trained.path) if family.check_tokenizer else None
+    read_by = trained.source.load_tokenizer(tokenizer, any_size=True) if family.check_tokenizer else None
     windows = family.samples.validation(data, prefix, read_by)
     batches = eval_batches(windows, micro_batch_size=batch_size, rank=ctx.dp.rank, size=ctx.dp.size)
     objective = family.objective(trained.config.data, ctx, trained.model.dtype)
@@ -61,7 +62,7 @@ def corpus_loss(
     if not ctx.is_main:
         return None
     loss, is_bert = math.fsum(means[: objective.losses]), len(means) > 1
-    bits = None if is_bert else bits_per_byte(loss * counts[0], tokenizer, prefix, indexed, trained.path)
+    bits = None if is_bert else bits_per_byte(loss * counts[0], tokenizer, prefix, indexed, trained.source)
     receipt = prefix.with_name(RECEIPT)
     return {
         "task": "loss",
@@ -97,14 +98,14 @@ def training_corpora(trained: Trained) -> list[dict[str, Any]]:
 
 
 def bits_per_byte(
-    nats: float, named: str | None, prefix: Path, indexed: IndexedDataset, checkpoint: Path
+    nats: float, named: str | None, prefix: Path, indexed: IndexedDataset, source: Source
 ) -> float | None:
     """Summed loss in bits over the text's UTF-8 bytes; None where the text cannot be known."""
     receipt = read_receipt(prefix.parent) or {}
     size = receipt.get("splits", {}).get(prefix.name, {}).get("bytes")
     if size is None:
         try:
-            tokenizer = load_tokenizer(named, checkpoint)
+            tokenizer = source.load_tokenizer(named, any_size=True)
         except UserError:
             return None
         size = sum(

@@ -12,16 +12,17 @@ from statistics import median
 from typing import Any
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import BEST, latest_checkpoint
-from mlm.checkpoint.native.run_state import LINEAGE
+from mlm.checkpoint.native.folders import BEST, CHECKPOINTS, latest_checkpoint
+from mlm.checkpoint.native.run_state import FINETUNING, LINEAGE
 from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
+from mlm.checkpoint.parameters import model_shards
 from mlm.config.build import from_dict
+from mlm.convert.source import ModelFolder
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import Start
 from mlm.finetune.registry import task_type
-from mlm.inference.trained import is_model_folder
 from mlm.training.loop import layout_row, model_row, run_row
-from mlm.training.state import CHECKPOINTS, FINETUNING, counters, is_stored, model_shards, stored_shards
+from mlm.training.state import counters, is_stored, stored_shards
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError, writing_to
 from mlm.util.files import dump_json, parse_json, write_atomic
@@ -202,7 +203,7 @@ def header(config: FinetuneConfig, trainer: Trainer, start: Start, examples: int
     """Rows shown above the numbers."""
     train = config.train
     steps = trainer.config.train.steps // train.epochs
-    origin = "transformers" if is_model_folder(start.named.path) else "mlm"
+    origin = "transformers" if isinstance(start.source, ModelFolder) else "mlm"
     return [
         run_row(config.name, Path(config.out)),
         ("task", f"{config.task.name}: {config.task.kind}, {', '.join(config.task.metrics)}"),

@@ -16,7 +16,7 @@ import torch
 import mlm
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import BEST
-from mlm.checkpoint.native.run_state import LORA, TOKENIZER
+from mlm.checkpoint.native.run_state import FINETUNING, LORA, TOKENIZER
 from mlm.checkpoint.native.save_load import CheckpointError, resolve
 from mlm.config.build import config_digest, from_dict
 from mlm.config.fields import exact
@@ -52,8 +52,7 @@ from mlm.finetune.results import (
 )
 from mlm.finetune.scoring import Objective, evaluate, make_objective, one_label_warning, score_split
 from mlm.finetune.splits import TaskSplit, TokenizedSplit
-from mlm.inference.base import Base, base_name
-from mlm.inference.trained import checkpoint_problems
+from mlm.inference.trained import open_for_layout
 from mlm.launch.doctor.folder import check_start
 from mlm.launch.stop import stopping_at_once
 from mlm.optim.config import ScheduleConfig
@@ -68,7 +67,7 @@ from mlm.training.loop import CONFIG, Loop, composed_yaml, is_step_due, training
 from mlm.training.memory import reuse_large_blocks, torch_errors_as_user_errors, trim_memory
 from mlm.training.preflight import run_start_problems
 from mlm.training.resume import claim, resume
-from mlm.training.state import FINETUNING, load_weights, stored_shards
+from mlm.training.state import load_weights, stored_shards
 from mlm.training.trainer import Trainer
 from mlm.util.errors import ConfigError, UserError, attempt, writing_to
 from mlm.util.files import dump_json, write_atomic
@@ -105,8 +104,9 @@ class Material:
 
 def preflight(config: FinetuneConfig) -> list[str]:
     """Return the problems that reading the named files shows; called before any rank starts."""
-    problems = [*missing_extras(config.log), *checkpoint_problems(config.ckpt, config.parallel)]
-    start = None if problems else attempt(problems, lambda: read_start(config))
+    problems = [*missing_extras(config.log)]
+    source = attempt(problems, lambda: open_for_layout(config.ckpt, config.parallel))
+    start = None if problems else attempt(problems, lambda: read_start(config, source))
     attempt(problems, lambda: check_installed(config.task))
     splits = attempt(problems, lambda: read_splits(config, None if config.data.bad_rows == "skip" else start))
     if problems or start is None or splits is None:
@@ -378,7 +378,7 @@ def load_start(
     trainer.extra_state[FINETUNING] = {
         "depends_on": settings,
         "progress": asdict(Progress()),
-        BASE: hub_id(config.ckpt) or start.named.config.name,
+        BASE: hub_id(config.ckpt) or start.source.config.name,
         DATA_PATH: None if config.data.path is None else os.path.abspath(config.data.path),
         DATA_COLUMNS: config.data.columns,
     }
@@ -386,16 +386,15 @@ def load_start(
     is_asked = reference is not None and not reference.read(trainer.ctx)
     needs_body = is_asked or config.lora.rank > 0  # checkpoints of adapters hold no base
     if needs_body:
-        below = load_body(trainer.shards, start.named, trainer.ctx).digest
+        below = load_body(trainer.shards, start.source, trainer.ctx).digest
         if config.lora.rank:
-            base = Base(base_name(config.ckpt, start.named.path), below)
-            trainer.extra_state[LORA] = base.encode()
+            trainer.extra_state[LORA] = {"base": start.source.name, "digest": below}
     if is_asked and reference is not None:
         with stopping_at_once("stopped before training"):
             reference.ask(trainer, batcher)
     checkpoint = resume(trainer)
     if checkpoint is None and not needs_body:
-        load_body(trainer.shards, start.named, trainer.ctx)
+        load_body(trainer.shards, start.source, trainer.ctx)
     if checkpoint is None:
         return None, Progress()
     return checkpoint, Progress.read(checkpoint)

@@ -1,6 +1,7 @@
 """Checks of the settings of a training run."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,13 +18,20 @@ from mlm.launch.rules.checks import (
     lr_falls,
     problems_of,
 )
-from mlm.launch.rules.layout import TRAIN_RULES, Launch, LayoutValues, batch_quantum
+from mlm.launch.rules.layout import SPLIT_RULES, TRAIN_RULES, Launch, LayoutValues, batch_quantum
+from mlm.launch.rules.nearest import layout_problems
 from mlm.models.config import KINDS, ModelConfig
-from mlm.models.family import data_problem, family_of, model_problem, pretraining_problem
+from mlm.models.family import (
+    data_problem,
+    family_of,
+    model_problem,
+    pretraining_problem,
+)
 from mlm.models.shape import parameters_by_name
 from mlm.optim.config import STABLE_DECAYS, MuonConfig, OptimizerConfig
 from mlm.optim.groups import patterns
 from mlm.optim.own import check_decay, check_optimizer, layout_problem
+from mlm.parallel.config import ParallelConfig
 from mlm.runs.config import PretrainConfig
 from mlm.util.errors import Problem, escape_controls, show
 
@@ -296,3 +304,10 @@ PRETRAIN_RULES = (
     lambda config, _: present.checkpoint(config.ckpt),
     _adapters_have_a_base,
 )
+
+
+def split_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
+    """Problems of splitting a trained model's layers over tp, or of assigning them to pp and vp stages."""
+    values = {f"model.{key}": value for key, value in asdict(model).items()} | asdict(parallel)
+    names = {f"model.{key}": f"the checkpoint's {key}" for key in asdict(model)}
+    return list(layout_problems(values, Launch(None, None), SPLIT_RULES, names=names))

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mlm.convert.huggingface.families import mapping_of
-from mlm.convert.huggingface.folder import HFModel, read_model
+from mlm.convert.huggingface.folder import EXTRA, HFModel, read_model
 from mlm.convert.huggingface.mapping import Outputs, ProbeSamples
-from mlm.inference.hf_source import EXTRA
+from mlm.convert.source import open_source
 from mlm.inference.trained import load_trained
 from mlm.models.backbone import Inputs, Transformer
 from mlm.models.documents import padding_spans
@@ -28,7 +28,6 @@ from mlm.util.errors import CheckFailedError, UserError, attempt
 TOLERANCE = 1e-4
 """Of the largest number compared: float32 sums of these lengths in two orders differ by a tenth of it at
 most."""
-NOT_COMPARED = "not verified: logits were not compared with those of transformers (verify=false)"
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def our_outputs(run: Path, ctx: ParallelContext | None = None) -> Outputs:
     """
     ctx = ctx or shape_context()
     layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
-    trained = load_trained(str(run), layout, PrecisionConfig(), ctx)
+    trained = load_trained(open_source(str(run)), layout, PrecisionConfig(), ctx)
     model = trained.config.model
     mapping, is_causal = mapping_of(model), family_of(model.kind).causal
     assert mapping is not None, "read from a folder, or about to be exported"

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mlm.checkpoint.native.compare import CheckpointComparison, compare_checkpoints
-from mlm.checkpoint.native.folders import latest_name, step_name
+from mlm.checkpoint.native.folders import CHECKPOINTS, latest_name, step_name
 from mlm.checkpoint.native.format import Manifest
-from mlm.checkpoint.native.run_state import LINEAGE
+from mlm.checkpoint.native.run_state import LINEAGE, is_weights_only
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.launch.child_run import child_run, command_failure, kill
 from mlm.launch.environment import read_rank_place
@@ -21,7 +21,6 @@ from mlm.runs.corpora import corpus_problems
 from mlm.runs.tokenizer import tokenizer_of
 from mlm.tracking.history import FILE_NAME, read_records
 from mlm.training.loop import composed_yaml
-from mlm.training.state import CHECKPOINTS, is_weights_only
 from mlm.util.errors import CheckFailedError, UserError, attempt, writing_to
 from mlm.util.files import write_atomic
 from mlm.util.lock import single_writer
@@ -76,7 +75,7 @@ def first_step(config: VerifyResumeConfig) -> int:
     if config.ckpt is None:
         return 0
     manifest = read_manifest(resolve(config.ckpt))
-    return 0 if is_weights_only(manifest) else manifest.step
+    return 0 if is_weights_only(manifest.state) else manifest.step
 
 
 def run(config: VerifyResumeConfig) -> None:

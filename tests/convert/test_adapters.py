@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from mlm.api import export_hf
 from mlm.cli import import_hf
-from mlm.cli.conversion_settings import ImportHFConfig
-from mlm.cli.export_hf import export_hf
+from mlm.cli.import_hf import ImportHFConfig
+from mlm.convert.source import open_source
 from mlm.finetune import training
 from mlm.inference.trained import load_trained
 from mlm.models.config import LoraConfig
@@ -42,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ours(ckpt: Path) -> Tensor:
-    model = load_trained(str(ckpt), ParallelConfig(), PrecisionConfig(), ParallelContext()).model
+    model = load_trained(open_source(str(ckpt)), ParallelConfig(), PrecisionConfig(), ParallelContext()).model
     logits: Tensor = model.chunks[0].logits(TOKENS)  # type: ignore[operator]
     return logits
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import mlm
 from mlm.cli import import_hf
-from mlm.cli.conversion_settings import ImportHFConfig
+from mlm.cli.import_hf import ImportHFConfig
 from mlm.convert.huggingface.folder import read_model
 from mlm.convert.huggingface.llama import MAPPING
 from mlm.convert.huggingface.llama_variants import VARIANTS, model_type

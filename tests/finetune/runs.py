@@ -193,7 +193,7 @@ def run_and_look(ctx: ParallelContext, config: FinetuneConfig) -> list[Output]:
     saved = EvalTaskConfig(ckpt=config.out, task=task)
     start = read_start(saved)
     examples = tokenize_split(task, read_split(task, "validation", path=config.data.path), start).examples
-    model = load_trained(str(start.named.path), config.parallel, config.precision, ctx).model
+    model = load_trained(start.source, config.parallel, config.precision, ctx).model
     objective = Finetuning(task_type(task.kind), ctx, model.dtype)
     return compute_outputs(model, objective, examples, make_batcher(model, 2, start.max_length))
 

@@ -10,10 +10,11 @@ import torch
 
 from mlm.checkpoint.native.save_load import resolve
 from mlm.cli.pretrain import run as pretrain_run
+from mlm.convert.source import open_source
 from mlm.data.config import DataConfig
 from mlm.finetune import training
 from mlm.finetune.config import FinetuneConfig
-from mlm.inference.trained import load_trained, resolve_checkpoint
+from mlm.inference.trained import load_trained
 from mlm.models.config import LoraConfig
 from mlm.optim.config import OptimizerConfig, PrecisionConfig
 from mlm.parallel.config import ParallelConfig
@@ -97,7 +98,7 @@ def logits_of(ckpt: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 def logits_on_ranks(ctx: ParallelContext, ckpt: Path, tokens: torch.Tensor) -> torch.Tensor:
     precision, parallel = PrecisionConfig(dtype="fp64"), ParallelConfig(tp=ctx.tp.size)
-    model = load_trained(str(ckpt), parallel, precision, ctx).model
+    model = load_trained(open_source(str(ckpt)), parallel, precision, ctx).model
     return model.chunks[0].logits(tokens)  # type: ignore[operator]
 
 
@@ -110,7 +111,7 @@ def test_another_base_is_rejected(folder: Path, tmp_path: Path) -> None:
         logits_of(tmp_path / "out", torch.arange(4)[None])
     (tmp_path / "llama" / "config.json").unlink()
     with pytest.raises(UserError, match="the base of these adapters is not there"):
-        resolve_checkpoint(str(tmp_path / "out"))
+        open_source(str(tmp_path / "out"))
 
 
 def test_a_target_that_names_no_layer_is_an_error(folder: Path, tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_a_target_that_names_no_layer_is_an_error(folder: Path, tmp_path: Path) 
 
 
 def test_in_bfloat16_the_base_has_no_float32_copy(folder: Path) -> None:
-    model = resolve_checkpoint(str(folder / "llama")).config.model
+    model = open_source(str(folder / "llama")).config.model
     made = PipelinedModel(model, ParallelConfig(), PrecisionConfig(dtype="bf16"), ParallelContext(), LORA)
     kinds = {(p.dtype, p.requires_grad) for p in made.chunks[0].parameters()}
     assert kinds == {(torch.bfloat16, False), (torch.float32, True)}
@@ -159,7 +160,7 @@ def pretraining(folder: Path, out: Path, **changes: Any) -> PretrainConfig:
         "name": "tiny",
         "out": str(out),
         "ckpt": str(folder / "llama"),
-        "model": resolve_checkpoint(str(folder / "llama")).config.model,
+        "model": open_source(str(folder / "llama")).config.model,
         "lora": replace(LORA, targets=("q_proj", "v_proj")),
         "precision": PrecisionConfig(dtype="fp64"),
         "data": DataConfig(kind="synthetic", seq_length=16),
@@ -175,4 +176,4 @@ def test_a_base_that_is_the_adapters_themselves_is_one_line(folder: Path, tmp_pa
     step = resolve(str(source))
     edit_manifest(step, lambda manifest: manifest["state"]["lora"].update(base=str(step)))
     with pytest.raises(UserError, match="bring that base back"):
-        resolve_checkpoint(str(step))
+        open_source(str(step))

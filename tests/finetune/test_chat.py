@@ -104,7 +104,7 @@ def summed(
     start, ctx = read_start(config), ParallelContext()
     model = PipelinedModel(start.model, ParallelConfig(), PrecisionConfig(dtype="fp64"), ctx)
     shards = [shard for chunk in model.chunks for shard in parameter_shards(chunk, ctx.tp)]
-    load_body(shards, start.named, ctx)
+    load_body(shards, start.source, ctx)
     objective = AnswerLoss(ctx, torch.float64)
     examples = evaluation(config).examples
     order = sorted(range(len(examples)), key=lambda n: -len(examples[n].texts[0]))

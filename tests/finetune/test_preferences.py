@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 
 from mlm.convert.huggingface.families import mapping_of
+from mlm.convert.source import open_source
+from mlm.convert.weights import fill_parameters
 from mlm.finetune import training
 from mlm.finetune.batches import make_batcher
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import read_start, tokenize_split
 from mlm.finetune.packing import PairLoss, PairPacker, example_tokens, set_reference
 from mlm.finetune.splits import read_split
-from mlm.inference.hf_source import load_model_folder
 from mlm.models.config import LoraConfig
 from mlm.optim.config import OptimizerConfig, PrecisionConfig
 from mlm.parallel.config import ParallelConfig
@@ -88,9 +89,9 @@ def our_gradients(folder: Path, **task: Any) -> tuple[torch.Tensor, dict[str, to
     objective = PairLoss(ctx, torch.float64, config.task)
     packer = make_batcher(model, 2, POSITIONS, PairPacker)
     shards = tuple(parameter_shards(model.chunks[0], ctx.tp))
-    load_model_folder(shards, folder / "llama", ctx)
+    fill_parameters(shards, open_source(str(folder / "llama")), ctx)
     set_reference(model, objective, examples, packer)
-    load_model_folder(shards, folder / "other", ctx)
+    fill_parameters(shards, open_source(str(folder / "other")), ctx)
     numbers = sorted(range(len(examples)), key=lambda n: -sum(map(len, examples[n].texts)))
     batches = packer.micro_batches(examples, numbers, 0)
     assert len(batches) > 1

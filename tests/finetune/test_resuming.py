@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from mlm.checkpoint.native.folders import checkpoints
+from mlm.checkpoint.native.run_state import FINETUNING
 from mlm.finetune import training
 from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.state import FINETUNING
 from mlm.training.trainer import Trainer
 from tests.finetune.runs import (
     finetune,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
+from mlm.convert.source import open_source
 from mlm.inference.config import Sampling
 from mlm.inference.generation import continuations, generate
 from mlm.inference.sampling import choose, uniforms
@@ -44,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> GPT2LMHeadModel:
 
 @pytest.fixture(scope="module")
 def trained(model: GPT2LMHeadModel) -> Trained:
-    return load_trained(str(model.folder), ParallelConfig(), PrecisionConfig(), shape_context())
+    return load_trained(open_source(str(model.folder)), ParallelConfig(), PrecisionConfig(), shape_context())
 
 
 def ours(trained: Trained, options: Sampling, texts: list[list[int]] | None = None, **how: Any) -> Any:
@@ -54,7 +55,7 @@ def ours(trained: Trained, options: Sampling, texts: list[list[int]] | None = No
 
 def on_ranks(ctx: ParallelContext, folder: Path, options: Sampling, vp: int) -> list[list[int]]:
     layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size, vp=vp)
-    trained = load_trained(str(folder), layout, PrecisionConfig(), ctx)
+    trained = load_trained(open_source(str(folder)), layout, PrecisionConfig(), ctx)
     return ours(trained, options, ctx=ctx)
 
 
@@ -158,7 +159,7 @@ def test_until_ends_a_text_behind_its_newest_token(trained: Trained) -> None:
 def left(ctx: ParallelContext, folder: Path) -> list[tuple[int, int | None]]:
     """What a rank yields where rank 0 wants no more after two tokens of each text."""
     layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
-    trained = load_trained(str(folder), layout, PrecisionConfig(), ctx)
+    trained = load_trained(open_source(str(folder)), layout, PrecisionConfig(), ctx)
     wanted = iter([True, True, False])
     leave = (lambda: not next(wanted)) if ctx.is_main else (lambda: False)
     some = prompts()[:2]
@@ -177,7 +178,7 @@ def test_all_ranks_end_where_rank_0_wants_no_more(
 def spoilt(ctx: ParallelContext, folder: Path) -> str:
     """The error of a model whose table holds a NaN at token 7."""
     layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
-    trained = load_trained(str(folder), layout, PrecisionConfig(), ctx)
+    trained = load_trained(open_source(str(folder)), layout, PrecisionConfig(), ctx)
     for chunk in trained.model.chunks:
         if chunk.stage.is_last and ctx.tp.rank == 0:
             with torch.no_grad():

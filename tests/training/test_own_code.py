@@ -10,8 +10,9 @@ import pytest
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.cli import main
 from mlm.config.imports import TRUST, OwnCodeError, imported
-from mlm.inference.trained import check_stored_parameters, resolve_checkpoint
+from mlm.convert.source import open_source
 from mlm.models.shape import count_parameters
+from mlm.runs.saved import check_stored_parameters
 from mlm.util.errors import CorruptFileError
 from tests.slow import thinned
 from tests.training.records import losses
@@ -160,7 +161,7 @@ def test_saved_import_path_is_followed_only_if_typed_or_trusted(
     assert pretrain(run) == 0
     monkeypatch.delitem(sys.modules, "own_family")
     with pytest.raises(OwnCodeError, match=f"model.kind={KIND}.*{TRUST}=own_family"):
-        resolve_checkpoint(str(run))
+        open_source(str(run))
     assert main(["pretrain", f"resume={run}", "train.steps=5"]) == 2
     *_, line = capsys.readouterr().err.splitlines()  # behind the forecast
     assert f"model.kind={KIND}" in line
@@ -168,9 +169,9 @@ def test_saved_import_path_is_followed_only_if_typed_or_trusted(
 
     assert main(["pretrain", f"resume={run}", "train.steps=5", f"model.kind={KIND}"]) == 0
     with pytest.raises(OwnCodeError):  # typing it once trusts it once
-        resolve_checkpoint(str(run))
+        open_source(str(run))
     monkeypatch.setenv(TRUST, "own_family")
-    assert resolve_checkpoint(str(run)).config.model.kind == KIND
+    assert open_source(str(run)).config.model.kind == KIND
 
 
 def test_own_optimizer_schedule_and_dataset_train_and_resume_as_in_one_run(tmp_path: Path) -> None:
@@ -281,7 +282,7 @@ def test_parameters_of_own_family_are_those_of_its_modules(
     monkeypatch.setenv(TRUST, "mine")
     own = ["model=gpt2_tiny", "data=synthetic", "model.kind=mine:FAMILY", "model.options.experts=3"]
     assert main(["pretrain", *own, *SHORT, "train.steps=1", f"out={tmp_path / 'run'}"]) == 0
-    named = resolve_checkpoint(str(tmp_path / "run"))
+    named = open_source(str(tmp_path / "run"))
     model, plain = named.config.model, replace(named.config.model, kind="gpt2", options={})
     mlp = 2 * 32 * 128 + 128 + 32  # of one layer of width 32
     assert count_parameters(model) == count_parameters(plain) + 2 * mlp

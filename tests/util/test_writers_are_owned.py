@@ -12,7 +12,7 @@ ALLOWED = {
     "util/files.py": "write_atomic",
     "checkpoint/native/folders.py": "publishes and prunes checkpoints, after foreign_in",
     "convert/targets.py": "files in the folder of a conversion, which it claimed",
-    "cli/convert.py": "the list of what is finished, in that folder",
+    "convert/conversion.py": "the list of what is finished, in that folder",
     "checkpoint/native/retention.py": "renames checkpoints of a run, by their names",
     "checkpoint/native/save_load.py": "names the first state that is not finite, out of its staging folder",
     "checkpoint/native/staging.py": "files of a staging folder",

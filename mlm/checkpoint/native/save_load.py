@@ -233,7 +233,13 @@ def load_checkpoint(
     """
     path = Path(path)
     explain = partial(_explain_load, path, ranks.rank)
-    manifest = ranks.together(lambda: read_finite(path), explain)
+
+    def read() -> Manifest:
+        manifest = read_manifest(path)
+        check_finite(path, manifest)
+        return manifest
+
+    manifest = ranks.together(read, explain)
     if len(set(ranks.all_gather(manifest.digest))) > 1:
         raise CheckpointError(f"{path}: ranks see different checkpoints there. Load it from a shared disk")
     claimed = ranks.any_of([name in wanted for name in manifest.tensors])
@@ -263,12 +269,10 @@ def load_checkpoint(
     return manifest
 
 
-def read_finite(path: Path) -> Manifest:
-    """The manifest. Raises CorruptFileError too if its norms say that a tensor is not finite."""
-    manifest = read_manifest(path)
+def check_finite(path: Path, manifest: Manifest) -> None:
+    """Raise CorruptFileError if the norms of a checkpoint say that a tensor is not finite."""
     if problem := not_finite_problem(manifest.tensors):
         raise CorruptFileError(f"{path}: {problem}. Load another checkpoint with ckpt=…")
-    return manifest
 
 
 def _explain_load(path: Path, rank: int, error: Exception) -> UserError:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from mlm.checkpoint.native.folders import checkpoint_problem
 from mlm.checkpoint.native.format import MANIFEST, RESTORE, CheckpointError, Manifest, read_manifest
 from mlm.checkpoint.native.norms import not_finite_problem
 from mlm.checkpoint.native.reader import CheckedFile, read_header
@@ -12,6 +13,7 @@ from mlm.checkpoint.native.run_state import TOKENIZER_FILE, check_run_tokenizer,
 from mlm.checkpoint.native.shard_file import Form
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import READABLE
+from mlm.util.terminal import progress_bar
 
 
 @dataclass(frozen=True)
@@ -124,3 +126,15 @@ def _problem(path: Path, error: UserError | OSError) -> FileProblem:
         return Unreadable(path.name, f"cannot be read: {error.strerror}")
     why = str(error).removeprefix(f"{path}: ").removesuffix(f". {RESTORE}")
     return FileProblem(path.name, why)
+
+
+def content_problem(path: Path) -> str | None:
+    """Return why a checkpoint is not whole, every byte read; None if it is."""
+    if problem := checkpoint_problem(path):
+        return problem
+    try:
+        with progress_bar(f"verifying {path.name}", shard_bytes(path), in_bytes=True) as advance:
+            check_whole(path, advance)
+    except CorruptFileError as error:
+        return str(error)
+    return None

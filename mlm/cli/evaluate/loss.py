@@ -4,17 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from mlm.cli.evaluate.settings import EvalLossConfig
+from mlm.convert.source import Source, open_source
 from mlm.data.files_present import missing_pair
 from mlm.data.receipt import check_corpus
 from mlm.evaluate.loss import corpus_loss
-from mlm.inference.trained import (
-    check_source,
-    corpus_problem,
-    load_tokenizer,
-    load_trained,
-    result_file,
-    window_length,
-)
+from mlm.inference.trained import load_trained, open_predictor, window_length
 from mlm.launch.rules.layout import CONTEXT_FITS, Launch
 from mlm.launch.rules.nearest import layout_problems
 from mlm.models.bert.model import PARTS
@@ -23,6 +17,7 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.runs.checks import context_problem
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import validation_prefixes
+from mlm.runs.tokenizer import receipt_tokenizer
 from mlm.util.errors import UserError
 from mlm.util.results import folder_problem, result_problems, target_name, write_result
 from mlm.util.terminal import add_row, console, table
@@ -31,25 +26,36 @@ from mlm.util.terminal import add_row, console, table
 def preflight(config: EvalLossConfig) -> list[str]:
     """Problems that reading the named files shows; called before any rank starts."""
     try:
-        named = check_source(config.ckpt, config.parallel, causal=False)
-        path, trained = named.path, named.config
+        source = open_predictor(config.ckpt, config.parallel, causal=False)
+        trained = source.config
         prefix = corpus_prefix(config, trained)
         seq_length = window_length(config.seq_length, trained)
         if check := family_of(trained.model.kind).check_tokenizer:
-            check(load_tokenizer(config.tokenizer, path))
+            check(source.load_tokenizer(config.tokenizer, any_size=True))
     except UserError as error:
         return list(error.problems)
-    if problem := corpus_problem(prefix, path):
+    if problem := corpus_problem(prefix, source):
         return [problem]
     if problems := context_problems(config, trained, seq_length):
         return problems
-    out = result_path(config, trained, path, prefix)
+    out = result_path(config, source, prefix)
     problem = folder_problem(out)
     return [
         *([problem] if problem else result_problems(out)),
         *check_corpus(prefix, vocab_size=trained.model.vocab_size, seq_length=1, min_samples=1),
         *([] if seq_length > 0 else [f"seq_length={seq_length}: use at least 1"]),
     ]
+
+
+def corpus_problem(prefix: Path, source: Source) -> str | None:
+    """Return the error where a corpus was written with another tokenizer than a model was trained with."""
+    known, written = source.tokenizer_digest, receipt_tokenizer(prefix.parent)
+    if known is None or written is None or known.is_same(written):
+        return None
+    return (
+        f"path={prefix}: was written with the tokenizer {written.digest}, {source.path} was trained with "
+        f"{known.digest}; name a corpus that `mlm data build` wrote with the run's tokenizer.json"
+    )
 
 
 def context_problems(config: EvalLossConfig, trained: PretrainConfig, seq_length: int) -> list[str]:
@@ -84,15 +90,15 @@ def corpus_prefix(config: EvalLossConfig, trained: PretrainConfig) -> Path:
     return next(iter(prefixes.values()))
 
 
-def result_path(config: EvalLossConfig, trained: PretrainConfig, checkpoint: Path, prefix: Path) -> Path:
+def result_path(config: EvalLossConfig, source: Source, prefix: Path) -> Path:
     """Path of the JSON receipt. The corpora of a blend have validation sets of one name."""
-    name = f"{prefix.parent.name}-{prefix.name}" if trained.data.blend else prefix.name
-    return Path(config.out) if config.out else result_file(checkpoint, f"eval-loss-{name}.json")
+    name = f"{prefix.parent.name}-{prefix.name}" if source.config.data.blend else prefix.name
+    return Path(config.out) if config.out else source.result_file(f"eval-loss-{name}.json")
 
 
 def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
     """Score the corpus; rank 0 prints a table and writes a JSON receipt."""
-    trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
+    trained = load_trained(open_source(config.ckpt), config.parallel, config.precision, ctx)
     prefix = corpus_prefix(config, trained.config)
     result = corpus_loss(
         trained,
@@ -105,7 +111,7 @@ def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
     if result is None:
         return
     result |= {"precision": config.precision.dtype, **trained.facts()}
-    out = result_path(config, trained.config, trained.path, prefix)
+    out = result_path(config, trained.source, prefix)
     write_result(out, result)
     show(result, out)
 

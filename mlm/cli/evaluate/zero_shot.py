@@ -10,16 +10,15 @@ from typing import Any
 import mlm
 from mlm.cli.evaluate.settings import EvalAllConfig, EvalLambadaConfig, EvalWikitext103Config, ZeroShotConfig
 from mlm.config.build import to_dict
+from mlm.convert.source import Source, open_source
 from mlm.data.tokenizer import Tokenizer
 from mlm.evaluate.loss import training_corpora
 from mlm.evaluate.zero_shot import lambada, wikitext103
 from mlm.evaluate.zero_shot.protocol import Protocol, ProtocolResult, deduplicate
 from mlm.inference.scoring import digest_requests, score
 from mlm.inference.trained import (
-    check_source,
-    load_tokenizer,
     load_trained,
-    result_file,
+    open_predictor,
     result_identity,
     window_length,
 )
@@ -43,13 +42,12 @@ TASKS = {EvalWikitext103Config: "wikitext103", EvalLambadaConfig: "lambada", Eva
 def preflight(config: ZeroShotConfig) -> list[str]:
     """Problems that reading the named files shows; called before any rank starts."""
     try:
-        named = check_source(config.ckpt, config.parallel)
-        length = window_length(config.seq_length, named.config)
-        tokenizer = load_tokenizer(config.tokenizer, named.path, named.config.model, force=config.force)
-        protocols_of(config, tokenizer, length)
+        source = open_predictor(config.ckpt, config.parallel)
+        length = window_length(config.seq_length, source.config)
+        protocols_of(config, source.load_tokenizer(config.tokenizer, force=config.force), length)
     except UserError as error:
         return list(error.problems)
-    out = result_path(config, named.path)
+    out = result_path(config, source)
     if problems := result_problems(out):
         return problems
     return [*filter(None, [folder_problem(out), folder_problem(config.samples, "samples")])]
@@ -81,12 +79,12 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
 
     Scores are kept beside the receipt until it is written, so that a stopped command resumes.
     """
-    trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
-    tokenizer = load_tokenizer(config.tokenizer, trained.path, trained.config.model, force=config.force)
+    trained = load_trained(open_source(config.ckpt), config.parallel, config.precision, ctx)
+    tokenizer = trained.source.load_tokenizer(config.tokenizer, force=config.force)
     protocols = protocols_of(config, tokenizer, window_length(config.seq_length, trained.config))
     requests, where = deduplicate([request for protocol in protocols for request in protocol.requests])
-    out = result_path(config, trained.path)
-    beside = default_path(config, trained.path) if is_stream(out) else out
+    out = result_path(config, trained.source)
+    beside = default_path(config, trained.source) if is_stream(out) else out
     identity = f"{trained.manifest.digest} {trained.model.dtype} mlm {mlm.__version__}"
     # of this evaluation alone, so that a trial leaves another's as they are
     about = short_digest(digest_bytes(f"{identity} {digest_requests(requests)}".encode()))
@@ -191,12 +189,12 @@ def number(value: float) -> str:
     return f"{value:,.5g}" if abs(value) < 1e6 else f"{value:.4e}"
 
 
-def result_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
+def result_path(config: ZeroShotConfig, source: Source) -> Path:
     """The file of the JSON receipt. A trial with limit=N has a separate one beside the full result's."""
-    return Path(config.out) if config.out else default_path(config, checkpoint)
+    return Path(config.out) if config.out else default_path(config, source)
 
 
-def default_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
+def default_path(config: ZeroShotConfig, source: Source) -> Path:
     """Path without `out`, and of what is scored already if `out` is a stream."""
     trial = "" if config.limit is None else f"-limit{config.limit}"
-    return result_file(checkpoint, f"eval-{TASKS[type(config)]}{trial}.json")
+    return source.result_file(f"eval-{TASKS[type(config)]}{trial}.json")

@@ -9,18 +9,17 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from mlm.cli.generate.prompts import Prompt, read_prompts, share_prompts
 from mlm.cli.generate.settings import STDIN, GenerateConfig
+from mlm.convert.source import Source, open_source
+from mlm.data.chat_tokens import end_of_turn_tokens
 from mlm.data.tokenizer import Tokenizer
 from mlm.data.tokenizer_settings import GENERATION_CONFIG
-from mlm.inference.chat import end_of_turn_tokens, load_chat_template
 from mlm.inference.config import Sampling, as_declared, declared_sampling
 from mlm.inference.generation import before_stop, continuations, ends_at
-from mlm.inference.trained import check_source, load_tokenizer, load_trained
-from mlm.models.config import ModelConfig
+from mlm.inference.trained import load_trained, open_predictor
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
 from mlm.util.results import folder_problem, target_name, write_result
@@ -34,8 +33,7 @@ def preflight(config: GenerateConfig) -> list[str]:
     """Problems that reading the named files shows; called before any rank starts."""
     problems: list[str] = []
     try:
-        named = check_source(config.ckpt, config.parallel)
-        tokenizer = tokenizer_of(config, named.path, named.config.model)
+        tokenizer = tokenizer_of(config, open_predictor(config.ckpt, config.parallel))
         problems = [*filter(None, [folder_problem(config.out)])]
         wrong = sampling_of(config, tokenizer).problems()  # those that are typed are checked before
         problems += [f"{GENERATION_CONFIG}: {p}" for p in wrong if getattr(config, p.keys[0]) is None]
@@ -50,10 +48,10 @@ def preflight(config: GenerateConfig) -> list[str]:
 
 def run(config: GenerateConfig, ctx: ParallelContext) -> None:
     """Continue every prompt; rank 0 prints and writes. Raises UserError."""
-    trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
+    trained = load_trained(open_source(config.ckpt), config.parallel, config.precision, ctx)
     for chunk in trained.model.chunks:
         chunk.to(trained.model.dtype)  # every step reads all weights: once in this dtype, not cast each time
-    tokenizer = tokenizer_of(config, trained.path, trained.config.model)
+    tokenizer = tokenizer_of(config, trained.source)
     prompts = share_prompts(config, tokenizer, ctx)
     texts = [(prompt, sample) for prompt in prompts for sample in range(config.num_samples)]
     numbers = [n + (s << SAMPLE_BITS) for n in range(len(prompts)) for s in range(config.num_samples)]
@@ -93,12 +91,12 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
     print(f"{count:,} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s", file=sys.stderr)
 
 
-def tokenizer_of(config: GenerateConfig, path: Path, model: ModelConfig) -> Tokenizer:
+def tokenizer_of(config: GenerateConfig, source: Source) -> Tokenizer:
     """Return the tokenizer, for chat=true with its template. Raises UserError."""
-    tokenizer = load_tokenizer(config.tokenizer, path, model)
+    tokenizer = source.load_tokenizer(config.tokenizer)
     if config.chat:
-        tokenizer.chat_template = load_chat_template(
-            config.chat_template, config.tokenizer, path, tokenizer, key="chat_template"
+        tokenizer.chat_template = source.load_chat_template(
+            config.chat_template, config.tokenizer, tokenizer, key="chat_template"
         )
     return tokenizer
 

@@ -25,10 +25,11 @@ from lm_eval.utils import simple_parse_args_string
 from tqdm import tqdm
 
 from mlm.config.build import build
+from mlm.convert.source import Source
 from mlm.evaluate.lm_eval.ranks import LmEvalConfig, LocalModel, Model, RemoteModel
 from mlm.inference.config import DECLARED, Sampling, declared_sampling
 from mlm.inference.scoring import Request, Score, rolling_windows
-from mlm.inference.trained import check_source, load_tokenizer, resolve_checkpoint
+from mlm.inference.trained import open_predictor
 from mlm.launch.environment import read_rank_place
 from mlm.launch.rules.checks import checked_by, checkpoint_exists, devices_exist, tokenizer_exists
 from mlm.launch.rules.layout import READER_RULES
@@ -53,11 +54,10 @@ class MlmLM(TemplateLM):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__()
-        config = self.settings = settings(arguments)
-        named = resolve_checkpoint(config.ckpt)
-        self.named = named
-        self.tokenizer = load_tokenizer(config.tokenizer, named.path, named.config.model)
-        longest = named.config.model.max_positions
+        config, self.source = settings(arguments)
+        self.settings = config
+        self.tokenizer = self.source.load_tokenizer(config.tokenizer)
+        longest = self.source.model.max_positions
         self.max_length = min(config.max_length or longest, longest)
         self.batch_size = config.batch_size
         ranks = choose_world_size(config.parallel, launch_facts(config.dist))
@@ -123,7 +123,7 @@ class MlmLM(TemplateLM):
         """For lm-eval's results."""
         config = self.settings
         return {
-            "mlm_ckpt": str(self.named.path),
+            "mlm_ckpt": str(self.source.path),
             "model_dtype": config.precision.dtype,
             "tp": config.parallel.tp,
             "pp": config.parallel.pp,
@@ -210,8 +210,11 @@ class MlmLM(TemplateLM):
         return options, [stop for stop in stops if stop]
 
 
-def settings(arguments: dict[str, Any]) -> LmEvalConfig:
-    """Return the settings from model_args and lm-eval's flags. Raises ConfigError with all problems."""
+def settings(arguments: dict[str, Any]) -> tuple[LmEvalConfig, Source]:
+    """Return settings from model_args and lm-eval's flags, and the model's source.
+
+    Raises ConfigError with all problems.
+    """
     values = {KEYS.get(key, key): value for key, value in arguments.items() if key != "max_batch_size"}
     if str(values.get("batch_size", "")).startswith("auto"):  # lm-eval's word for as much as fits
         del values["batch_size"]
@@ -230,8 +233,7 @@ def settings(arguments: dict[str, Any]) -> LmEvalConfig:
         return check_settings(config, world_size=facts.world_size, local_devices=facts.local_devices)
 
     config = build(LmEvalConfig, values, check)
-    check_source(config.ckpt, config.parallel)
-    return config
+    return config, open_predictor(config.ckpt, config.parallel)
 
 
 def device_of(said: str) -> str:

@@ -25,11 +25,12 @@ import numpy as np
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.config.build import from_dict, to_dict
 from mlm.config.fields import POSITIVE, SEED
+from mlm.convert.source import open_source
 from mlm.data.config import MicroBatchSize
 from mlm.inference.config import Sampling, TrainedModelConfig
 from mlm.inference.generation import ends_at, generate
 from mlm.inference.scoring import Request, Score, score
-from mlm.inference.trained import load_tokenizer, load_trained
+from mlm.inference.trained import load_trained
 from mlm.launch.child_run import environment_without_launcher, kill
 from mlm.launch.process import ALONE, rank_device
 from mlm.launch.start import run_job
@@ -71,8 +72,8 @@ class LocalModel:
 
     def __init__(self, config: LmEvalConfig, ctx: ParallelContext | None = None) -> None:
         self.ctx = ctx or ParallelContext(device=rank_device(config.dist, ALONE))
-        self.trained = load_trained(config.ckpt, config.parallel, config.precision, self.ctx)
-        self.tokenizer = load_tokenizer(config.tokenizer, self.trained.path)
+        self.trained = load_trained(open_source(config.ckpt), config.parallel, config.precision, self.ctx)
+        self.tokenizer = self.trained.source.load_tokenizer(config.tokenizer, any_size=True)
         self.batch_size = config.batch_size
 
     def score(self, requests: Sequence[Request], advance: Advance) -> list[Score]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import BEST, step_name, step_of
+from mlm.checkpoint.native.folders import BEST, CHECKPOINTS, step_name, step_of
 from mlm.checkpoint.native.retention import newest_good
-from mlm.checkpoint.native.run_state import LINEAGE
+from mlm.checkpoint.native.run_state import FINETUNING, INCIDENTS, LINEAGE
 from mlm.checkpoint.native.save_load import CheckpointError
 from mlm.config.build import to_dict
 from mlm.launch.doctor.findings import versions
@@ -36,7 +36,6 @@ from mlm.training.incidents.record import (
 from mlm.training.observer import DeferredCheck, Observer, RewindRequested, StepOutcome
 from mlm.training.resume import rewind, rewind_candidates
 from mlm.training.saver import Saver
-from mlm.training.state import CHECKPOINTS, FINETUNING, INCIDENTS
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 

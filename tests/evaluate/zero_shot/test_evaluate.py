@@ -21,8 +21,8 @@ from mlm.cli.evaluate.settings import (
     LambadaDataConfig,
     WikitextDataConfig,
 )
+from mlm.convert.source import open_source
 from mlm.corpus.train_tokenizer import train_bpe
-from mlm.inference.trained import resolve_checkpoint
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.files import digest_file
@@ -77,7 +77,7 @@ def run(config: Any, ctx: ParallelContext | None = None) -> dict[str, Any]:
     """Files that a command writes."""
     assert evaluate.preflight(config) == []
     evaluate.run(config, ctx or ParallelContext())
-    out = evaluate.result_path(config, resolve_checkpoint(config.ckpt).path)
+    out = evaluate.result_path(config, open_source(config.ckpt))
     result: dict[str, Any] = json.loads(out.read_text())
     return result
 

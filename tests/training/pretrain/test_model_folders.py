@@ -10,8 +10,8 @@ import transformers
 
 from mlm.cli import main
 from mlm.cli.pretrain.run import model_of_ckpt, run
+from mlm.convert.source import open_source
 from mlm.data.config import DataConfig
-from mlm.inference.trained import resolve_checkpoint
 from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(folder: Path, out: str, **changes: object) -> PretrainConfig:
-    model = resolve_checkpoint(str(folder / "llama")).config.model
+    model = open_source(str(folder / "llama")).config.model
     config = PretrainConfig(
         name="more",
         out=str(folder / out),

@@ -1,6 +1,7 @@
-"""A folder that `transformers` loads, made of any checkpoint: tensors, settings, tokenizer and model card.
+"""A folder that `transformers` loads, made of any source: tensors, settings, tokenizer and model card.
 
-Tensors are read and written one at a time; the vocabulary is not padded.
+Tensors are read and written one at a time; the vocabulary is not padded. Of adapters, the folder is one that
+`peft` loads, or the model that they make of their base.
 """
 
 import json
@@ -17,21 +18,26 @@ from mlm.checkpoint.native.run_state import FINETUNING, as_strings, label_names
 from mlm.checkpoint.native.shard_file import Form, write_stream
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import group_by_size
+from mlm.convert.huggingface import peft
 from mlm.convert.huggingface.families import mapping_of
 from mlm.convert.huggingface.folder import CONFIG, INDEX, WEIGHTS
 from mlm.convert.huggingface.mapping import HuggingFaceMapping, Location, TokenIds
 from mlm.convert.huggingface.model_card import CARD, model_card
-from mlm.convert.sources import Source
+from mlm.convert.source import Checkpoint, ModelFolder, Source, open_checkpoint
+from mlm.data.chat_tokens import end_of_turn_tokens
 from mlm.data.tokenizer_settings import ids_of
-from mlm.inference.chat import end_of_turn_tokens
 from mlm.models.family import family_of
-from mlm.runs.folder import GB
-from mlm.util.errors import UserError
+from mlm.models.shape import count_parameters
+from mlm.runs.folder import GB, new_folder, out_problems
+from mlm.util.errors import UserError, attempt
 from mlm.util.files import write_atomic
-from mlm.util.terminal import Advance
+from mlm.util.terminal import Advance, progress_bar
 
 SAFETENSORS_FOR = {"format": "pt"}
 """`__metadata__` that transformers requires."""
+NOT_COMPARED = "not verified: logits were not compared with those of transformers (verify=false)"
+Compare = Callable[[Path, Path], object]
+Done = Callable[[str, Callable[[], FileEntry]], FileEntry]
 HEADER = 256  # bytes that a tensor needs in the header of its file, at most
 
 
@@ -47,6 +53,78 @@ class Exported:
     form: Form
 
 
+def export_problems(ckpt: str, out: str, max_file_gb: float) -> list[str]:
+    """Return what is wrong with a checkpoint to export, and with `out`; no tensor is read."""
+    problems = out_problems(out)
+    if not max_file_gb > 0:
+        problems.append(f"max_file_gb={max_file_gb} must be greater than 0")
+
+    def check() -> None:
+        source = open_checkpoint(ckpt)
+        source.check()
+        hf_mapping(source)
+
+    attempt(problems, check)
+    return problems
+
+
+def export_model(
+    source: Checkpoint, out: Path, *, max_file_gb: float, merge: bool, compare: Compare | None
+) -> tuple[dict[str, object], list[str], str]:
+    """Verify the digests, write a new folder, compare and publish; return columns, notes and a line on it.
+
+    `compare(folder, checkpoint)` raises UserError where outputs differ; None compares none.
+    """
+    mapping, count = hf_mapping(source), tensor_bytes(source, torch.float32)
+    with new_folder(out, count, "exported-model") as folder:
+        source.digests()
+        if source.base is not None and not merge:
+            rank, name = write_adapters(source, source.base, folder), source.base_name
+            write_settings(source, mapping, folder)
+            note = f"its base in the form that peft loads: mlm export hf ckpt={name} out=… merge=true"
+            notes = [] if isinstance(source.base, ModelFolder) else [note]
+            return {"rank#": rank}, notes, f"adapters of {name}, for peft"
+        with progress_bar("exporting", count, in_bytes=True) as advance:
+            files, is_folded = write_hf(source, folder, torch.float32, max_file_gb, advance)
+        line = NOT_COMPARED if compare is None else str(compare(folder, source.path))
+    columns = {
+        "class#": mapping.architecture(source.model),
+        "parameters#": f"{count_parameters(source.model):,}",
+        "step#": source.manifest.step,
+        "files#": files,
+        "GB#": f"{count / GB:.3g}",
+    }
+    notes = []
+    if source.tokenizer is None:
+        notes.append(f"no tokenizer: {source.folder} holds no tokenizer.json")
+    if is_folded:
+        notes.append("the classifier's bias, which the class has no parameter for, is in the norm before it")
+    return columns, notes, line
+
+
+def write_adapters(source: Checkpoint, base: Source, folder: Path) -> int:
+    """Write adapters as `peft` does, with its settings; return their rank."""
+    lora = source.config.lora
+
+    def read(name: str) -> Tensor:
+        return source.read(name, Region.whole(source.manifest.tensors[f"model.{name}"].shape))
+
+    tensors = {
+        name: value.contiguous()
+        for each in peft.stored_adapters(source.model, lora)
+        for name, value in each.to_theirs(read, base.whole)
+    }
+    forms = {name: Form(torch.float32, tuple(value.shape)) for name, value in tensors.items()}
+    write_stream(folder / peft.WEIGHTS, forms, tensors.__getitem__, SAFETENSORS_FOR)
+    write_json(folder / peft.CONFIG, peft.write_config(source.model, lora, source.base_name))
+    return lora.rank
+
+
+def tensor_bytes(source: Source, dtype: torch.dtype) -> int:
+    """Return the bytes of the parameters in `dtype`."""
+    return sum(one.num_bytes // 4 * dtype.itemsize for one in source.parameters.values())
+
+
 def hf_mapping(source: Source) -> HuggingFaceMapping:
     """Return how `transformers` holds such a model. Raises UserError if it has none."""
     model, mapping = source.model, mapping_of(source.model)
@@ -60,9 +138,6 @@ def hf_mapping(source: Source) -> HuggingFaceMapping:
     if problem := mapping.problem(model):
         raise UserError(f"{source.path}: {problem}")
     return mapping
-
-
-Done = Callable[[str, Callable[[], FileEntry]], FileEntry]
 
 
 def write_hf(
