@@ -42,7 +42,8 @@ def build_observer(entry: ObserverEntry) -> Observer:
     if not isinstance(path, str):
         problem = f"{KEY}=[{show(entry)}]: names no observer"
         raise OwnCodeError(problem, keys=(KEY,), fix="add use: package.module:NAME")
-    target: Callable[..., object] = SHIPPED.get(path) or imported(KEY, path, SHIPPED, Callable)
+    typed = f"'{KEY}=[{show(entry)}]'"
+    target: Callable[..., object] = SHIPPED.get(path) or imported(KEY, path, SHIPPED, Callable, typed=typed)
     arguments = checked_fields(path, target, fields)
     try:
         observer = target(**arguments)

@@ -107,7 +107,9 @@ class Counts(Observer):
             self.reporter.measured(step, {self.name: step})
 
 
-def test_an_observer_takes_fields_and_a_resumed_run_has_them(tmp_path: Path) -> None:
+def test_an_observer_takes_fields_and_a_resumed_run_has_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     entry = f"train.observers=[{{use: {__name__}:Counts, every: 2}}]"
     assert main([*RUN, "train.steps=2", "checkpoint.save_every=1", f"out={tmp_path}", entry]) == 0
     saved = from_dict(
@@ -115,6 +117,8 @@ def test_an_observer_takes_fields_and_a_resumed_run_has_them(tmp_path: Path) -> 
     )
     assert saved.train.observers == ({"use": f"{__name__}:Counts", "every": 2},)
     (typed,) = own_code(saved)
+    assert main(["pretrain", f"resume={tmp_path}", "train.steps=4"]) == 2
+    assert f"if you trust it, type '{typed}' or set" in capsys.readouterr().err
     assert main(["pretrain", f"resume={tmp_path}", "train.steps=4", typed]) == 0
     records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert [each["steps"] for each in records if each["kind"] == "measured"] == [2, 4]
