@@ -12,7 +12,7 @@ from mlm.util import files
 from tests.slow import slow_but, thinned
 from tests.stores import BUCKET, KEY, SECRET, Store, serve
 from tests.training.blended import segments, write_corpora
-from tests.training.pretrain.test_blended_command import TINY
+from tests.cli.pretrain.test_blended_command import TINY
 from tests.training.records import records
 
 URL = f"{BUCKET}/wiki"
