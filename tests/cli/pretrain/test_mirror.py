@@ -26,9 +26,9 @@ from mlm.training.trainer import Trainer
 from mlm.util import object_store
 from mlm.util.errors import UserError
 from mlm.util.object_store import list_objects, open_store
+from tests.cli.pretrain.test_blended_command import TINY
 from tests.slow import slow_but
 from tests.stores import BUCKET, KEY, SECRET, Store, serve
-from tests.cli.pretrain.test_blended_command import TINY
 
 WORDS = [*TINY, "data=synthetic", "checkpoint.save_every=2"]
 SHARD = re.compile(r"step-(\d+)-\w+/rank")

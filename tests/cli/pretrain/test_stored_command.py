@@ -9,10 +9,10 @@ from mlm.cli import main
 from mlm.data import receipt, stored_corpus
 from mlm.data.local_copy import copy_locally
 from mlm.util import files
+from tests.cli.pretrain.test_blended_command import TINY
 from tests.slow import slow_but, thinned
 from tests.stores import BUCKET, KEY, SECRET, Store, serve
 from tests.training.blended import segments, write_corpora
-from tests.cli.pretrain.test_blended_command import TINY
 from tests.training.records import records
 
 URL = f"{BUCKET}/wiki"
