@@ -26,7 +26,8 @@ from tqdm import tqdm
 
 from mlm.config.build import build
 from mlm.convert.source import Source
-from mlm.evaluate.lm_eval.ranks import LmEvalConfig, LocalModel, Model, RemoteModel
+from mlm.evaluate.lm_eval.config import LmEvalConfig
+from mlm.evaluate.lm_eval.ranks import LocalModel, Model, RemoteModel
 from mlm.inference.config import DECLARED, Sampling, declared_sampling
 from mlm.inference.scoring import Request, Score, rolling_windows
 from mlm.inference.trained import open_predictor

@@ -1,0 +1,27 @@
+"""Settings of lm-eval's `mlm`; the ranks import them by the name of this module."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from mlm.config.fields import POSITIVE, SEED
+from mlm.data.config import MicroBatchSize
+from mlm.inference.config import TrainedModelConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LmEvalConfig(TrainedModelConfig):
+    """Settings of lm-eval's `--model mlm --model_args key=value,…` (mlm/evaluate/lm_eval/adapter.py)."""
+
+    batch_size: MicroBatchSize = 8
+    """Full-length sequences per micro-batch on each rank. No score depends on it."""
+    max_length: Annotated[int | None, POSITIVE] = None
+    """Context length in tokens; null means the model's max_positions."""
+    max_gen_toks: Annotated[int, POSITIVE] = 256
+    """Most tokens to generate, for tasks that do not specify it."""
+    add_bos_token: bool | None = None
+    """True puts the tokenizer's beginning of a sequence before each text, false nothing; null what the
+    tokenizer itself puts there."""
+    seed: Annotated[int, SEED] = 1234
+    """Seed of the sampling, for tasks that sample."""
+    socket: str = ""
+    """Socket on which the ranks connect to lm-eval; set by the adapter."""
