@@ -2,7 +2,7 @@
 
 Every operator that PyTorch registers for CUDA is replaced by its CPU kernel on tensors over the same memory;
 what only CUDA has is in `OPERATORS`, and attention is PyTorch's composite one: fused kernels of attention and
-of 8 bits are not there. What happens before and after stays PyTorch's CUDA code: dispatch, autograd's threads,
+of 8 bits are not there. What happens around them stays PyTorch's CUDA code: dispatch, autograd's threads,
 streams, the allocator, process groups.
 """
 
