@@ -13,9 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlm.api import Model, load
-    from mlm.cli.export_hf import export_hf
-    from mlm.cli.import_hf import import_hf
+    from mlm.api import Model, export_hf, import_hf, load
     from mlm.config.imports import trust
     from mlm.launch.join import build_mesh
     from mlm.models.bert.model import BERT
@@ -84,10 +82,8 @@ __all__ = [
 
 _MODULES = {
     "mlm.config.imports": ("trust",),
-    "mlm.cli.export_hf": ("export_hf",),
-    "mlm.cli.import_hf": ("import_hf",),
     "mlm.launch.join": ("build_mesh",),
-    "mlm.api": ("Model", "load"),
+    "mlm.api": ("Model", "export_hf", "import_hf", "load"),
     "mlm.models.bert.model": ("BERT",),
     "mlm.models.config": ("ModelConfig",),
     "mlm.models.family": ("ModelFamily",),

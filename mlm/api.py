@@ -1,4 +1,6 @@
-"""A trained model in Python: load it, compute logits, generate, score, predict. Public as `mlm.load`.
+"""The Python API: a trained model that computes logits, generates, scores and predicts; import and export.
+
+Public as `mlm.load`, `mlm.import_hf` and `mlm.export_hf`.
 
 Shapes: B sequences, S tokens, V vocabulary.
 """
@@ -13,30 +15,31 @@ from typing import Any, TypeVar, cast, overload
 import torch
 from torch import Tensor, nn
 
-from mlm.config.fields import path_argument
+from mlm.config.fields import Role, path_argument
+from mlm.convert.huggingface.export import export_model, export_problems
+from mlm.convert.huggingface.importing import import_model, import_problems
+from mlm.convert.source import NoTokenizerError, open_checkpoint
 from mlm.data.chat_template import ChatError
-from mlm.data.chat_tokens import encode_prompt
+from mlm.data.chat_tokens import encode_prompt, end_of_turn_tokens
 from mlm.data.conversation import make_conversation
 from mlm.data.sampler import Batch
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.predict import predict
-from mlm.inference.chat import end_of_turn_tokens, load_chat_template
-from mlm.inference.generation import Sampling, before_stop, ends_at, generate
-from mlm.inference.sampling import as_declared
+from mlm.inference.config import Sampling, as_declared
+from mlm.inference.generation import before_stop, ends_at, generate
 from mlm.inference.scoring import rolling_windows, score
 from mlm.inference.trained import (
-    NoTokenizerError,
     Trained,
-    checkpoint_problems,
     continuation_problem,
-    load_tokenizer,
     load_trained,
+    open_for_layout,
     prediction_problem,
 )
 from mlm.launch.join import build_mesh
 from mlm.models.backbone import Transformer
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
+from mlm.models.shape import count_parameters
 from mlm.optim.config import PrecisionConfig
 from mlm.optim.precision import DTYPES
 from mlm.parallel.collectives import broadcast
@@ -44,12 +47,11 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.cross_entropy import loss_dtype
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import ConfigError, Problem, UserError, lone_surrogate, type_of
+from mlm.verify.huggingface import compare_logits, extra_problems
 
 log = logging.getLogger(__name__)
 
 Text = TypeVar("Text", str, list[str])
-USUAL = Sampling()
-"""Defaults of `Model.generate`, those of `mlm generate`."""
 FORMATS = ("fp32", "bf16", "fp16", "fp64")
 """Number formats of a loaded model; tf32 is for training."""
 NAMES = {
@@ -94,9 +96,11 @@ def load(
     if ctx.cp.size > 1:
         raise UserError(f"ctx: cp={ctx.cp.size}: loaded models read whole sequences; build a mesh with cp=1")
     layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
-    if problems := checkpoint_problems(name, layout):
-        raise ConfigError(line.removeprefix("ckpt=") for line in problems)
-    trained = load_trained(name, layout, PrecisionConfig(dtype=dtype), ctx)  # type: ignore[arg-type]
+    try:
+        source = open_for_layout(name, layout)
+    except UserError as error:
+        raise ConfigError(line.removeprefix("ckpt=") for line in error.problems) from error
+    trained = load_trained(source, layout, PrecisionConfig(dtype=dtype), ctx)  # type: ignore[arg-type]
     for chunk in trained.model.chunks:
         chunk.to(trained.model.dtype)  # half precision: no float32 copy, no cast at each use
         chunk.eval()
@@ -168,14 +172,14 @@ class Model:
     def __repr__(self) -> str:
         layout = f"tp={self.ctx.tp.size}, pp={self.ctx.pp.size}"
         return (
-            f"Model({self.path}, {self.config.kind}, {self.config.num_parameters():,} parameters, {layout})"
+            f"Model({self.path}, {self.config.kind}, {count_parameters(self.config):,} parameters, {layout})"
         )
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer: `encode` and `decode`. Raises UserError if there is none."""
         try:
-            return load_tokenizer(self._named_tokenizer, self.path, self.config)
+            return self.trained.source.load_tokenizer(self._named_tokenizer)
         except NoTokenizerError as error:
             raise UserError(
                 f"{self.path}: no tokenizer is saved with it; pass tokenizer=FILE or FOLDER of the tokenizer "
@@ -186,56 +190,33 @@ class Model:
         self,
         prompt: Text,
         *,
-        max_new_tokens: int = USUAL.max_new_tokens,
-        min_new_tokens: int = USUAL.min_new_tokens,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        repetition_penalty: float | None = None,
         stop: str | Sequence[str] = (),
         special_tokens: bool = False,
-        seed: int = USUAL.seed,
-        batch_size: int = USUAL.batch_size,
+        **options: Any,
     ) -> Text:
         """Return the continuation of a prompt, or of each of several, without the prompt.
 
         Of a list, prompt i draws what line i of a file draws in `mlm generate`: repeat a prompt to get
         several samples. The text comes after what the tokenizer itself puts before one, as in `transformers`,
-        and ends at any end that the model declares. A None of the four of sampling is what the model's
-        generation_config.json declares, else temperature 0.8 without limits or penalty.
+        and ends at any end that the model declares.
 
         Args:
             prompt: Text, or texts; an empty one begins a document.
-            max_new_tokens: Most tokens to add; the end-of-document token ends a continuation earlier.
-            min_new_tokens: Tokens before which it may not.
-            temperature: Divides the logits; 0 takes the most probable token.
-            top_k: Sample among this many most probable tokens; 0 means all.
-            top_p: Sample among the fewest most probable tokens whose probabilities reach this sum.
-            repetition_penalty: Divides the positive logits of tokens present already (arXiv:1909.05858).
             stop: Strings that end a continuation, which is truncated before the first of them.
             special_tokens: Read names of special tokens in a prompt, such as <|endoftext|>, as those tokens.
-            seed: Seed of the draws. What is drawn depends on neither the layout nor batch_size.
-            batch_size: Prompts continued at a time.
+            options: Options of sampling, with the names and defaults of `mlm generate` (SamplingOptions in
+                mlm/inference/config.py): max_new_tokens, temperature, top_k, … What is drawn depends on
+                neither the layout nor batch_size.
         """
         prompts = _listed("prompt", prompt)
         if not isinstance(special_tokens, bool):
             raise TypeError(f"special_tokens: {type_of(special_tokens)}; pass True or False")
         self._check_predicts_tokens(causal=True)
-        typed = {
-            "max_new_tokens": max_new_tokens,
-            "min_new_tokens": min_new_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "repetition_penalty": repetition_penalty,
-            "seed": seed,
-            "batch_size": batch_size,
-        }
         tokenizer = self.tokenizer
-        options = as_declared(tokenizer.declared.generation, typed)
-        stops = _stops(options, stop)
+        sampling = as_declared(tokenizer.declared.generation, options)
+        stops = _stops(sampling, stop)
         ids = [tokenizer.encode_prompt(text, special_tokens=special_tokens) for text in prompts]
-        texts = self._continue(ids, options, stops, tokenizer.end_ids)
+        texts = self._continue(ids, sampling, stops, tokenizer.end_ids)
         return texts[0] if isinstance(prompt, str) else texts
 
     def chat(
@@ -263,7 +244,9 @@ class Model:
         sampling = as_declared(tokenizer.declared.generation, options)
         stops = _stops(sampling, stop)
         file = None if chat_template is None else path_argument("chat_template", chat_template)
-        template = load_chat_template(file, self._named_tokenizer, self.path, tokenizer, key="chat_template")
+        template = self.trained.source.load_chat_template(
+            file, self._named_tokenizer, tokenizer, key="chat_template"
+        )
         several = isinstance(messages, list) and bool(messages) and not isinstance(messages[0], Mapping)
         said = messages if several else [messages]
         try:
@@ -301,13 +284,10 @@ class Model:
             return cast(GPT2, chunk).logits(batch.tokens, x)
 
         model, pp, size = self.trained.model, self.ctx.pp, self.config.vocab_size
-        found_here = [y.contiguous() for _, y in model.evaluate([Batch(batch, batch, 0)], forward)]
-        y = (
-            found_here[0]
-            if found_here
-            else batch.new_empty(*batch.shape, size, dtype=loss_dtype(model.dtype))
-        )
-        return broadcast(y, pp, pp.size - 1)
+        computed = [y.contiguous() for _, y in model.evaluate([Batch(batch, batch, 0)], forward)]
+        if not computed:  # on other stages than the last
+            computed = [batch.new_empty(*batch.shape, size, dtype=loss_dtype(model.dtype))]
+        return broadcast(computed[0], pp, pp.size - 1)
 
     def _batch(self, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """Return tokens [B, S] on the model's device. Raises UserError unless the model can read them."""
@@ -388,3 +368,53 @@ class Model:
         check = continuation_problem if causal else prediction_problem
         if problem := check(str(self.path), self.config):
             raise UserError(problem.removeprefix("ckpt="))
+
+
+def import_hf(
+    source: str | Path, out: str | Path, *, revision: str | None = None, verify: bool = True
+) -> Path:
+    """Write a Hugging Face model as a run directory, as `mlm import hf` does; return the directory.
+
+    Args:
+        source: Folder with config.json and model.safetensors, or the id of a model on the Hub.
+        out: Run directory to write, a new folder.
+        revision: Branch, tag or commit on the Hub.
+        verify: Compare logits with those of `transformers`, and write nothing where they differ.
+
+    Raises:
+        UserError: The model is not supported, `out` is not free, or the logits differ.
+    """
+    source, out = path_argument("source", source), path_argument("out", out, Role.FOLDER)
+    if problems := [*import_problems(source, out, revision), *extra_problems(verify)]:
+        raise ConfigError(problems)
+    import_model(source, Path(out), revision=revision, compare=compare_logits if verify else None)
+    return Path(out)
+
+
+def export_hf(
+    ckpt: str | Path,
+    out: str | Path,
+    *,
+    max_file_gb: float = 5.0,
+    verify: bool = True,
+    merge: bool = False,
+) -> Path:
+    """Write a checkpoint as a folder that `transformers` loads, as `mlm export hf` does; return the folder.
+
+    Args:
+        ckpt: Run directory (its latest checkpoint; of a finetuned run the best) or checkpoint (step-…).
+        out: Folder to write, a new one.
+        max_file_gb: Largest .safetensors file, in 10^9 bytes.
+        verify: Compare logits with those of `transformers`, and write nothing where they differ.
+        merge: Of a run with adapters, add them to the weights of their base; else they are written alone, as
+            `peft` loads them.
+
+    Raises:
+        UserError: The model is not supported, `out` is not free, or the logits differ.
+    """
+    ckpt, out = path_argument("ckpt", ckpt), path_argument("out", out, Role.FOLDER)
+    if problems := [*export_problems(ckpt, out, max_file_gb), *extra_problems(verify)]:
+        raise ConfigError(problems)
+    compare = compare_logits if verify else None
+    export_model(open_checkpoint(ckpt), Path(out), max_file_gb=max_file_gb, merge=merge, compare=compare)
+    return Path(out)

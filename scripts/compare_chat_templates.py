@@ -3,7 +3,7 @@
     python scripts/compare_chat_templates.py [FOLDER or FILE.jinja …]
 
 Without arguments the templates are those that the installed TRL knows. The tokenizer is one of bytes, with
-the special tokens that a template's text spells out. Printed is a table for the guide: "equal" where the ids
+the special tokens that a template's text spells out. Printed is a table for the record: "equal" where the ids
 are those of `apply_chat_template` and the answers those of TRL, else why not. The answers of TRL are: of
 messages the {% generation %} blocks of its training variant, of prompts with completions what follows the
 tokens of the prompt (SFTTrainer), of preferences the same of both answers (DPOTrainer).
@@ -26,10 +26,9 @@ from mlm.config.paths import CONFIG_DIR
 from mlm.data.chat_files import find_chat_template
 from mlm.data.chat_template import ChatError
 from mlm.data.tokenizer import Tokenizer
-from mlm.finetune.chat import CHAT
+from mlm.finetune.chat import CHAT, PREFERENCES
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Frame
-from mlm.finetune.preferences import PREFERENCES
 from mlm.finetune.rows import ExampleError, RowError
 
 FAMILIES = (

@@ -3,7 +3,7 @@
     python scripts/compare_conversions.py [WORD …]
 
 Models are tiny, with random weights, and made by `transformers`, tokenizers by `tokenizers`. Printed are two
-tables for the guide, of the rows whose name contains a word. A number is the largest difference from the
+tables for the record, of the rows whose name contains a word. A number is the largest difference from the
 logits of `transformers`, in standard deviations of all; otherwise a cell says what is equal, or why not.
 """
 
@@ -24,12 +24,12 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import mlm
-from mlm.cli.conversion_settings import ExportGGUFConfig
-from mlm.convert.gguf import export as export_gguf
+from mlm.cli import export_gguf
+from mlm.cli.export_gguf import ExportGGUFConfig
 from mlm.convert.gguf.llama_cpp import LlamaCpp
 from mlm.data.tokenizer import Tokenizer
+from mlm.inference.config import as_declared
 from mlm.inference.generation import generate
-from mlm.inference.sampling import as_declared
 from mlm.util.errors import UserError
 
 LIMIT = 1e-4

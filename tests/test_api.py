@@ -44,10 +44,7 @@ SURFACE = {
     "GradientReducer": ("(parameters, dp, bucket_bytes=None, late=(), keep_buffers=False, joined=())"),
     "Model": "(trained, ctx, tokenizer=None)",
     "Model.chat": "(self, messages, *, tools=None, chat_template=None, stop=(), **options)",
-    "Model.generate": (
-        "(self, prompt, *, max_new_tokens=128, min_new_tokens=0, temperature=None, top_k=None, top_p=None, "
-        "repetition_penalty=None, stop=(), special_tokens=False, seed=1234, batch_size=8)"
-    ),
+    "Model.generate": ("(self, prompt, *, stop=(), special_tokens=False, **options)"),
     "Model.logits": "(self, tokens)",
     "Model.predict": "(self, texts, *, batch_size=8)",
     "Model.score": "(self, texts, *, batch_size=8)",
@@ -267,7 +264,9 @@ class TestGenerate:
     """Continuations, which are those of the command."""
 
     @pytest.mark.parametrize(
-        "options", [{}, {"temperature": 0.0, "stop": ["e"]}, {"top_k": 5, "seed": 7}], ids=str
+        "options",
+        [{}, {"temperature": 0.0, "stop": ["e"]}, {"top_k": 5, "seed": 7}, {"no_repeat_ngram_size": 2}],
+        ids=str,
     )
     def test_texts_are_those_of_the_command(
         self, folder: Path, model: mlm.Model, tmp_path: Path, options: dict[str, Any]
@@ -292,12 +291,14 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("options", "problem"),
         [
-            ({"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
-            ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens=4: must be 0 to max_new_tokens=3"),
-            ({"temperature": "hot"}, "temperature=hot: must be a number"),
+            ({"max_new_tokens": 0}, "max_new_tokens=0 must be greater than 0"),
+            ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens=4 is more than max_new_tokens=3"),
+            ({"temperature": "hot"}, "temperature=hot: must be a finite number"),
             ({"seed": 1.5}, "seed=1.5: must be an integer"),
-            ({"temperature": -1.0}, "temperature=-1.0: must be finite and 0 or more"),
-            ({"top_p": 0.0}, "top_p=0.0: must be above 0"),
+            ({"temperature": -1.0}, "temperature=-1.0 must be 0 or more"),
+            ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
+            ({"temperature": math.inf}, "temperature=Infinity: must be a finite number"),
+            ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size=-1 must be 0 or more"),
             ({"stop": ""}, 'stop="": would end'),
         ],
     )

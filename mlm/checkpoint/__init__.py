@@ -1,1 +1,1 @@
-"""Checkpoints: format, save and load, tools; huggingface/ and megatron/ for those of others."""
+"""Checkpoints: the native format, saved and loaded at any layout, verified, compared, pruned."""

@@ -1,21 +1,17 @@
 """The parameters of a model as checkpoints see them: whole shapes, and how layouts split them."""
 
+from collections.abc import Sequence
+
 import torch
-from torch import nn
+from torch import Tensor
 
 from mlm.checkpoint.native.format import TensorEntry
-from mlm.checkpoint.native.slices import TensorSplit
+from mlm.checkpoint.native.slices import TensorShard, TensorSplit
 from mlm.models.config import ModelConfig
-from mlm.models.family import family_of
+from mlm.models.shape import build_on_meta
 from mlm.models.stage import parameter_home
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import ParameterShard, parameter_shards
-
-
-def build_on_meta(model: ModelConfig) -> nn.Module:
-    """Return a whole model in one process, without memory for its parameters."""
-    with torch.device("meta"):
-        return family_of(model.kind).model(model, tp=Axis("tp"))
 
 
 def parameters(model: ModelConfig) -> dict[str, TensorEntry]:
@@ -31,3 +27,16 @@ def split_of(shard: ParameterShard, vocab_multiple: int) -> TensorSplit:
     return TensorSplit(
         shard.tp_dim, parameter_home(shard.name), 1 if shard.true_size is None else vocab_multiple
     )
+
+
+def model_shards(shards: Sequence[ParameterShard], vocab_multiple: int = 1) -> dict[str, TensorShard]:
+    """Parameters under their checkpoint names; views of the live tensors, padding left out.
+
+    `vocab_multiple` is model.vocab_multiple; loading does not need it.
+    """
+    return {f"model.{s.name}": as_shard(s, s.parameter.detach(), vocab_multiple) for s in shards}
+
+
+def as_shard(s: ParameterShard, x: Tensor, vocab_multiple: int) -> TensorShard:
+    """A tensor laid out like a parameter (itself, a moment) as checkpoints see it."""
+    return TensorShard(s.without_padding(x), s.global_shape, s.offset, split_of(s, vocab_multiple))

@@ -1,6 +1,7 @@
 """Declaration of a command: the config that it composes, the function that it runs, and its help.
 
-Targets are import strings, so that help and errors need no torch.
+Targets are import strings, and a command's file imports what it calls inside its functions: help and errors
+need no torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,11 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from mlm.util.errors import Problem
+from mlm.util.results import folder_problem
 
 
 def no_problems(config: Any) -> Sequence[str]:
     """The check of a command that has no conditions between settings."""
     return ()
+
+
+def check_out_file(config: Any) -> list[Problem]:
+    """Return the problem of an `out` that cannot become a file, before anything is read."""
+    problem = folder_problem(config.out)
+    return [] if problem is None else [problem]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The command `mlm doctor`: the checks of its settings and its help."""
 
 from mlm.cli.command import Command
-from mlm.launch.doctor.config import DoctorConfig
+from mlm.launch.config import DoctorConfig
 from mlm.launch.rules.checks import checked_by, devices_exist
 from mlm.launch.rules.layout import RANK_RULES
 from mlm.util.results import folder_problem

@@ -1,17 +1,85 @@
-"""The commands `mlm finetune` and `mlm eval TASK`."""
+"""The commands `mlm finetune` and `mlm eval TASK`, and the checks of their settings."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 from mlm.cli.command import Command
-from mlm.finetune.checks import check_eval_task, check_finetune
+from mlm.data import files_present as present
+from mlm.data.chat_builtin import TURNS
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
+from mlm.launch.rules.checks import (
+    Rule,
+    checked_by,
+    checkpoint_exists,
+    devices_exist,
+    loss_scale_can_fall,
+    lr_falls,
+)
+from mlm.launch.rules.layout import FINETUNE_LAYOUT_RULES, READER_RULES, Launch, LayoutRule
+from mlm.runs.checks import optimizer_fits_layout, optimizer_works
+from mlm.util.errors import Absent, Problem, UserError
+
+
+def _rows_exist(config: Any, _: Launch) -> Problem | None:
+    if isinstance(config, FinetuneConfig) and config.data.path is None and config.task.hub is None:
+        why = f"task {config.task.name} has no data set on the Hub"
+        return Absent.at("data.path", None, why, "give data.path=… or task.hub=…")
+    return present.folder("data.path", config.data.path)
+
+
+def _chat_template_exists(config: Any, _: Launch) -> Problem | None:
+    key, given = "data.chat_template", config.data.chat_template
+    if given not in (None, TURNS) or config.task.kind != "chat":
+        return present.chat_template(key, given)
+    if not Path(config.ckpt).is_dir():
+        return None  # of the Hub, or not there: reported where it is read
+    from mlm.convert.source import open_source  # imports torch, which `mlm --help` does without
+
+    try:
+        return open_source(config.ckpt).template_problem(config.data.tokenizer, key=key)
+    except (UserError, OSError):
+        return None  # reported where they are read
+
+
+def _incidents_are_followed(config: FinetuneConfig, _: Launch) -> Problem | None:
+    if config.incident.action != "rewind":
+        return None
+    why = "finetuning reads every row once an epoch, and leaves none out"
+    return Problem.at("incident.action", "rewind", why, "use incident.action=skip, log or stop")
+
+
+def _checked_by(layout_rules: Iterable[LayoutRule], rules: Iterable[Rule]) -> Callable[..., list[Problem]]:
+    """Return the check of a command by these rules, and of its task."""
+    check = checked_by(layout_rules, rules)
+
+    def check_all(config: FinetuneConfig | EvalTaskConfig, **launch: int | None) -> list[Problem]:
+        from mlm.finetune.registry import check_task  # loads tables and metrics
+
+        return [*check(config, **launch), *check_task(config.task)]
+
+    return check_all
+
+
+RULES = (
+    *(devices_exist, loss_scale_can_fall, checkpoint_exists, _rows_exist),
+    lambda config, _: present.tokenizer("data.tokenizer", config.data.tokenizer),
+    _chat_template_exists,
+)
+check_eval_task = _checked_by(READER_RULES, RULES)
+check_finetune = _checked_by(
+    FINETUNE_LAYOUT_RULES,
+    (optimizer_works, optimizer_fits_layout, _incidents_are_followed, lr_falls, *RULES),
+)
 
 COMMANDS = (
     Command(
         words=("finetune",),
         also=("fine_tune",),
         spec=FinetuneConfig,
-        target="mlm.finetune.run:run",
+        target="mlm.finetune.training:run",
         check=check_finetune,
-        preflight="mlm.finetune.run:preflight",
+        preflight="mlm.finetune.training:preflight",
         out_is_run_folder=True,
         has_runs=True,
         positional=("task",),

@@ -1,16 +1,16 @@
-"""The commands of `mlm plan`."""
+"""The commands of `mlm plan`, and the checks of their settings."""
 
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from mlm.cli.command import Command
-from mlm.plan.checks import (
-    check_plan_calibrate,
-    check_plan_compare,
-    check_plan_dry_run,
-    check_plan_layouts,
-    check_plan_memory,
-    check_plan_schedule,
-)
+from mlm.config.suggest import either, multiples_around, nearest
+from mlm.config.tree import out_of_range, values_of
+from mlm.launch.rules.checks import Rule, problems_of
+from mlm.launch.rules.layout import RANK_RULES, SCHEDULE_RULES, TRAIN_RULES, Launch, LayoutValues
+from mlm.plan.candidates import OPTIONS, Query, first_breach, layouts, query_of
 from mlm.plan.config import (
     PlanCalibrateConfig,
     PlanCompareConfig,
@@ -19,7 +19,166 @@ from mlm.plan.config import (
     PlanMemoryConfig,
     PlanScheduleConfig,
 )
+from mlm.plan.goodput import LEAST_SHARE, goodput
 from mlm.plan.hardware import this_machine
+from mlm.plan.layout import BATCH_NAMES, DEFAULTS, PlannedLayout
+from mlm.runs.checks import SETTINGS_RULES, context_problem
+from mlm.util.errors import Problem
+from mlm.util.results import folder_problem, is_stream
+
+TABLE_ENDINGS = (".json", ".csv")
+HARDWARE_ENDINGS = (".yaml", ".yml")
+MOST_TRIED = 128
+"""Distance up to which a valid number of GPUs is looked for."""
+MODEL_RULES = tuple(rule for rule in TRAIN_RULES if not OPTIONS.keys() & set(rule.reads))
+"""Rules that no search can keep by another layout."""
+DRY_RUN_RULES = tuple(
+    rule for rule in TRAIN_RULES if rule not in RANK_RULES or set(rule.reads) == {"pp", "vp"}
+)
+"""Conditions of a layout on as many ranks as it asks for."""
+PLAIN = {name: value for name, value in DEFAULTS.items() if name not in ("tp", "pp", "dp")}
+"""A layout that is valid on some sizes of these if any is."""
+ANYWHERE = Launch(None, None)
+MAX_COMPUTATIONS = 500_000  # in one simulation: a quarter of a minute, three times what the largest runs need
+
+
+def check_plan_schedule(config: PlanScheduleConfig) -> list[Problem]:
+    """Problems of `mlm plan schedule`."""
+    out = _out_ends_in((".json",), "schedule")
+    return problems_of(config, ANYWHERE, SCHEDULE_RULES[:1], (_rounds_are_full, _can_be_simulated, out))
+
+
+def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
+    """Problems of `mlm plan layouts`."""
+    if outside := out_of_range(config):
+        return list(outside.values())
+    query = query_of(config)
+    rules = (*SETTINGS_RULES, _run_ends, _out_ends_in(TABLE_ENDINGS, "plan"))
+    if problems := problems_of(query.run, ANYWHERE, MODEL_RULES, rules):
+        return problems
+    found = context_problem(config.parallel.cp or 1, config.model, config.data)
+    found = found or _some_layout_is_valid(query)
+    return [found] if found else []
+
+
+def check_plan_compare(config: PlanCompareConfig) -> list[Problem]:
+    """Problems of `mlm plan compare`."""
+    rules = (*SETTINGS_RULES, _out_ends_in((".json",), "compare"))
+    problems = problems_of(config, ANYWHERE, (), rules)
+    return problems or list(filter(None, (_layout_is_valid(config, key) for key in ("a", "b"))))
+
+
+def check_plan_memory(config: PlanMemoryConfig) -> list[Problem]:
+    """Problems of `mlm plan memory`."""
+    return _of_rank(config, _out_ends_in(TABLE_ENDINGS, "memory"))
+
+
+def check_plan_dry_run(config: PlanDryRunConfig) -> list[Problem]:
+    """Problems of `mlm plan dry-run`."""
+    return _of_rank(config, _out_ends_in((".json",), "rank"))
+
+
+def _of_rank(config: PlanDryRunConfig, *rules: Rule) -> list[Problem]:
+    """Problems of `mlm pretrain` without its devices and files, of the rank, and by other rules."""
+    all_rules = (*SETTINGS_RULES, _rank_exists, *rules)
+    return problems_of(config, ANYWHERE, DRY_RUN_RULES, all_rules)
+
+
+def check_plan_calibrate(config: PlanCalibrateConfig) -> list[Problem]:
+    """Problems of `mlm plan calibrate`."""
+    return problems_of(config, ANYWHERE, (), (_out_ends_in(HARDWARE_ENDINGS, "hardware"),))
+
+
+def _run_ends(config: PlanLayoutsConfig, _: Launch) -> Problem | None:
+    """The problem of so many failures that a run makes no progress."""
+    failures, given = config.failures, goodput(config.failures, config.gpus)
+    if given is None or given.share >= LEAST_SHARE:
+        return None
+    why = f"gpus={config.gpus} fail every {given.failure_s:.3g} s and make no progress"
+    problem = f"failures.mtbf_hours={failures.mtbf_hours:g}: {why}"
+    return Problem(("failures.mtbf_hours", "gpus"), problem, "use a longer one, or fewer GPUs")
+
+
+def _some_layout_is_valid(query: Query) -> Problem | None:
+    rejected: list[str] = []
+    if next(layouts(query, rejected), None):
+        return None
+    plain = replace(query, fixed={**PLAIN, **query.fixed})
+    near = (n for distance in range(1, MOST_TRIED) for n in (query.gpus - distance, query.gpus + distance))
+    valid = next((n for n in near if n > 0 and next(layouts(replace(plain, gpus=n)), None)), None)
+    kept = " or ".join(f"{BATCH_NAMES.get(name, name)}={value}" for name, value in query.fixed.items())
+    keys, other = ("gpus", "train.global_batch_size"), f"leave {kept} to the search" if kept else "use fewer"
+    fix = f"use gpus={valid}" if valid else other
+    return Problem(keys, f"gpus={query.gpus}: no layout is valid ({rejected[0]})", fix)
+
+
+def _rank_exists(config: PlanDryRunConfig, _: Launch) -> Problem | None:
+    layout = config.parallel
+    ranks = layout.replica * (layout.dp or 1)
+    if config.rank < ranks:
+        return None
+    keys = ("tp", "pp", "dp") if layout.cp == 1 else ("tp", "cp", "pp", "dp")
+    typed = " * ".join(f"{key}={getattr(layout, key) or 1}" for key in keys)
+    return Problem(
+        ("rank", *keys),
+        f"rank={config.rank} is none of the {ranks} ranks of {typed}",
+        f"use rank=0 to {ranks - 1}" if ranks > 1 else "use rank=0",
+    )
+
+
+def _layout_is_valid(config: PlanCompareConfig, key: str) -> Problem | None:
+    label = getattr(config, key)
+    try:
+        layout = PlannedLayout.named(label, config)
+    except ValueError as error:
+        fix = "write it as `mlm plan layouts` does, such as tp8 pp4 dp16 sp mb2"
+        return Problem((key,), f"{key}={label}: {error}", fix)
+    values = LayoutValues({**values_of(config), **layout.settings(defaults=True)})
+    if broken := first_breach(TRAIN_RULES, values, Launch(layout.gpus, None)):
+        return Problem((key,), f"{key}={label}: {broken.why}", "use one that `mlm plan layouts` finds")
+    return context_problem(layout.cp, config.model, config.data)
+
+
+def _rounds_are_full(config: PlanScheduleConfig, _: Launch) -> Problem | None:
+    pp, vp, micro_batches = config.pp, config.vp, config.micro_batches
+    if vp == 1 or config.pipeline != "1f1b" or pp <= 0 or micro_batches % pp == 0:
+        return None
+    return Problem(
+        ("micro_batches", "pp", "vp"),
+        f"micro_batches={micro_batches} is not a multiple of pp={pp}, as vp={vp} needs",
+        f"use {either('micro_batches', multiples_around(micro_batches, pp))}, or vp=1",
+    )
+
+
+def _can_be_simulated(config: PlanScheduleConfig, _: Launch) -> Problem | None:
+    each = (3 if config.pipeline == "zb_h1" else 2) * config.pp * config.vp
+    if each * config.micro_batches <= MAX_COMPUTATIONS:
+        return None
+    most = MAX_COMPUTATIONS // each // config.pp * config.pp
+    return Problem(
+        ("micro_batches", "pp", "vp"),
+        f"micro_batches={config.micro_batches} * pp={config.pp} * vp={config.vp}: more than "
+        f"{MAX_COMPUTATIONS:,} computations, which are simulated at most",
+        f"use micro_batches={most} or fewer" if most else "use a smaller pp or vp",
+    )
+
+
+def _out_ends_in(allowed: tuple[str, ...], stem: str) -> Rule:
+    """The rule of a result whose ending is one of these; `stem` is the name proposed for one without."""
+
+    def rule(config: Any, _: Launch) -> Problem | None:
+        if config.out is None or is_stream(config.out):
+            return None
+        out = Path(config.out)
+        if out.suffix not in allowed:
+            ending = nearest(out.suffix, allowed) or allowed[0]
+            fixed = out.parent / f"{out.stem.strip('.') or stem}{ending}"
+            why = f"out={config.out} must end in {' or '.join(allowed)}"
+            return Problem(("out",), why, f"use out={fixed}")
+        return folder_problem(out, makes_folders=True)
+
+    return rule
+
 
 NO_DEVICES = ("data=synthetic", "cluster=local")
 """Choices of a command that runs nothing on devices."""
@@ -148,10 +307,7 @@ COMMANDS = (
             "micro-batches in flight on each rank."
         ),
         examples=(
-            (
-                "Figure 4 of the paper: interleaved 1F1B",
-                "mlm plan schedule pp=4 vp=2 micro_batches=8",
-            ),
+            ("Figure 4 of the paper: interleaved 1F1B", "mlm plan schedule pp=4 vp=2 micro_batches=8"),
             (
                 "Zero bubble (ZB-H1): weight gradients fill the gaps",
                 "mlm plan schedule pp=4 micro_batches=8 pipeline=zb_h1",

@@ -1,169 +1,104 @@
-"""`mlm reshard`: rewrite a checkpoint for another layout, in one process and the memory of a tensor.
-
-No model is built: the manifest holds the split of every tensor. The output is a function of the saved state
-and the target layout alone, so resharding 1 -> 2 -> 4 gives the bytes of 1 -> 4.
-"""
+"""`mlm reshard`: rewrite a checkpoint for another layout, in one process and the memory of a tensor."""
 
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from mlm.cli.command import Command
+from mlm.config.fields import CheckpointPath, OutFolder
+from mlm.parallel.config import ParallelConfig, PipelineSize, TensorSize, VirtualSize
+from mlm.util.errors import ConfigError, UserError, attempt
 
-from mlm.checkpoint.native.folders import CHECKPOINTS, best_note
-from mlm.checkpoint.native.format import (
-    JSON,
-    RESTORE,
-    Manifest,
-    TensorEntry,
-    read_manifest_head,
-)
-from mlm.checkpoint.native.reader import Reader
-from mlm.checkpoint.native.run_state import LINEAGE, TOKENIZER_FILE, check_run_tokenizer, tokenizer_path
-from mlm.checkpoint.native.save_load import read_finite, resolve
-from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.native.stream import derived_id, write_streamed
-from mlm.cli.conversion_settings import ReshardConfig
-from mlm.cli.result import show_table
-from mlm.data.tokenizer_settings import MAX_BYTES
-from mlm.inference.base import Base
-from mlm.inference.trained import check_stored_parameters, split_problems, trained_config
-from mlm.models.config import ModelConfig
-from mlm.models.stage import split_layers
-from mlm.parallel.config import ParallelConfig
-from mlm.runs.folder import new_folder, out_problems
-from mlm.util.errors import ConfigError, CorruptFileError, UserError, attempt, reading_from
-from mlm.util.files import read_bounded, write_atomic
-from mlm.util.terminal import Advance, format_bytes, progress_bar
-
-TRAINING_STATE = ("applied_steps", "scaler", LINEAGE)
-"""State of the optimizer in a checkpoint: left out with weights alone."""
+if TYPE_CHECKING:  # which need torch
+    from mlm.checkpoint.native.reshard import ReshardPlan
 
 
-@dataclass(frozen=True)
-class ReshardPlan:
-    """Checkpoint to read and layout to write."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReshardConfig:
+    """The run spec of `mlm reshard`: write a checkpoint again as another layout would."""
 
-    source: Path
-    """The step-… directory to read."""
-    manifest: Manifest
-    tensors: dict[str, TensorEntry]
-    stage_ranks: dict[int | str, int]
-    """Pipeline rank of each layer, and of "first" and "last"."""
-    state: dict[str, JSON]
-    tokenizer: bytes | None
-    """The source run's tokenizer.json, if it has one."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of tensors to write."""
-        return sum(tensor.num_bytes for tensor in self.tensors.values())
-
-    @property
-    def save_id(self) -> str:
-        """A function of the save that all comes from, the layout, and whether weights alone are written."""
-        weights_only = self.state.get("weights_only", False)
-        return derived_id({"reshard": self.state["reshard"], "weights_only": weights_only})
+    ckpt: CheckpointPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best) to read."""
+    out: OutFolder
+    """Run directory to write: out/checkpoints/step-… and the tokenizer."""
+    tp: TensorSize = 1
+    """Tensor-parallel size, t: every stage becomes t files."""
+    pp: PipelineSize = 1
+    """Pipeline-parallel size, p."""
+    vp: VirtualSize = 1
+    """Virtual stages (chunks) per pipeline rank, v."""
+    weights_only: bool = False
+    """Leave the optimizer's moments out: a third of the size, to start runs from or to give away."""
 
 
 def preflight(config: ReshardConfig) -> list[str]:
     """Return what is wrong with the checkpoint, the layout or `out`; no tensor is read."""
+    from mlm.runs.folder import out_problems
+
     problems = out_problems(config.out)
     attempt(problems, lambda: make_plan(config))
     return problems
 
 
-def make_plan(config: ReshardConfig) -> ReshardPlan:
-    """Read the manifest and assign its tensors to the layout. Raises UserError."""
-    path = resolve(config.ckpt)
-    manifest = read_finite(path)
-    model = trained_config(manifest, path).model
-    if Base.of(manifest, path) is not None:
+def make_plan(config: ReshardConfig) -> tuple["ReshardPlan", bytes | None]:
+    """Assign the checkpoint's tensors to the layout; return that and its tokenizer.json. Raises UserError."""
+    from mlm.checkpoint.native.format import RESTORE
+    from mlm.checkpoint.native.reshard import plan_reshard
+    from mlm.checkpoint.native.run_state import TOKENIZER_FILE, check_run_tokenizer
+    from mlm.checkpoint.native.save_load import check_finite
+    from mlm.convert.source import open_checkpoint
+    from mlm.data.tokenizer_settings import MAX_BYTES
+    from mlm.models.stage import assign_stages
+    from mlm.runs.checks import split_problems
+    from mlm.util.errors import reading_from
+    from mlm.util.files import read_bounded
+
+    source = open_checkpoint(config.ckpt)
+    path, manifest = source.path, source.manifest
+    check_finite(path, manifest)
+    if source.base is not None:
         raise UserError(f"ckpt={config.ckpt}: holds adapters alone, which any layout loads as they are")
-    check_stored_parameters(manifest, model, path)
-    if problems := split_problems(model, ParallelConfig(tp=config.tp, pp=config.pp, vp=config.vp)):
+    if problems := split_problems(source.model, ParallelConfig(tp=config.tp, pp=config.pp, vp=config.vp)):
         raise ConfigError(problems)
     with reading_from(path, RESTORE):
         check_run_tokenizer(path, manifest.state)
-        file = tokenizer_path(path)
+        file = source.folder / TOKENIZER_FILE
         tokenizer = read_bounded(file, MAX_BYTES, RESTORE) if file.exists() else None
-    stage_ranks = stage_ranks_of(model, config.pp, config.vp)
-    tensors = tensors_to_write(path, manifest, stage_ranks, weights_only=config.weights_only)
-    return ReshardPlan(path, manifest, tensors, stage_ranks, new_state(path, manifest, config), tokenizer)
-
-
-def stage_ranks_of(model: ModelConfig, pp: int, vp: int) -> dict[int | str, int]:
-    """Pipeline rank of each layer and of both ends: stage number s is with rank s modulo pp."""
-    ranks: dict[int | str, int] = {"first": 0, "last": pp - 1}
-    for number, stage in enumerate(split_layers(model.num_layers, pp * vp)):
-        ranks.update(dict.fromkeys(stage.layers, number % pp))
-    return ranks
-
-
-def tensors_to_write(
-    path: Path, manifest: Manifest, stage_ranks: dict[int | str, int], *, weights_only: bool
-) -> dict[str, TensorEntry]:
-    """Return the tensors by name. Raises CorruptFileError for one without a split that fits the model."""
-    tensors = {}
-    for name, entry in manifest.tensors.items():
-        if weights_only and name.startswith("optimizer."):
-            continue
-        if entry.split.stage not in stage_ranks:
-            raise CorruptFileError(f"{path}: does not record how {name} is split in this model. {RESTORE}")
-        tensors[name] = entry
-    return tensors
-
-
-def new_state(path: Path, manifest: Manifest, config: ReshardConfig) -> dict[str, JSON]:
-    """The state of the source, with the first save that it comes from and the new layout."""
-    state = dict(manifest.state)
-    if config.weights_only:
-        state = {key: value for key, value in state.items() if key not in TRAINING_STATE}
-        state["weights_only"] = True
-    recorded = manifest.state.get("reshard", {"origin": manifest.save_id})
-    if not isinstance(recorded, dict) or "origin" not in recorded:
-        raise CorruptFileError(f"{path}: does not record what it was resharded from. {RESTORE}")
+    stage_ranks = assign_stages(source.model.num_layers, config.pp, config.vp)
     layout = {"tp": config.tp, "pp": config.pp, "vp": config.vp}
-    return state | {"reshard": {"origin": recorded["origin"], "layout": layout}}
+    plan = plan_reshard(path, manifest, stage_ranks, layout, weights_only=config.weights_only)
+    return plan, tokenizer
 
 
 def run(config: ReshardConfig) -> None:
     """Split, publish, and print a table. Raises UserError, and leaves nothing then."""
-    plan = make_plan(config)
+    from mlm.checkpoint.native.folders import CHECKPOINTS
+    from mlm.checkpoint.native.reshard import write_checkpoint
+    from mlm.checkpoint.native.run_state import TOKENIZER_FILE
+    from mlm.runs.folder import new_folder
+    from mlm.util.files import write_atomic
+    from mlm.util.terminal import progress_bar
+
+    plan, tokenizer = make_plan(config)
     begin = time.perf_counter()
     with (
         new_folder(Path(config.out), plan.num_bytes) as folder,
         progress_bar("resharding", plan.num_bytes, in_bytes=True) as advance,
     ):
-        if plan.tokenizer is not None:
-            write_atomic(folder / TOKENIZER_FILE, plan.tokenizer)
+        if tokenizer is not None:
+            write_atomic(folder / TOKENIZER_FILE, tokenizer)
         name = write_checkpoint(plan, folder / CHECKPOINTS, config.tp, advance).name
     show(config, plan, Path(config.out) / CHECKPOINTS / name, time.perf_counter() - begin)
 
 
-def write_checkpoint(plan: ReshardPlan, root: Path, tp: int, advance: Advance) -> Path:
-    """Write `root/step-…` and return it."""
-    with Reader(plan.source, plan.manifest) as reader:
-
-        def read(name: str, piece: Region) -> Tensor:
-            with reading_from(plan.source, RESTORE):
-                return reader.read(name, piece)
-
-        return write_streamed(
-            root,
-            plan.manifest.step,
-            plan.tensors,
-            read,
-            save_id=plan.save_id,
-            state=plan.state,
-            tp=tp,
-            stage_rank=plan.stage_ranks.__getitem__,
-            progress=advance,
-        )
-
-
-def show(config: ReshardConfig, plan: ReshardPlan, path: Path, seconds: float) -> None:
+def show(config: ReshardConfig, plan: "ReshardPlan", path: Path, seconds: float) -> None:
     """Print the table and notes."""
+    from mlm.checkpoint.native.folders import best_note
+    from mlm.checkpoint.native.format import read_manifest_head
+    from mlm.cli.result import show_table
+    from mlm.util.terminal import format_bytes
+
     written = read_manifest_head(path)
     columns = {
         "step#": written.step,
@@ -176,3 +111,28 @@ def show(config: ReshardConfig, plan: ReshardPlan, path: Path, seconds: float) -
     }
     notes = filter(None, [best_note(config.ckpt, plan.source)])
     show_table(f"reshard · {plan.source}", columns, notes, f"written to {path} in {seconds:,.1f} s")
+
+
+RESHARD = Command(
+    words=("reshard",),
+    spec=ReshardConfig,
+    target="mlm.cli.reshard:run",
+    preflight="mlm.cli.reshard:preflight",
+    positional=("ckpt",),
+    summary="rewrite a checkpoint for another layout, weights and optimizer state",
+    about=(
+        "Reshards a checkpoint for tp, pp and vp, in one process and a memory that its largest tensor "
+        "bounds: each rank of that layout then reads one file. Training needs no such step: any layout "
+        "loads any checkpoint. The source is verified on the way."
+    ),
+    examples=(
+        (
+            "Split a checkpoint for tp=4 pp=2",
+            "mlm reshard --tp 4 --pp 2 ckpt=runs/shakespeare out=runs/resharded",
+        ),
+        (
+            "Weights alone, in one file, to give away",
+            "mlm reshard runs/shakespeare out=runs/weights --weights-only",
+        ),
+    ),
+)

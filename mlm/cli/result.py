@@ -7,19 +7,17 @@ import torch
 
 import mlm
 from mlm.models.config import ModelConfig
+from mlm.models.shape import count_parameters
 from mlm.tracking.history import replace_nonfinite
 from mlm.util import results as result_files
 from mlm.util.terminal import add_row, console, table
 
 
-def versions() -> dict[str, str]:
-    """Versions of the writer of a result."""
-    return {"mlm": mlm.__version__, "torch": torch.__version__}
-
-
 def write_result(out: str, result: dict[str, Any]) -> None:
-    """Write the JSON for machines; numbers that are not finite become null. Raises UserError."""
-    result_files.write_result(out, {key: replace_nonfinite(value) for key, value in result.items()})
+    """Write JSON for machines, with versions; numbers that are not finite become null. Raises UserError."""
+    versions = {"mlm": mlm.__version__, "torch": torch.__version__}
+    finite = {key: replace_nonfinite(value) for key, value in result.items()}
+    result_files.write_result(out, {**finite, "versions": versions})
 
 
 def show_table(title: str, columns: dict[str, object], notes: Iterable[str], *lines: str) -> None:
@@ -34,7 +32,7 @@ def show_table(title: str, columns: dict[str, object], notes: Iterable[str], *li
 def model_columns(model: ModelConfig) -> dict[str, object]:
     """Sizes of an imported model."""
     numbers = {
-        "parameters": model.num_parameters(),
+        "parameters": count_parameters(model),
         "layers": model.num_layers,
         "hidden": model.hidden_size,
         "heads": model.num_heads,

@@ -1,1 +1,1 @@
-"""Settings: compose, check, suggest; cli/ is the command line."""
+"""What every settings class needs: fields, values as keys, errors, import paths."""

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from mlm.config.fields import READ, Role, expanded, path_problem, split_weight
+from mlm.config.fields import READ, ObserverEntry, Role, expanded, path_problem, split_weight
 from mlm.config.suggest import nearest, unknown_key
 from mlm.config.tree import (
     HOISTED,
@@ -103,7 +103,7 @@ def _problems_of_values(cls: type, flat: dict[str, Any]) -> tuple[list[Problem],
     unusable = set()
     for key, leaf in known.items():
         value = flat.get(key, leaf.default)
-        if problem := missing(leaf) if value == MISSING_VALUE else _problem_of_value(leaf, value):
+        if problem := missing(leaf) if value == MISSING_VALUE else problem_of_value(leaf, value):
             problems.append(problem)
             unusable.add(key)
     return problems, unusable
@@ -115,7 +115,8 @@ def missing(leaf: Leaf) -> Problem:
     return Absent((leaf.key,), f"{leaf.key} is required: {fix}")
 
 
-def _problem_of_value(leaf: Leaf, value: Any) -> Problem | None:
+def problem_of_value(leaf: Leaf, value: Any) -> Problem | None:
+    """The problem of a value that is not of the key's type, not finite, or no usable path."""
     if not _is_finite(value):
         return Problem((leaf.key,), f"{leaf.key}={show(value)} must be finite")
     # pydantic would read true as 1 and 1e3 as a whole number: the second is meant, the first is a slip
@@ -133,7 +134,7 @@ def _problem_of_value(leaf: Leaf, value: Any) -> Problem | None:
     if value is None and leaf.role is not None:
         return Problem.at(leaf.key, value, "names no path", "name one, or ./null if it is called so")
     lists = [kind for kind in alternatives(leaf.type) if get_origin(kind) in (tuple, list)]
-    if isinstance(value, str) and value and any(get_args(kind)[0] is str for kind in lists):
+    if isinstance(value, str) and value and any(get_args(kind)[0] in (str, ObserverEntry) for kind in lists):
         wrong = f"{leaf.key}={show(value)} must be {describe_values(leaf)}"
         return Problem((leaf.key,), wrong, f"use '{leaf.key}=[{value}]'")
     found = nearest(str(value), [str(choice) for choice in choices(leaf.type)])
@@ -142,9 +143,10 @@ def _problem_of_value(leaf: Leaf, value: Any) -> Problem | None:
 
 
 def _is_finite(value: Any) -> bool:
-    """False for infinity or NaN, in a list too."""
-    each = value if isinstance(value, list | tuple) else [value]
-    return all(math.isfinite(number) for number in each if isinstance(number, float))
+    """False for infinity or NaN, in a list or among fields too."""
+    if isinstance(value, list | tuple | dict):
+        return all(map(_is_finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 @cache

@@ -24,6 +24,8 @@ M = TypeVar("M")
 
 Options = dict[str, bool | int | float | str]
 """Settings by name, of code that is not ours."""
+ObserverEntry = str | Options
+"""An import path, or its fields by name with the path as `use`."""
 Columns = dict[str, str]
 """Names of a file by those that are wanted."""
 

@@ -30,15 +30,17 @@ def is_path(value: object) -> bool:
 
 
 def paths_in(value: object) -> list[str]:
-    """Return the import paths that a value of a key is, or lists."""
+    """Return the import paths that a value of a key is, or lists: alone, or as `use` beside fields."""
     values = value if isinstance(value, list | tuple) else [value]
-    return [str(each) for each in values if is_path(each)]
+    named = (each.get("use") if isinstance(each, dict) else each for each in values)
+    return [str(each) for each in named if is_path(each)]
 
 
-def imported(key: str, path: str, shipped: Collection[str], kind: Any = object) -> Any:
+def imported(key: str, path: str, shipped: Collection[str], kind: Any = object, *, typed: str = "") -> Any:
     """Return what the import path of a key names, of class `kind`; None for one of the `shipped` values.
 
-    Raises OwnCodeError for a path that leads nowhere, or into code that is not trusted.
+    `typed` is what a user types to trust the path, where that is more than the key and the path. Raises
+    OwnCodeError for a path that leads nowhere, or into code that is not trusted.
     """
     if path in shipped:
         return None
@@ -51,7 +53,7 @@ def imported(key: str, path: str, shipped: Collection[str], kind: Any = object) 
     if not is_trusted(module) and not is_trusted(path):
         raise OwnCodeError(
             f"{key}={path}: named in a saved file, whose code is not run unasked; if you trust it, type "
-            f"{key}={path} or set {TRUST}={module}"
+            f"{typed or f'{key}={path}'} or set {TRUST}={module}"
         )
     try:
         found = getattr(import_module(module), name)

@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache, reduce
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from mlm.config.fields import Also, Bound, Columns, ImportPath, OnlyIf, Options, Role, metadata
+from mlm.config.fields import Also, Bound, Columns, ImportPath, ObserverEntry, OnlyIf, Options, Role, metadata
 from mlm.util.errors import Problem
 
 HOISTED = "parallel"  # the section whose fields are top-level keys
@@ -153,8 +153,9 @@ def describe_type(kind: Any) -> str:
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 _WORDS[Options] = "names with numbers, texts, true or false"
+_ENTRIES = "import paths, or of {use: package.module:NAME, …} with fields"
 _WORDS[Columns] = "names with those of the file, such as {prompt: instruction}"
-_PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
+_PLURALS = {int: "whole numbers", float: "numbers", str: "texts", ObserverEntry: _ENTRIES}
 
 
 def describe_values(leaf: Leaf) -> str:

@@ -1,0 +1,1 @@
+"""Files of other libraries, both ways, and what a name holds."""

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mlm.checkpoint.native.folders import CHECKPOINTS
 from mlm.checkpoint.native.format import JSON, FileEntry
 from mlm.checkpoint.native.slices import Region
-from mlm.cli.reshard import stage_ranks_of
+from mlm.convert.dcp.metadata import DCPTensor
 from mlm.convert.dcp.torchtitan import torchtitan_tensors
-from mlm.convert.dcp.writer import DCPTensor, plan_files, write_items, write_metadata
+from mlm.convert.dcp.writer import plan_files, write_items, write_metadata
+from mlm.convert.huggingface.export import hf_mapping, token_ids, write_json
 from mlm.convert.huggingface.folder import CONFIG
-from mlm.convert.huggingface.target import hf_mapping, token_ids, write_json
 from mlm.convert.megatron.files import LATEST
 from mlm.convert.megatron.write import (
     RELEASE,
@@ -25,9 +26,9 @@ from mlm.convert.megatron.write import (
     write_common,
     write_rank_file,
 )
-from mlm.convert.sources import Source
+from mlm.convert.source import Source
+from mlm.models.stage import assign_stages
 from mlm.runs.folder import GB, imported_state, initial_values, run_config, write_run
-from mlm.training.state import CHECKPOINTS
 from mlm.util.files import digest_file, parse_json, read_bounded, write_atomic
 from mlm.util.terminal import Advance
 
@@ -107,7 +108,7 @@ def write_native(
         tokenizer=source.tokenizer,
         progress=advance,
         tp=tp,
-        stage_ranks=stage_ranks_of(model, pp, 1),
+        stage_ranks=assign_stages(model.num_layers, pp, 1),
         done=lambda name, write: progress.shard(step, name, write) if resumes else write(),
     )
 
@@ -167,8 +168,3 @@ def write_torch(writer: MegatronWriter, folder: Path, advance: Advance) -> None:
 def write_config(source: Source, folder: Path) -> None:
     """Write the config.json of `transformers`, from which such a folder's model is known again."""
     write_json(folder / CONFIG, hf_mapping(source).write(source.model, token_ids(source)))
-
-
-def tensor_bytes(source: Source, dtype: torch.dtype) -> int:
-    """Return the bytes of the parameters in `dtype`."""
-    return sum(one.num_bytes // 4 * dtype.itemsize for one in source.parameters.values())

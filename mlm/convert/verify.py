@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from mlm.checkpoint.native.compare import row_blocks
 from mlm.checkpoint.native.slices import Read, Region
-from mlm.convert.sources import Source
+from mlm.convert.source import Source
 from mlm.models.backbone import Transformer
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
+from mlm.models.shape import is_tied
 from mlm.models.stage import PipelineStage
 from mlm.parallel.mesh import Axis
 from mlm.util.errors import CheckFailedError
@@ -26,7 +27,7 @@ def compare(source: Source, target: Source, dtype: torch.dtype) -> str:
     `dtype` is the target's. Raises CheckFailedError for a difference.
     """
     wanted = {name: one for name, one in source.parameters.items() if name not in source.filled}
-    reads = [("", source.read, target.read)]
+    reads: list[tuple[str, Read, Read]] = [("", source.read, target.read)]
     reads += [(f"{name} of ", source.moments[name], read) for name, read in target.moments.items()]
     size = len(reads) * sum(one.num_bytes for one in wanted.values())
     with progress_bar("comparing", size, in_bytes=True) as advance:
@@ -83,7 +84,7 @@ def outputs(model: ModelConfig, read: Read) -> Tensor:
     x = last.run_layers(x, None, None).squeeze(1)
     if model.head != "language_model" or not family_of(model.kind).causal:
         return x
-    table = "token.weight" if model.is_tied else "output.weight"
+    table = "token.weight" if is_tied(model) else "output.weight"
     parts = [x @ read(table, region).t() for region in _blocks(table, (model.vocab_size, model.hidden_size))]
     return torch.cat(parts, 1)
 

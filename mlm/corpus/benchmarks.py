@@ -73,17 +73,16 @@ def read_set(entry: str, name: str) -> Iterator[EvaluationText]:
         )
     if (size := path.stat().st_size) > MAX_BYTES:
         raise UserError(f"{KEY}={entry} has {size} bytes, {MAX_BYTES} is the limit: name an evaluation set")
-    # not splitlines(), which would also split at U+2028 and its like inside a text
-    read = articles(read_input_text(path).split("\n")) if path.suffix in PLAIN else read_strings(path)
-    return (EvaluationText(name, place, text) for place, text in read)
-
-
-def read_strings(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (place, text) of every string of a file of records that counts as text."""
-    for location, record in read_records(path):
-        place = location.rpartition(":")[2]
-        for text in strings(record):
-            yield f"line {place}" if place.isdigit() else place, text
+    if path.suffix in PLAIN:
+        # not splitlines(), which would also split at U+2028 and its like inside a text
+        read = articles(read_input_text(path).split("\n"))
+        return (EvaluationText(name, place, text) for place, text in read)
+    located = ((place.rpartition(":")[2], record) for place, record in read_records(path))
+    return (
+        EvaluationText(name, f"line {place}" if place.isdigit() else place, text)
+        for place, record in located
+        for text in strings(record)
+    )
 
 
 def strings(record: Any) -> Iterator[str]:

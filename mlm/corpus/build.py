@@ -17,50 +17,45 @@ from mlm.corpus.read.finding import find_inputs
 from mlm.corpus.read.records import Input
 from mlm.corpus.read.shards import group, input_lines, parts_of_text, split_inputs, with_digests
 from mlm.corpus.stages.plan import EVALUATION, TOKENIZER, BuildPlan, make_plan, shard_bytes
-from mlm.corpus.stages.publish import (
-    outcome,
-    publish,
-    reject_empty_parts,
-    summary,
-    warn,
-    write_rejected,
-)
+from mlm.corpus.stages.publish import outcome, publish, reject_empty_parts, summary, write_rejected
 from mlm.corpus.stages.run import run_stages
 from mlm.data.corpus_files import MARKER, parse_split
-from mlm.data.receipt import INPUTS, RECEIPT, Receipt, check_corpus, damaged_file, read_receipt, write_receipt
+from mlm.data.receipt import INPUTS, RECEIPT, Receipt, damaged_file, read_receipt, write_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import UserError, writing_to
 from mlm.util.files import digest_bytes, write_atomic
 from mlm.util.lock import Lock
 from mlm.util.ownership import claim_folder, claim_problems, delete_owned
-from mlm.util.terminal import Screen, one_line
-
-__all__ = ["check_corpus", "run_build"]
+from mlm.util.terminal import console, one_line
 
 LOCK = ".lock"
 WORK = "work"
+"""Folder in `out` of the files between the stages."""
+NOTHING_KEPT_OUT = (
+    "no evaluation set is kept out of this corpus: set decontaminate.against=[wikitext103,lambada] to have "
+    "scores on them mean something"
+)
 
 
-def run_build(config: DataBuildConfig, console: Console | None = None) -> Receipt:
+def run_build(config: DataBuildConfig, screen: Console | None = None) -> Receipt:
     """Write a corpus folder, its receipt last; return the receipt. Does nothing if the corpus is there.
 
     Finished tasks of an interrupted build are reused. Raises UserError: bad input, an empty part, or a folder
     that holds something else.
     """
-    console = console or Screen()
+    screen = screen or console()
     parse_split(config.split)
     tokenizer = Tokenizer.load(config.tokenizer, eod=config.eod)
     if config.prepend_bos and tokenizer.bos_id is None:
         begin = one_line(tokenizer.name_of(tokenizer.eod_id))
-        note = f"documents begin with {begin}: the tokenizer declares no beginning of a sequence"
-        console.print(note, soft_wrap=True, markup=False, highlight=False)
+        screen.print(f"documents begin with {begin}: the tokenizer declares no beginning of a sequence")
     if tokenizer.opening and not config.prepend_bos:
         begin = one_line(tokenizer.decode(tokenizer.opening))
         note = f"the tokenizer puts {begin} before a text, and these documents begin without it"
-        console.print(f"{note}: prepend_bos=true adds it", soft_wrap=True, markup=False, highlight=False)
-    listing, out, work = find_inputs(config), Path(config.out), work_folder(config)
+        screen.print(f"{note}: prepend_bos=true adds it")
+    listing, out, work = find_inputs(config), Path(config.out), Path(config.out, WORK)
     if (warning := listing.warning()) is not None:
-        console.print(warning, soft_wrap=True, markup=False)
+        screen.print(warning)
     with writing_to(str(out)), ExitStack() as stack:
         (_, claim), (_, claim_of_work) = claims(config, tokenizer)
         claim_folder(out, **claim)
@@ -68,12 +63,12 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
         inputs = with_digests(listing.inputs)
         parts = parts_of_text(inputs, parse_split(config.split), config.max_document_bytes)
         if parts is not None:
-            print_split_of_one_text(config, console)
+            print_split_of_one_text(config, screen)
         config = with_min_tokens(config, is_one_text=parts is not None)
         evaluation = dump_benchmarks(read_benchmarks(config.decontaminate.against))
         made_of = ingredients(config, inputs, tokenizer, digest_bytes(evaluation) if evaluation else None)
         if (receipt := reusable(out, made_of)) is not None:
-            console.print(f"{out} is up to date", soft_wrap=True)
+            screen.print(f"{out} is up to date")
         else:
             claim_folder(work, **claim_of_work)
             write_atomic(work / TOKENIZER, tokenizer.content)
@@ -82,16 +77,12 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
             shards = parts or split_inputs(inputs, size)
             plan = make_plan(config, work, shards, group(shards, size), made_of)
             write_atomic(out / MARKER, b"")
-            receipt = build(plan, inputs, listing.account(), made_of, out, console)
-        warn(config, console)
+            receipt = build(plan, inputs, listing.account(), made_of, out, screen)
+        if config.dedup.enabled and not config.decontaminate.against:
+            screen.print(NOTHING_KEPT_OUT)
         if (kept := delete_work(config)) is not None:
-            console.print(kept, soft_wrap=True, markup=False, highlight=False)
+            screen.print(kept)
     return receipt
-
-
-def work_folder(config: DataBuildConfig) -> Path:
-    """Folder of the files between the stages."""
-    return Path(config.out, WORK)
 
 
 def preflight(config: DataBuildConfig) -> list[str]:
@@ -108,14 +99,14 @@ def claims(config: DataBuildConfig, tokenizer: Tokenizer) -> list[tuple[Path, di
     reads = [config.input, *config.decontaminate.against]
     return [
         (Path(config.out), {"kind": "corpus", "inputs": reads, "same": {TOKENIZER: tokenizer.content}}),
-        (work_folder(config), {"kind": "corpus-work", "inputs": [*reads, config.tokenizer]}),
+        (Path(config.out, WORK), {"kind": "corpus-work", "inputs": [*reads, config.tokenizer]}),
     ]
 
 
 def delete_work(config: DataBuildConfig) -> str | None:
     """Delete the files between the stages; return a line on what is left, None if nothing is."""
     reads = [config.input, config.tokenizer, *config.decontaminate.against, config.out]
-    return delete_owned(work_folder(config), "corpus-work", inputs=reads)
+    return delete_owned(Path(config.out, WORK), "corpus-work", inputs=reads)
 
 
 def with_min_tokens(config: DataBuildConfig, *, is_one_text: bool) -> DataBuildConfig:
@@ -129,14 +120,12 @@ def with_min_tokens(config: DataBuildConfig, *, is_one_text: bool) -> DataBuildC
     return replace(config, filter=replace(config.filter, min_tokens=least))
 
 
-def print_split_of_one_text(config: DataBuildConfig, console: Console) -> None:
+def print_split_of_one_text(config: DataBuildConfig, screen: Console) -> None:
     """Print how an input of one text is split, and the rule that is off for its parts."""
     off = "; filter.min_tokens=auto is off, a number applies" if config.filter.min_tokens == "auto" else ""
-    console.print(
+    screen.print(
         f"input={config.input} is one text: split into consecutive parts by split={config.split}, at ends "
-        f"of paragraphs if there are any{off}",
-        soft_wrap=True,
-        markup=False,
+        f"of paragraphs if there are any{off}"
     )
 
 
@@ -146,7 +135,7 @@ def build(
     not_read: dict[str, Any],
     made_of: Receipt,
     out: Path,
-    console: Console,
+    screen: Console,
 ) -> Receipt:
     """Run the stages and publish their output."""
     run_stages(plan, plan.config.workers or len(os.sched_getaffinity(0)))
@@ -157,7 +146,7 @@ def build(
     write_atomic(out / INPUTS, input_lines(inputs))
     receipt = write_receipt(out, made_of | facts, [*names, TOKENIZER, INPUTS, *write_rejected(plan, out)])
     (out / MARKER).unlink()
-    console.print(summary(out, receipt))
+    screen.print(summary(out, receipt))
     return receipt
 
 
@@ -166,10 +155,7 @@ def ingredients(
 ) -> Receipt:
     """Everything that the output is a function of; `evaluation` is the digest of the texts to keep out."""
     values = to_dict(config)
-    settings = (
-        *("text_key", "bad_input", "max_document_bytes"),
-        *("append_eod", "eod", "prepend_bos", "sentences"),
-    )
+    keys = ("text_key", "bad_input", "max_document_bytes", "append_eod", "eod", "prepend_bos", "sentences")
     is_divided = not any(item.split for item in inputs)
     return {
         "format": "mlm-corpus-2",
@@ -177,7 +163,7 @@ def ingredients(
         "vocab_size": tokenizer.vocab_size,
         "eod_id": tokenizer.eod_id,
         "bos_id": tokenizer.bos_id,
-        **{key: values[key] for key in settings},
+        **{key: values[key] for key in keys},
         "recipe": {key: values[key] for key in ("normalise", "filter", "dedup", "decontaminate")},
         "evaluation_texts": evaluation,
         "split": list(parse_split(config.split)) if is_divided else None,

@@ -1,4 +1,4 @@
-"""Run specs of the commands of `mlm data`: frozen dataclasses, one docstring per field; their checks."""
+"""The run spec of `mlm data build`."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -14,37 +14,12 @@ from mlm.config.fields import (
     InputPath,
     OnlyIf,
     OutFolder,
-    OutPlace,
-    ResultFile,
 )
-from mlm.data.config import SPLITS, DataPath, StoredPath
-from mlm.util.errors import Problem
+from mlm.data.config import SPLITS, StoredPath
 
 MAX_DOCUMENT_BYTES = 1 << 26
 ENABLED, AGAINST, CUT = OnlyIf("enabled"), OnlyIf("against"), OnlyIf("action", "cut")
 HUB = OnlyIf("input", "hub:*")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataTokenizerConfig:
-    """The run spec of `mlm data tokenizer`: train a tokenizer on text, or convert a foreign one."""
-
-    input: StoredPath
-    """Text as `mlm data build` takes it (held-out parts of a folder are not read), or a tokenizer to take
-    over: a folder with vocab.json and merges.txt, a vocab.txt, or a tokenizer.json."""
-    out: OutPlace
-    """tokenizer.json to write, or the folder to write it in."""
-    kind: Literal["bpe", "wordpiece"] = "bpe"
-    """bpe: byte-level BPE as GPT-2's; wordpiece: as BERT's."""
-    vocab_size: int = 8192
-    """Tokens to learn, special tokens and bytes or letters among them: at least 257 for bpe."""
-    lowercase: Annotated[bool, OnlyIf("kind", "wordpiece")] = True
-    """Lowercase text and strip accents in training of kind=wordpiece (bert-*-uncased does). For an imported
-    vocab.txt the tokenizer_config.json beside it decides, else the absence of capitals in its tokens."""
-    text_key: str = "text"
-    """Key (or column) that holds a document's text."""
-    eod: str | None = None
-    """End-of-document token of a tokenizer to take over; null finds it by its name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,63 +160,3 @@ class DataBuildConfig:
     filter: FilterConfig = field(default_factory=FilterConfig)
     dedup: DedupConfig = field(default_factory=DedupConfig)
     decontaminate: DecontaminateConfig = field(default_factory=DecontaminateConfig)
-
-
-MAX_BANDS = 1024  # a task and a column of keys each
-
-
-def check_build(config: DataBuildConfig) -> list[Problem]:
-    """Problems of `mlm data build` between its settings."""
-    problems = []
-    decontaminate, rules = config.decontaminate, config.filter
-    if (bands := config.dedup.bands) > MAX_BANDS:
-        problem = f"dedup.bands={bands} is above {MAX_BANDS}"
-        problems.append(Problem(("dedup.bands",), problem, "lower it, and dedup.rows with it"))
-    if decontaminate.min_ngram > decontaminate.ngram:
-        problems.append(
-            Problem(
-                ("decontaminate.min_ngram", "decontaminate.ngram"),
-                f"decontaminate.min_ngram={decontaminate.min_ngram} is above "
-                f"decontaminate.ngram={decontaminate.ngram}",
-                "lower it",
-            )
-        )
-    if not decontaminate.parts or not set(decontaminate.parts) <= set(SPLITS):
-        parts, fix = f"[{','.join(decontaminate.parts)}]", f"name some of {', '.join(SPLITS)}"
-        problems.append(Problem.at("decontaminate.parts", parts, "must be parts of a corpus", fix))
-    for low, high in (("min_words", "max_words"), ("min_mean_word_length", "max_mean_word_length")):
-        least, most = getattr(rules, low), getattr(rules, high)
-        if least is not None and most is not None and least > most:
-            problem = f"filter.{low}={least} is above filter.{high}={most}: no document could pass"
-            problems.append(Problem((f"filter.{low}", f"filter.{high}"), problem))
-    return problems
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataInspectConfig:
-    """The run spec of `mlm data inspect`: what a corpus holds."""
-
-    path: DataPath
-    """Corpus folder, or prefix of a .bin/.idx pair."""
-    tokenizer: InputPath | None = None
-    """Tokenizer to decode samples with; null takes tokenizer.json beside the corpus, if there is one."""
-    samples: Annotated[int, NOT_NEGATIVE, OnlyIf("token", None)] = 3
-    """Documents to decode, spread over the corpus; 0 decodes none."""
-    document: int | None = None
-    """Number of a document to show whole; path is then a prefix, or a folder's train part is taken."""
-    token: Annotated[int | None, OnlyIf("document", None)] = None
-    """As `document`, by the number of one of its tokens."""
-    out: ResultFile | None = None
-    """JSON file for the same facts; null writes none."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataVerifyConfig:
-    """The run spec of `mlm data verify`: is a corpus whole?"""
-
-    path: DataPath
-    """Corpus folder, or prefix of a .bin/.idx pair."""
-    vocab_size: int | None = None
-    """Token ids must be below it; null takes the receipt's or the tokenizer's beside the corpus."""
-    out: ResultFile | None = None
-    """JSON file for the verdict; null writes none."""

@@ -107,7 +107,7 @@ def duplicates_in(
         text = text_of(document)
         digest = xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
         if digest not in decided:
-            hashes = shingles_of(text, config)
+            hashes = shingles(text, ngram=config.ngram, unit=config.unit)
             similar = kept.first_similar(hashes, proposing)
             if similar is None:
                 kept.add(document, hashes, proposing)
@@ -117,11 +117,6 @@ def duplicates_in(
             decided[digest] = similar
         duplicates.append(Duplicate(document, *decided[digest]))
     return duplicates
-
-
-def shingles_of(text: str, config: DedupConfig) -> Hashes:
-    """Return the set of shingles of a text."""
-    return shingles(text, ngram=config.ngram, unit=config.unit)
 
 
 @dataclass(slots=True)
@@ -197,7 +192,8 @@ class _KeptDocuments:
         if position in self.cache:
             self.cache.move_to_end(position)
             return self.cache[position]
-        hashes = shingles_of(self.text_of(self.documents[position]), self.config)
+        text, config = self.text_of(self.documents[position]), self.config
+        hashes = shingles(text, ngram=config.ngram, unit=config.unit)
         self._remember(position, hashes)
         return hashes
 

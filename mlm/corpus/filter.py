@@ -34,6 +34,7 @@ model is a NumPy archive, loaded without pickle.
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import fields
 from functools import cached_property, lru_cache
 from types import ModuleType
 from typing import Any
@@ -57,9 +58,8 @@ class Cleaner:
 
     def __init__(self, normalise: NormaliseConfig, filter: FilterConfig) -> None:
         self.fixes, self.rules = normalise.ftfy, active_rules(filter)
-        self.is_wanted = (
-            LanguageFilter(normalise.languages, normalise.min_language_score) if normalise.languages else None
-        )
+        languages, least = normalise.languages, normalise.min_language_score
+        self.is_wanted = LanguageFilter(languages, least) if languages else None
 
     def __call__(self, text: str) -> tuple[str, str | None]:
         """Return the fixed text, and `language` or the key of FilterConfig that drops it; None to keep it.
@@ -68,9 +68,8 @@ class Cleaner:
         """
         if self.fixes:
             text = fix_text(text)
-        if not text or text.isspace():
-            return text, broken_rule(text, self.rules)
-        if self.is_wanted is not None and not self.is_wanted(text):
+        is_blank = not text or text.isspace()
+        if not is_blank and self.is_wanted is not None and not self.is_wanted(text):
             return text, LANGUAGE
         return text, broken_rule(text, self.rules)
 
@@ -136,15 +135,11 @@ class LanguageFilter:
         setting = f"normalise.languages=[{','.join(languages)}]"
         self.detector = detector(load_extra("py3langid.langid", setting))
         self.languages, self.least_score = frozenset(languages), least_score
-        for code in languages:
-            if code not in self.detector.labels:
-                raise UserError(f"{setting}: {code} is not the code of a known language: {self.hint(code)}")
-
-    def hint(self, code: str) -> str:
-        """Suggest a code instead of an unknown one."""
         known = self.detector.labels
-        near = code[:2].lower() if code[:2].lower() in known else nearest(code, known)
-        return f"did you mean {near}?" if near else f"name some of {', '.join(sorted(known))}"
+        for code in (code for code in languages if code not in known):
+            near = code[:2].lower() if code[:2].lower() in known else nearest(code, known)
+            hint = f"did you mean {near}?" if near else f"name some of {', '.join(sorted(known))}"
+            raise UserError(f"{setting}: {code} is not the code of a known language: {hint}")
 
     def __call__(self, text: str) -> bool:
         """True if a text is in one of the languages."""
@@ -173,14 +168,14 @@ LETTER = re.compile(r"[^\W\d_]")
 
 
 class Measures:
-    """Statistics of a text that the rules test, counted when first asked for."""
+    """What the rules measure of a text, counted when first asked for."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
     @cached_property
-    def _counts(self) -> Counter[str]:
-        """Statistics of words: their number, their letters, words with a letter, different stop words."""
+    def counts(self) -> Counter[str]:
+        """Words (separated by white space), their letters, words with a letter, different stop words."""
         counts, stop_words = Counter[str](), set[str]()
         for piece in pieces_of(self.text):
             words = piece.split()
@@ -196,62 +191,30 @@ class Measures:
         """Lines with something on them, stripped."""
         return [line for line in map(str.strip, self.text.splitlines()) if line]
 
-    @property
-    def words(self) -> int:
-        """Number of words, separated by white space."""
-        return self._counts["words"]
+    def of_words(self, count: int) -> float:
+        """Return a count per word."""
+        return count / self.counts["words"]
 
-    @property
-    def mean_word_length(self) -> float:
-        """Mean length of a word in letters, punctuation included."""
-        return self._counts["letters"] / self.words
-
-    @property
-    def symbol_ratio(self) -> float:
-        """`#`, or ellipses, per word: the greater of the two."""
-        count = self.text.count
-        return max(count("#"), sum(map(count, ELLIPSES))) / self.words
-
-    @property
-    def alphabetic_words(self) -> float:
-        """Share of words with a letter."""
-        return self._counts["alphabetic"] / self.words
-
-    @property
-    def stop_words(self) -> int:
-        """Number of STOP_WORDS that occur."""
-        return self._counts["stop words"]
-
-    @property
-    def bullet_lines(self) -> float:
-        """Share of lines that begin with a bullet."""
-        return sum(line.startswith(BULLETS) for line in self.lines) / len(self.lines)
-
-    @property
-    def ellipsis_lines(self) -> float:
-        """Share of lines that end with an ellipsis."""
-        return sum(line.endswith(ELLIPSES) for line in self.lines) / len(self.lines)
-
-    @property
-    def duplicate_lines(self) -> float:
-        """Share of lines that repeat an earlier one."""
-        return 1 - len(set(self.lines)) / len(self.lines)
+    def of_lines(self, is_meant: Callable[[str], bool]) -> float:
+        """Return the share of lines that a test is true for."""
+        return sum(map(is_meant, self.lines)) / len(self.lines)
 
 
-RULES: dict[str, Callable[[Measures, float], bool]] = {
-    "min_words": lambda text, limit: text.words < limit,
-    "max_words": lambda text, limit: text.words > limit,
-    "min_mean_word_length": lambda text, limit: text.mean_word_length < limit,
-    "max_mean_word_length": lambda text, limit: text.mean_word_length > limit,
-    "max_symbol_ratio": lambda text, limit: text.symbol_ratio > limit,
-    "max_bullet_lines": lambda text, limit: text.bullet_lines > limit,
-    "max_ellipsis_lines": lambda text, limit: text.ellipsis_lines > limit,
-    "min_alphabetic_words": lambda text, limit: text.alphabetic_words < limit,
-    "min_stop_words": lambda text, limit: text.stop_words < limit,
-    "max_duplicate_lines": lambda text, limit: text.duplicate_lines > limit,
+MEASURES: dict[str, Callable[[Measures], float]] = {
+    "words": lambda text: text.counts["words"],
+    "mean_word_length": lambda text: text.of_words(text.counts["letters"]),
+    # `#`, or ellipses: the greater of the two
+    "symbol_ratio": lambda text: text.of_words(
+        max(text.text.count("#"), sum(map(text.text.count, ELLIPSES)))
+    ),
+    "bullet_lines": lambda text: text.of_lines(lambda line: line.startswith(BULLETS)),
+    "ellipsis_lines": lambda text: text.of_lines(lambda line: line.endswith(ELLIPSES)),
+    "alphabetic_words": lambda text: text.of_words(text.counts["alphabetic"]),
+    "stop_words": lambda text: text.counts["stop words"],
+    "duplicate_lines": lambda text: 1 - len(set(text.lines)) / len(text.lines),
 }
-"""Tests for a text that breaks a rule, by the key of FilterConfig that holds the limit."""
-NEED_NO_WORDS = frozenset(("min_words", "max_words"))
+"""Measures by their names in FilterConfig, without min_ or max_."""
+RULES = tuple(each.name for each in fields(FilterConfig) if each.name != "min_tokens")
 
 
 def active_rules(config: FilterConfig) -> dict[str, float]:
@@ -264,6 +227,9 @@ def broken_rule(text: str, rules: dict[str, float]) -> str | None:
     """Return the first rule that a text breaks, None if it passes all."""
     measures = Measures(text)
     for rule, limit in rules.items():
-        if (rule in NEED_NO_WORDS or measures.words) and RULES[rule](measures, limit):
-            return rule
+        side, _, name = rule.partition("_")
+        if name == "words" or measures.counts["words"]:
+            value = MEASURES[name](measures)
+            if value < limit if side == "min" else value > limit:
+                return rule
     return None

@@ -1,23 +1,21 @@
-"""`mlm data verify`: an integrity check of a corpus.
+"""An integrity check of a corpus.
 
 Every byte is read, once: the tokens are checked while they are digested. Memory stays constant.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from mlm.corpus.config import DataVerifyConfig
 from mlm.data.corpus_files import TOKENIZER, corpora_at, eod_of, size_of, tokenizer_beside
 from mlm.data.indexed import REBUILD, IndexedDataset, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, Receipt, read_receipt
-from mlm.util.errors import CheckFailedError, CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import digest_file, digest_name
-from mlm.util.results import target_name, write_result
-from mlm.util.terminal import Advance, add_row, console, one_line, progress_bar, table
+from mlm.util.terminal import Advance, one_line, progress_bar
 
 BLOCK = 1 << 22  # bytes read at a time: 4 MiB, whole tokens
 
@@ -46,35 +44,24 @@ class Expected:
         return dict((self.receipt or {}).get(section, {}).get(name, {}))
 
 
-def run_verify(config: DataVerifyConfig) -> None:
-    """Read a whole corpus, print a table, write out. Raises CheckFailedError if a check fails."""
-    folder, prefixes = corpora_at(config.path)
-    checks, expected = expectations(config, folder)
-    pairs = [path(prefix) for prefix in prefixes for path in (idx_path, bin_path)]
-    listed = (expected.receipt or {}).get("files", {}) if Path(config.path).is_dir() else ()
-    others = [path for name in listed if (path := folder / name) not in pairs]
+def verify_corpus(path: str, vocab_size: int | None) -> tuple[Path, list[FileCheck]]:
+    """Read a whole corpus; return its folder and all checks. Token ids must be below `vocab_size`, if given.
+
+    Raises UserError if there is no corpus.
+    """
+    folder, prefixes = corpora_at(path)
+    checks, expected = expectations(vocab_size, folder)
+    pairs = [part(prefix) for prefix in prefixes for part in (idx_path, bin_path)]
+    listed = (expected.receipt or {}).get("files", {}) if Path(path).is_dir() else ()
+    others = [other for name in listed if (other := folder / name) not in pairs]
     with progress_bar("verifying", sum(map(size_of, (*pairs, *others))), in_bytes=True) as advance:
         for prefix in prefixes:
             checks += check_pair(prefix, expected, advance)
-        checks += [check_digest(path, expected, advance) for path in others]
-    errors = [check for check in checks if check.state == "error"]
-    if config.out is not None:
-        facts = {"whole": not errors, "checks": [asdict(check) for check in checks]}
-        write_result(config.out, {"task": "data verify", "path": config.path, **facts})
-    made = table(f"data verify · {config.path}", "file", "check", "", "")
-    for check in checks:
-        add_row(made, check.file, check.name, check.state, check.detail)
-    console().print(made)
-    if config.out is not None:
-        console().print(f"written to {target_name(config.out)}")
-    if errors:
-        more = f" (and {len(errors) - 1} more)" if errors[1:] else ""
-        raise CheckFailedError(
-            f"{folder / errors[0].file}: {errors[0].detail}{more}: restore it from a copy, or write it again"
-        )
+        checks += [check_digest(other, expected, advance) for other in others]
+    return folder, checks
 
 
-def expectations(config: DataVerifyConfig, folder: Path) -> tuple[list[FileCheck], Expected]:
+def expectations(vocab_size: int | None, folder: Path) -> tuple[list[FileCheck], Expected]:
     """Return the facts in receipt and tokenizer; a damaged one is itself an error."""
     checks, receipt, tokenizer = list[FileCheck](), None, None
     try:
@@ -86,7 +73,6 @@ def expectations(config: DataVerifyConfig, folder: Path) -> tuple[list[FileCheck
         tokenizer = tokenizer_beside(folder)
     except UserError as error:
         checks.append(failed(error, folder / TOKENIZER, "tokenizer"))
-    vocab_size = config.vocab_size
     if vocab_size is None and receipt is not None:
         vocab_size = receipt["vocab_size"]
     if vocab_size is None and tokenizer is not None:
@@ -127,7 +113,10 @@ def check_pair(prefix: Path, expected: Expected, advance: Advance) -> list[FileC
     limit = expected.vocab_size
     ids = ("ok", f"below {limit:,}") if limit is not None else ("note", "no vocabulary known: set vocab_size")
     if outside is not None:
-        ids = "error", describe(*outside, corpus, limit)
+        token, position = outside
+        document, bound = corpus.document_of(position), f"not below vocab_size={limit}"
+        where = f"document {document}, token {position - corpus.first_token(document)} of it"
+        ids = "error", f"{where}, is {token}, {'negative' if token < 0 else bound}"
     return [
         FileCheck(idx.name, "format", "ok", f"{corpus.dtype.name}, {corpus.num_documents:,} documents"),
         FileCheck(tokens.name, "token ids", *ids),
@@ -158,13 +147,6 @@ def scan_tokens(
             position += len(ids)
             advance(len(block))
     return digest_name(digest), outside, None if expected.eod_id is None else end_tokens
-
-
-def describe(token: int, position: int, corpus: IndexedDataset, limit: int | None) -> str:
-    """Describe a wrong token and its position."""
-    bound = "negative" if token < 0 else f"not below vocab_size={limit}"
-    document = corpus.document_of(position)
-    return f"document {document}, token {position - corpus.first_token(document)} of it, is {token}, {bound}"
 
 
 def check_digest(path: Path, expected: Expected, advance: Advance, digest: str | None = None) -> FileCheck:

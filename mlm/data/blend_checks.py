@@ -67,9 +67,17 @@ def blend_problems(data: DataConfig) -> list[Problem]:
     if len(entries) > MAX_SOURCES:
         problem = f"data.blend names {len(entries)} corpora, {MAX_SOURCES} is the limit"
         problems.append(Problem(BLEND, problem, "join some"))
-    of_entries = [problem_of_weight(e) or problem_of_path(e) for e in entries]
-    problems += [problem for problem in of_entries if problem]
-    problems += problems_of_repeats(entries)
+    seen: dict[Path, Entry] = {}
+    for e in entries:
+        if e.weight is not None and not (math.isfinite(e.weight) and e.weight > 0):
+            problem = f"data.blend: '{e.text}' has the weight {e.weight:g}, which must be above 0 and finite"
+            problems.append(Problem(BLEND, problem, "leave the entry out" if e.weight == 0 else HOW))
+        elif (missing := problem_of_path(e)) is not None:
+            problems.append(missing)
+    for e in entries:
+        if (first := seen.setdefault(e.prefix.resolve(), e)) is not e:
+            same = f"data.blend: '{first.text}' and '{e.text}' are the same corpus"
+            problems.append(Problem(BLEND, same, "name it once, with the sum of the weights"))
     if any(is_stored(e.path) for e in entries):
         problems += filter(None, [cache_problem(data, "data.blend")])
     weights = [e.weight for e in entries if e.weight is not None]
@@ -83,14 +91,6 @@ def blend_problems(data: DataConfig) -> list[Problem]:
             )
         )
     return problems
-
-
-def problem_of_weight(e: Entry) -> Problem | None:
-    """The problem of a weight that is not a positive, finite number."""
-    if e.weight is None or (math.isfinite(e.weight) and e.weight > 0):
-        return None
-    problem = f"data.blend: '{e.text}' has the weight {e.weight:g}, which must be above 0 and finite"
-    return Problem(BLEND, problem, "leave the entry out" if e.weight == 0 else HOW)
 
 
 def problem_of_path(e: Entry) -> Problem | None:
@@ -109,18 +109,6 @@ def problem_of_path(e: Entry) -> Problem | None:
     if not missing:
         return None
     return Absent(BLEND, f"data.blend: '{e.text}': {' and '.join(missing)}: not there", WRITE_ONE)
-
-
-def problems_of_repeats(entries: Sequence[Entry]) -> list[Problem]:
-    """Problems of corpora that are listed twice, and would be read twice."""
-    seen: dict[Path, Entry] = {}
-    problems = []
-    for e in entries:
-        first = seen.setdefault(e.prefix.resolve(), e)
-        if first is not e:
-            same = f"data.blend: '{first.text}' and '{e.text}' are the same corpus"
-            problems.append(Problem(BLEND, same, "name it once, with the sum of the weights"))
-    return problems
 
 
 def corpus_names(prefixes: Sequence[Path]) -> list[str]:

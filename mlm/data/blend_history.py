@@ -17,11 +17,9 @@ from mlm.data.blend import MAX_SAMPLES, samples_per_source
 from mlm.data.blend_checks import MAX_SOURCES
 from mlm.util.files import DIGEST, whole_number
 
-MAX_SEGMENTS = 1000
 MAX_TEXT = 4096  # letters of a name or path
 SAME_SHARE = 1e-9  # weights written as 3, 7 and as 0.3, 0.7 differ in the last bits
 ORDERS = (0, 1)
-DIGESTS = ("digest", "tokens", "sampled", "receipt", "recipe", "tokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +55,6 @@ class BlendSource:
         pairs = ((self.tokens, other.tokens), (self.sampled, other.sampled))
         return self.digest == other.digest and all(not (a and b) or a == b for a, b in pairs)
 
-    def has_path_of(self, other: "BlendSource") -> bool:
-        """True if both have the same path."""
-        return os.path.realpath(self.path) == os.path.realpath(other.path)
-
 
 @dataclass(frozen=True)
 class Segment:
@@ -80,28 +74,25 @@ def continue_history(history: History, now: Sequence[BlendSource], consumed: int
     """
     while history and history[-1].from_sample == consumed:  # nothing was read of it
         history = history[:-1]
-    if history and is_same_blend(history[-1].sources, now):
-        begin, then = history[-1].from_sample, history[-1].sources
+    then = history[-1].sources if history else ()
+    is_same = len(then) == len(now) and all(
+        a.is_same(b) and math.isclose(a.weight, b.weight, rel_tol=SAME_SHARE)
+        for a, b in zip(then, now, strict=True)
+    )
+    if history and is_same:
         # a corpus may have moved; its weight is kept to the last bit
         kept = [
             replace(s, weight=old.weight, first=old.first, order=old.order)
             for s, old in zip(now, then, strict=True)
         ]
-        return (*history[:-1], Segment(begin, tuple(kept)))
-    begun = tuple(
-        replace(s, first=samples_read(history, s, consumed), order=order_of(history, s)) for s in now
-    )
-    return (*history, Segment(consumed, begun))
-
-
-def is_same_blend(then: Sequence[BlendSource], now: Sequence[BlendSource]) -> bool:
-    """True for the same corpora in the same order, with the same weights."""
-    if len(then) != len(now):
-        return False
-    return all(
-        a.is_same(b) and math.isclose(a.weight, b.weight, rel_tol=SAME_SHARE)
-        for a, b in zip(then, now, strict=True)
-    )
+        return (*history[:-1], Segment(history[-1].from_sample, tuple(kept)))
+    begun = list[BlendSource]()
+    for source in now:
+        # the order is the one by which the corpus was read, if it was
+        known = (old for segment in reversed(history) for old in segment.sources if old.is_same(source))
+        order = next((old.order for old in known), source.order)
+        begun.append(replace(source, first=samples_read(history, source, consumed), order=order))
+    return (*history, Segment(consumed, tuple(begun)))
 
 
 def samples_read(history: History, source: BlendSource, consumed: int) -> int:
@@ -114,12 +105,6 @@ def samples_read(history: History, source: BlendSource, consumed: int) -> int:
                 return known.first + int(samples_per_source(weights, end - segment.from_sample)[i])
         end = segment.from_sample
     return 0
-
-
-def order_of(history: History, source: BlendSource) -> int:
-    """Return the rule of the sample order of a corpus: the one it was read by, if it was."""
-    known = (old for segment in reversed(history) for old in segment.sources if old.is_same(source))
-    return next((old.order for old in known), source.order)
 
 
 def seed_of(source: BlendSource, seed: int) -> int:
@@ -147,7 +132,8 @@ def changed_corpus_problem(history: History, now: Sequence[BlendSource]) -> str 
     for source in now:
         if any(old.is_same(source) for old in known):
             continue
-        old = next((old for old in known if old.has_path_of(source)), None)
+        path = os.path.realpath(source.path)
+        old = next((old for old in known if os.path.realpath(old.path) == path), None)
         if old is not None:
             suffix = "idx" if old.digest != source.digest else "bin"
             return (
@@ -193,7 +179,7 @@ def decode(saved: Any, consumed: int) -> History:
 
     Raises ValueError, KeyError or TypeError for anything else.
     """
-    if not isinstance(saved, list) or len(saved) > MAX_SEGMENTS:
+    if not isinstance(saved, list) or len(saved) > 1000:
         raise ValueError("its segments are not a list, or too many")
     history = tuple(_segment(value) for value in saved)
     edges = [*(segment.from_sample for segment in history), consumed + 1]
@@ -217,7 +203,7 @@ def _source(saved: Any) -> BlendSource:
         text = saved[name]
         if not isinstance(text, str) or not text.isprintable() or len(text) > MAX_TEXT:  # they are printed
             raise ValueError(f"{name} is not allowed")
-    for name in DIGESTS:
+    for name in ("digest", "tokens", "sampled", "receipt", "recipe", "tokenizer"):
         if known_digest(saved[name]) != saved[name]:
             raise ValueError(f"{name} is not a digest")
     if type(saved["weight"]) is not float or not 0 < saved["weight"] <= 1:

@@ -7,11 +7,10 @@ from pathlib import Path
 from mlm.data.chat_builtin import BUILT_IN, IM_END, IM_START, TURNS
 from mlm.data.chat_template import FILE, FOLDER, FOR_TOOLS, ChatTemplate
 from mlm.data.tokenizer import Tokenizer
-from mlm.data.tokenizer_settings import named_tokens, read_config
+from mlm.data.tokenizer_settings import SETTINGS, named_tokens, read_config
 from mlm.util.errors import UserError, reading_from
 from mlm.util.files import READABLE, decode_text, read_bounded
 
-SETTINGS = "tokenizer_config.json"
 DEFAULT = "default"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Names of templates, which become those of files."""

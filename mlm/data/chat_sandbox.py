@@ -25,6 +25,7 @@ BEGIN, END = "\ufdd0", "\ufdd1"
 """Around a rendered {% generation %} block: noncharacters, which no text holds."""
 MOST = 1 << 24
 """Letters or entries of a value that an operation may make; bits of a number."""
+TOO_LONG = f"it makes a text of more than {MOST:,} letters"
 GROWTH = 16
 """Letters of a text for each byte of its template and its conversation."""
 WIDE = re.compile(r"%[^%a-zA-Z]*(\d{7}|\*)|\{[^{}]*(\d{7}|\{)")
@@ -120,23 +121,21 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Compute `left ~ right`."""
         texts = [str(part) for part in parts]
         if sum(map(len, texts)) > MOST:
-            raise SecurityError(f"it makes a text of more than {MOST:,} letters")
+            raise SecurityError(TOO_LONG)
         return "".join(texts)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Return `format` or `format_map` of a text; None for what is neither."""
         wrapped = super().wrap_str_format(value)
         if wrapped is not None and WIDE.search(value.__self__):
-            raise SecurityError(f"it makes a text of more than {MOST:,} letters")
+            raise SecurityError(TOO_LONG)
         return wrapped
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Call a function or a method."""
-        text = getattr(__obj, "__self__", None)
-        if isinstance(text, str):
-            pads = __obj.__name__ in PADDING and any(isinstance(n, int) and n > MOST for n in args)
-            if pads:
-                raise SecurityError(f"it makes a text of more than {MOST:,} letters")
+        is_padding = isinstance(getattr(__obj, "__self__", None), str) and __obj.__name__ in PADDING
+        if is_padding and any(isinstance(n, int) and n > MOST for n in args):
+            raise SecurityError(TOO_LONG)
         return super().call(__context, __obj, *args, **kwargs)
 
 
@@ -164,10 +163,7 @@ def environment() -> Sandbox:
         undefined=MissingToken,
     )
     made.filters["tojson"] = as_json
-    made.globals |= {
-        "raise_exception": raise_exception,
-        "strftime_now": strftime_now,
-    }
+    made.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     return made
 
 

@@ -139,6 +139,7 @@ def encode_prompt(conversation: Conversation, tokenizer: Tokenizer, template: Ch
     return [int(id) for id in encoder([rendered.text])[0][0]]
 
 
+@dataclass(frozen=True)
 class AnswerFinder:
     """Finds the tokens of the answers in a rendered conversation.
 
@@ -147,16 +148,11 @@ class AnswerFinder:
     follow, it is found with PROBE in place of its text: what stays the same on both sides is not its own.
     """
 
-    def __init__(
-        self,
-        conversation: Conversation,
-        template: ChatTemplate,
-        rendered: Rendered,
-        special: re.Pattern[str] | None,
-    ) -> None:
-        self.conversation, self.template, self.rendered = conversation, template, rendered
-        self.special = special or re.compile(r"(?!)")
-        """Names of special tokens."""
+    conversation: Conversation
+    template: ChatTemplate
+    rendered: Rendered
+    special: re.Pattern[str]
+    """Names of special tokens."""
 
     def ranges(self, answers: Answers) -> Sequence[tuple[int, int]]:
         """Return first letter and end of each answer that is trained. Raises ChatError."""
@@ -308,7 +304,7 @@ class Speller:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.names = tokenizer, tokenizer.special_names
         longest = sorted(self.names, key=len, reverse=True)  # as the library finds them
-        self.known = re.compile("|".join(map(re.escape, longest))) if longest else None
+        self.known = re.compile("|".join(map(re.escape, longest)) or r"(?!)")
         self.numbers = {name: n for n, name in enumerate(self.names)}
 
     def hide(self, conversation: Conversation) -> tuple[Conversation, bool]:
@@ -337,15 +333,27 @@ class Speller:
 
     def encode(self, texts: Sequence[str]) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
         """Encode rendered texts with hidden names: see `Tokenizer.encode_marked`."""
-        return self.tokenizer.encode_private([self._shown(self._replaced(text, PRIVATE)) for text in texts])
+        shown = list[str]()
+        for text in texts:
+            text = self._replaced(text, PRIVATE)
+            for name, n in self.numbers.items():
+                text = text.replace(chr(WRITTEN + n) * len(name), name)
+            shown.append(text)
+        return self.tokenizer.encode_private(shown)
 
     def _replaced(self, text: str, first: int) -> str:
         def letters(found: re.Match[str]) -> str:
             return chr(first + self.numbers[found[0]]) * len(found[0])
 
-        return text if self.known is None else self.known.sub(letters, text)
+        return self.known.sub(letters, text)
 
-    def _shown(self, text: str) -> str:
-        for name, n in self.numbers.items():
-            text = text.replace(chr(WRITTEN + n) * len(name), name)
-        return text
+
+def end_of_turn_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that end an answer: `end_ids`, and what the template writes after an answer."""
+    question: list[dict[str, Any]] = [{"role": "user", "content": "question"}]
+    try:
+        text = template.render([*question, {"role": ASSISTANT, "content": "answer"}]).text
+    except ChatError:
+        text = ""  # reported where a conversation is rendered
+    after = tokenizer.encode_special(text.rpartition("answer")[2]) if "answer" in text else []
+    return tokenizer.end_ids | set([id for id in after if id in tokenizer.special_ids][:1])

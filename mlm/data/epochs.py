@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
@@ -21,33 +22,28 @@ Ids = NDArray[np.int64]
 Order = TypeVar("Order")
 
 
+@dataclass(eq=False)
 class EpochCache(Generic[Order]):
     """Orders of epochs: the last two in memory, large ones also in files that all processes map.
 
     The files are only an optimisation: damaged ones are rebuilt, a folder that cannot be written is done
     without, and of several processes one builds.
-
-    Args:
-        build: makes the order of an epoch.
-        pack: the order as one array, int64 [n].
-        unpack: the order of an epoch from that array; None if the array is not of this epoch.
-        folder: the folder of the files; None: nowhere.
-        name: beginning of the files' names.
-        key: everything the order is a function of but the epoch, in words; called when a file is needed.
     """
 
-    def __init__(
-        self,
-        build: Callable[[int], Order],
-        pack: Callable[[Order], Ids],
-        unpack: Callable[[int, Ids], Order | None],
-        *,
-        folder: Path | None,
-        name: str,
-        key: Callable[[], str],
-    ) -> None:
-        self._build, self._pack, self._unpack = build, pack, unpack
-        self._folder, self._name, self._key = folder, name, key
+    build: Callable[[int], Order]
+    """Makes the order of an epoch."""
+    pack: Callable[[Order], Ids]
+    """The order as one array, int64 [n]."""
+    unpack: Callable[[int, Ids], Order | None]
+    """The order of an epoch from that array; None if the array is not of this epoch."""
+    folder: Path | None
+    """The folder of the files; None: nowhere."""
+    name: str
+    """Beginning of the files' names."""
+    key: Callable[[], str]
+    """Everything the order is a function of but the epoch, in words; called when a file is needed."""
+
+    def __post_init__(self) -> None:
         self._epochs: dict[int, Order] = {}
 
     def get(self, epoch: int, *, is_large: bool) -> Order:
@@ -55,20 +51,22 @@ class EpochCache(Generic[Order]):
         if epoch not in self._epochs:
             while len(self._epochs) >= KEPT_EPOCHS:
                 self._epochs.pop(next(iter(self._epochs)), None)
-            stored = self._folder is not None and is_large
-            self._epochs[epoch] = self._load_or_build(epoch) if stored else self._build(epoch)
+            stored = self.folder is not None and is_large
+            self._epochs[epoch] = self._load_or_build(epoch) if stored else self.build(epoch)
         return self._epochs[epoch]
 
     def _load_or_build(self, epoch: int) -> Order:
-        path = self._path(epoch)
+        assert self.folder is not None
+        digest = digest_bytes(self.key().encode()).partition(":")[2]
+        path = self.folder / f"{self.name}-{digest}-epoch{epoch:05d}.npy"
         if (found := self._load(path, epoch)) is not None:
             return found
         with single_builder(path):  # another process may have built it meanwhile
             if (found := self._load(path, epoch)) is not None:
                 return found
-            built = self._build(epoch)
+            built = self.build(epoch)
             try:
-                save_checked(path, self._pack(built))
+                save_checked(path, self.pack(built))
             except OSError:
                 return built  # a read-only or full disk costs time at the next start, nothing else
             # mapped, its arrays are shared by all processes
@@ -76,12 +74,7 @@ class EpochCache(Generic[Order]):
 
     def _load(self, path: Path, epoch: int) -> Order | None:
         stored = load_checked(path)
-        return None if stored is None else self._unpack(epoch, stored)
-
-    def _path(self, epoch: int) -> Path:
-        assert self._folder is not None
-        digest = digest_bytes(self._key().encode()).partition(":")[2]
-        return self._folder / f"{self._name}-{digest}-epoch{epoch:05d}.npy"
+        return None if stored is None else self.unpack(epoch, stored)
 
 
 def permutation(n: int, seed: int, epoch: int, *, stream: int, head: int | None = None) -> Ids:

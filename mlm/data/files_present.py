@@ -8,13 +8,11 @@ from mlm.data.config import DataConfig
 from mlm.data.local_copy import copy_locally
 from mlm.util.errors import Absent, Problem, UserError
 from mlm.util.object_store import is_stored
+from mlm.util.ownership import HUB
 
-HUB = "hub:"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MEGATRON_NAMES = ("latest_checkpointed_iteration.txt", "mp_rank_*", "*/mp_rank_*")
 """Files and folders that only Megatron-LM's checkpoint folders hold."""
-NO_CACHE = "data.cache is not set: a corpus in a store is read by way of a local folder"
-A_CACHE = "give one on a local disk: data.cache=FOLDER"
 WRITE_ONE = "write one with `mlm data build` (see mlm data build --help)"
 
 
@@ -66,7 +64,10 @@ def pair_prefix(data: DataConfig, key: str, path: str) -> Path:
 
 def cache_problem(data: DataConfig, key: str) -> Problem | None:
     """The problem of a corpus in a store that no local folder is given for."""
-    return None if data.cache is not None else Problem(("data.cache", key), NO_CACHE, A_CACHE)
+    if data.cache is not None:
+        return None
+    problem = "data.cache is not set: a corpus in a store is read by way of a local folder"
+    return Problem(("data.cache", key), problem, "give one on a local disk: data.cache=FOLDER")
 
 
 def stored_or_indexed(data: DataConfig, key: str, prefix: str | None) -> Problem | None:
@@ -149,7 +150,6 @@ def model(path: str | None) -> Problem | None:
 
 
 def _megatron_problem(folder: str) -> Problem | None:
-    """The problem of a checkpoint folder of Megatron-LM, which is imported first."""
     if not any(next(Path(folder).glob(name), None) for name in MEGATRON_NAMES):
         return None
     fix = f"run `mlm import megatron {folder} out=runs/NAME`, then set ckpt=runs/NAME"

@@ -92,27 +92,20 @@ class GPTDataset:
         assert ids.size == 0 or (ids.min() >= 0 and ids.max() < self.num_samples), "sample id out of range"
         samples = np.empty((len(ids), self.seq_length + 1), dtype=np.int64)
         # Window k starts in epoch floor(k * S / T), and the samples of an epoch are its windows.
-        epochs = ids * self.seq_length // self.indexed.num_tokens
+        epochs, block = ids * self.seq_length // self.indexed.num_tokens, max(1, BLOCK // samples.shape[1])
         for epoch in np.unique(epochs):
-            mine = epochs == epoch
-            samples[mine] = self._gather_epoch(int(epoch), ids[mine])
+            (mine,) = np.nonzero(epochs == epoch)
+            for rows in np.split(mine, range(block, len(mine), block)):
+                begin, length = self._pieces(int(epoch), ids[rows])
+                ends = np.cumsum(length)  # of the pieces, in these samples
+                positions = np.arange(ends[-1]) + np.repeat(begin + length - ends, length)
+                samples[rows] = self.indexed.tokens[positions].reshape(-1, samples.shape[1])
         return samples
 
     def epoch(self, number: int) -> Epoch:
         """Return the sample order of one epoch: from memory, from the cache, or built."""
         is_large = self.indexed.num_documents + self._windows_of(number) >= self.cache_from
         return self._epochs.get(number, is_large=is_large)
-
-    def _gather_epoch(self, number: int, ids: Ids) -> Ids:
-        """Return samples of one epoch: [n, seq_length + 1]."""
-        samples = np.empty((len(ids), self.seq_length + 1), dtype=np.int64)
-        rows = max(1, BLOCK // (self.seq_length + 1))
-        for at in range(0, len(ids), rows):
-            begin, length = self._pieces(number, ids[at : at + rows])
-            ends = np.cumsum(length)  # of the pieces, in these samples
-            positions = np.arange(ends[-1]) + np.repeat(begin + length - ends, length)
-            samples[at : at + rows] = self.indexed.tokens[positions].reshape(-1, samples.shape[1])
-        return samples
 
     def _pieces(self, number: int, ids: Ids) -> tuple[Ids, Ids]:
         """Return the runs of tokens that make up samples: (first token in the .bin, tokens), [pieces] each.
@@ -163,7 +156,6 @@ class GPTDataset:
         return Epoch(stored[:documents], stored[documents : 2 * documents], stored[2 * documents :])
 
     def _windows_of(self, epoch: int) -> int:
-        """Count the windows that start in an epoch."""
         return self.first_window(epoch + 1) - self.first_window(epoch)
 
 

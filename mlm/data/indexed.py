@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,7 +120,13 @@ class IndexedDataset:
         self.num_tokens = self._check_index()
         if self.num_tokens == 0 and not allow_empty:
             raise UserError(f"{self.idx_path} holds no tokens: the corpus is empty; {REBUILD}")
-        self._check_bin()
+        expected, found = self.num_tokens * self.dtype.itemsize, self.bin_bytes
+        if expected != found:
+            state = "truncated" if found < expected else "longer than its index says"
+            raise CorruptFileError(
+                f"{self.bin_path} is {state}: expected {expected} bytes ({self.num_tokens} tokens of "
+                f"{self.dtype}), found {found}; {REBUILD}"
+            )
         self.tokens: NDArray[Any] | StoredTokens = self.stored or np.empty(0, self.dtype)
         if not self.stored and self.num_tokens:  # an empty file cannot be mapped
             self.tokens = np.memmap(self.bin_path, mode="r", dtype=self.dtype).view(np.ndarray)
@@ -208,15 +214,6 @@ class IndexedDataset:
             raise CorruptFileError(f"{self.idx_path}: {problem}: the index is damaged; {REBUILD}")
         return expected // self.dtype.itemsize
 
-    def _check_bin(self) -> None:
-        expected, found = self.num_tokens * self.dtype.itemsize, self.bin_bytes
-        if expected != found:
-            state = "truncated" if found < expected else "longer than its index says"
-            raise CorruptFileError(
-                f"{self.bin_path} is {state}: expected {expected} bytes ({self.num_tokens} tokens of "
-                f"{self.dtype}), found {found}; {REBUILD}"
-            )
-
 
 class IndexedWriter:
     """Writer of a corpus, document by document; both files appear if the `with` block succeeds, or neither.
@@ -280,7 +277,6 @@ class IndexedWriter:
         self.num_tokens += other.num_tokens
 
     def _content(self, tokens: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
-        """Convert tokens to the dtype of the file."""
         tokens = np.asarray(tokens)
         if tokens.dtype != self.dtype and len(tokens):
             lowest, highest = tokens.min(), tokens.max()
@@ -294,8 +290,19 @@ class IndexedWriter:
                 self._publish()
 
     def _publish(self) -> None:
+        self._lengths.flush()
+        self._documents.flush()
+        self._lengths.seek(0)
+        code, position = next(code for code, dtype in DTYPES.items() if dtype == self.dtype), 0
         with open(self._partial(".idx"), "wb") as f:
-            self._write_index(f)
+            f.write(HEADER.pack(MAGIC, VERSION, code, self.num_sequences, self.num_documents + 1))
+            copy_bytes(self._partial(".lengths"), f, LENGTH.size * self.num_sequences)
+            while block := self._lengths.read(LENGTH.size * CHUNK):
+                sizes = np.frombuffer(block, dtype="<i4").astype(np.int64) * self.dtype.itemsize
+                ends = position + np.cumsum(sizes)
+                f.write((ends - sizes).astype("<i8").tobytes())
+                position = int(ends[-1])
+            copy_bytes(self._partial(".documents"), f, POSITION.size * (self.num_documents + 1))
             sync(f)
         sync(self._bin)
         # An .idx vouches for its .bin: the old one is removed first and the new one written last.
@@ -303,21 +310,6 @@ class IndexedWriter:
         os.replace(self._partial(".bin"), bin_path(self.prefix))
         os.replace(self._partial(".idx"), idx_path(self.prefix))
         fsync_directory(self.prefix.parent)
-
-    def _write_index(self, f: BinaryIO) -> None:
-        code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
-        f.write(HEADER.pack(MAGIC, VERSION, code, self.num_sequences, self.num_documents + 1))
-        self._lengths.flush()
-        self._documents.flush()
-        copy_bytes(self._partial(".lengths"), f, LENGTH.size * self.num_sequences)
-        position = 0
-        self._lengths.seek(0)
-        while block := self._lengths.read(LENGTH.size * CHUNK):
-            sizes = np.frombuffer(block, dtype="<i4").astype(np.int64) * self.dtype.itemsize
-            ends = position + np.cumsum(sizes)
-            f.write((ends - sizes).astype("<i8").tobytes())
-            position = int(ends[-1])
-        copy_bytes(self._partial(".documents"), f, POSITION.size * (self.num_documents + 1))
 
     def _partial(self, suffix: str) -> Path:
         return self.prefix.with_name(f".{self.prefix.name}{suffix}.{os.getpid()}.partial")

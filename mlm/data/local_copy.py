@@ -16,7 +16,6 @@ from mlm.util.errors import UserError
 from mlm.util.files import digest_bytes, dump_json, write_atomic
 from mlm.util.object_store import StoredObject, explain_store_errors, list_objects, open_object
 
-BESIDE = ("corpus.json", "tokenizer.json")
 REMAKE = "delete its folder, which is made again"
 
 
@@ -64,7 +63,7 @@ def _corpus_files(folder: str, parts: Sequence[str]) -> dict[str, StoredObject]:
     listed = {each.url.rpartition("/")[2]: each for each in list_objects(folder, depth=1)}
     if not {f"{parts[0]}.bin", f"{parts[0]}.idx"} <= listed.keys():
         return {}
-    names = {*BESIDE, *(f"{part}{end}" for part in parts for end in (".bin", ".idx"))}
+    names = {"corpus.json", "tokenizer.json", *(f"{part}{end}" for part in parts for end in (".bin", ".idx"))}
     return {name: listed[name] for name in sorted(names & listed.keys())}
 
 

@@ -43,7 +43,6 @@ def read_receipt(folder: Path) -> Receipt | None:
 
 
 def _is_receipt(value: Any) -> bool:
-    """True if the fields of a receipt that are used are present and of the right type."""
     if not isinstance(value, dict) or not _is_count(value.get("vocab_size")):
         return False
     tables = [value.get(name, {}) for name in ("splits", "files")]

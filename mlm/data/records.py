@@ -91,7 +91,6 @@ def open_binary(path: str) -> Any:
 
 
 def _jsonl_records(file: Path) -> Iterator[Located]:
-    """Yield one object per line; blank lines are skipped."""
     with open_unpacked(file) as f:
         for number, line in enumerate(f, 1):
             line = line.removeprefix(BOM) if number == 1 else line
@@ -172,7 +171,6 @@ def check_names(file: Path, names: Sequence[str]) -> None:
 
 
 def _parquet_records(file: Path) -> Iterator[Located]:
-    """Yield the rows of a Parquet table. Needs pyarrow."""
     pa, row = load_extra("pyarrow", str(file)), 0
     try:
         with open_parquet(file) as table:

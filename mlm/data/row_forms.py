@@ -43,7 +43,9 @@ def _pair(row: Record) -> tuple[Record | None, str]:
         return None, ""
     if has_lists and all(_text(prompt[-1]) in map(_text, answer[:-1]) for answer in answers):
         return without(row, ("prompt", *ASKED)), "a prompt that both answers begin with left out"
-    if has_lists and any(_speaker(answer[0]) not in ("assistant", "gpt") for answer in answers):
+    firsts = [answer[0] for answer in answers if has_lists]
+    speakers = [m.get("role", m.get("from")) if isinstance(m, dict) else None for m in firsts]
+    if any(speaker not in ("assistant", "gpt") for speaker in speakers):
         return None, ""
     chosen, rejected = map(_as_messages, answers)
     pair = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
@@ -75,10 +77,6 @@ def _as_messages(answer: Any) -> Any:
     if isinstance(answer, str):
         return [_message("assistant", answer)]
     return [answer] if isinstance(answer, dict) else answer
-
-
-def _speaker(message: Any) -> Any:
-    return message.get("role", message.get("from")) if isinstance(message, dict) else None
 
 
 def _text(message: Any) -> Any:

@@ -153,7 +153,7 @@ def first_of_step(consumed: int, number: int, whole: int, left_out: Ranges, ramp
             return position
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RankSampler:
     """The samples of one data-parallel rank at each step."""
 
@@ -163,7 +163,7 @@ class RankSampler:
     micro_batch_size: int
     rank: int
     size: int
-    pin_memory: bool
+    pin_memory: bool = False
     left_out: Ranges = ()
     ramp: Ramp | None = None
 
@@ -184,48 +184,30 @@ class RankSampler:
         ]
 
 
-class Loader:
+@dataclass(eq=False)
+class Loader(RankSampler):
     """Iterator over steps: each item is the list of this rank's micro-batches, read ahead by a thread.
 
     Ends when fewer than a global batch of samples is left. An error while reading surfaces in `next()`.
     Close it, or use it in a `with` block, so that the thread ends.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        *,
-        consumed_samples: int,
-        global_batch_size: int,
-        micro_batch_size: int,
-        rank: int,
-        size: int,
-        prefetch: int = 2,
-        pin_memory: bool = False,
-        left_out: Ranges = (),
-        ramp: Ramp | None = None,
-    ) -> None:
-        assert 0 <= rank < size
-        assert global_batch_size % (micro_batch_size * size) == 0, "checked with the configuration"
-        self._sampler = RankSampler(
-            dataset,
-            consumed_samples,
-            global_batch_size,
-            micro_batch_size,
-            rank,
-            size,
-            pin_memory,
-            tuple(left_out),
-            ramp,
+    prefetch: int = 2
+    """Steps that are ready, beside the one that is being read."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.size
+        assert self.global_batch_size % (self.micro_batch_size * self.size) == 0, (
+            "checked with the configuration"
         )
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlm-loader")
         self._ahead = deque[Future[list[MicroBatch] | None]]()
         self._next_step = 0
-        for _ in range(max(1, prefetch) + 1):  # one is being read while the others wait
+        for _ in range(max(1, self.prefetch) + 1):
             self._read_ahead()
 
     def _read_ahead(self) -> None:
-        self._ahead.append(self._pool.submit(self._sampler.step, self._next_step))
+        self._ahead.append(self._pool.submit(self.step, self._next_step))
         self._next_step += 1
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:

@@ -107,7 +107,6 @@ class StoredTokens:
         return content if is_whole and xxh3_128_digest(content.data) == digest.tobytes() else None
 
     def _fetch(self, blocks: "Sequence[int] | NDArray[np.int64]") -> list[bytes]:
-        """Read blocks from the store, and keep them."""
         if not len(blocks):
             return []
         contents = read_ranges(self.source, [int(block) * BLOCK for block in blocks], BLOCK)

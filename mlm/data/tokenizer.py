@@ -77,7 +77,11 @@ class Tokenizer:
         self.eod_id = self._find_eod(eod, source)
         self.cls_id, self.sep_id = self._named("cls_token", CLS), self._named("sep_token", SEP)
         self.mask_id, self.pad_id = self._named("mask_token", MASK), self._named("pad_token", PAD)
-        self.bos_id = bos if self._is_token(bos) else self._find_bos()
+        self.bos_id = bos if self._is_token(bos) else self._named("bos_token", BOS)
+        if self.bos_id is None:  # what the tokenizer itself puts before a text
+            declared_ids = ids_of(self.declared.generation.get("bos_token_id"))
+            usable = self.special_ids - {self.cls_id}
+            self.bos_id = next((id for id in (*declared_ids, *self.opening) if id in usable), None)
         ends = ids_of(self.declared.generation.get("eos_token_id"))
         self.end_ids = frozenset({self.eod_id, *(id for id in ends if id < self.vocab_size)})
         self.digest = digest_bytes(content.encode())
@@ -108,14 +112,6 @@ class Tokenizer:
     def _is_token(self, id: int | None) -> bool:
         """True for an id of the vocabulary; a receipt can hold any number."""
         return id is not None and 0 <= id < self.vocab_size and self._backend.id_to_token(id) is not None
-
-    def _find_bos(self) -> int | None:
-        """Return the declared beginning of a sequence, else what the tokenizer itself puts before a text."""
-        if (named := self._named("bos_token", BOS)) is not None:
-            return named
-        declared = ids_of(self.declared.generation.get("bos_token_id"))
-        usable = self.special_ids - {self.cls_id}
-        return next((id for id in (*declared, *self.opening) if id in usable), None)
 
     def _named(self, role: str, default: str) -> int | None:
         """Return the token that is declared to have a role, else BERT's name for it if it is special.
@@ -151,7 +147,10 @@ class Tokenizer:
         those that are pieces of a Unigram, WordPiece or word vocabulary.
         """
         content = json.loads(self._content)
-        reserved = self._reserved(content)
+        marked = {token["content"] for token in content.get("added_tokens") or () if token["special"]}
+        roles = (self.eod_id, self.bos_id, self.cls_id, self.sep_id, self.mask_id, self.pad_id)
+        named = {self.name_of(id) for id in roles if id is not None}
+        reserved = (marked | named) - {UNK, content["model"].get("unk_token")}
         if not any(can_spell(content, name) for name in reserved):
             return self._backend
         secret = {name: f"{secrets.token_hex(16)}{n}" for n, name in enumerate(sorted(reserved))}
@@ -166,7 +165,6 @@ class Tokenizer:
 
     @cached_property
     def _with_private(self) -> Backend:
-        """The library's tokenizer, which finds special tokens by letters of private use."""
         private = {name: chr(PRIVATE + n) * len(name) for n, name in enumerate(self.special_names)}
         backend = parse(json.dumps(with_names(json.loads(self._content), private)), "tokenizer")
         backend.encode_special_tokens = False
@@ -191,13 +189,6 @@ class Tokenizer:
     def id_of(self, name: str) -> int:
         """Return the id of a token by its name. Raises KeyError."""
         return self._vocabulary[name]
-
-    def _reserved(self, content: dict[str, Any]) -> set[str]:
-        """Return the names of special tokens but the unknown token."""
-        marked = {token["content"] for token in content.get("added_tokens") or () if token["special"]}
-        roles = (self.eod_id, self.bos_id, self.cls_id, self.sep_id, self.mask_id, self.pad_id)
-        named = {self.name_of(id) for id in roles if id is not None}
-        return (marked | named) - {UNK, content["model"].get("unk_token")}
 
     @cached_property
     def adds_bos(self) -> bool:

@@ -56,7 +56,6 @@ class Labelling(TaskType):
     def standard_errors(
         self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
     ) -> dict[str, float]:
-        """Return the standard errors of task.metrics, by the jackknife."""
         labels, values = np.array([row.label for row in rows]), np.array([p.value for p in predictions])
         known = [name for name in task.metrics if name in metrics.OF_LABELS and len(rows) > 1]
         return {name: metrics.jackknife(metrics.OF_LABELS[name], labels, values) for name in known}
@@ -85,7 +84,6 @@ class OneOrTwoTexts(TaskType):
             yield [Example(number, (text,), row.label)], was_truncated
 
     def files(self, task: TaskConfig, stem: str) -> list[str]:
-        """Return the name of the table."""
         return [f"{stem}.tsv"]
 
     def contents(self, task: TaskConfig, predictions: Sequence[Prediction]) -> list[str]:
@@ -100,15 +98,12 @@ class Classification(Labelling, OneOrTwoTexts):
     metrics = metrics.OF_LABELS
 
     def num_labels(self, task: TaskConfig) -> int:
-        """Return the outputs per text."""
         return len(task.labels)
 
     def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
-        """Return the checked row of a record. Raises RowError."""
         return TaskRow(id, read_texts(task, record, task.columns), parse_label(task, record.get(task.label)))
 
     def metric_problem(self, task: TaskConfig, name: str) -> Problem | None:
-        """Return the problem of a known metric that does not suit a task."""
         if name not in OF_TWO_LABELS or len(task.labels) <= 2:
             return None
         problem = f"task.metrics: {name} is of two labels"
@@ -122,7 +117,6 @@ class MultipleChoice(Labelling):
     metrics = MappingProxyType({"accuracy": metrics.accuracy})
 
     def num_labels(self, task: TaskConfig) -> int:
-        """Return the outputs per text."""
         return 1
 
     def row_id(self, task: TaskConfig, name: str, earlier: int) -> str:
@@ -130,7 +124,6 @@ class MultipleChoice(Labelling):
         return f"{name}-{earlier}"
 
     def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
-        """Return the checked row of a record. Raises RowError."""
         *columns, column = task.columns
         texts = read_texts(task, record, columns)
         options = sequence(present(record, column))
@@ -178,11 +171,9 @@ class Regression(OneOrTwoTexts):
     modules = ("scipy.stats",)
 
     def num_labels(self, task: TaskConfig) -> int:
-        """Return the outputs per text."""
         return 1
 
     def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
-        """Return the checked row of a record. Raises RowError."""
         return TaskRow(
             id, read_texts(task, record, task.columns), parse_number_label(task, record.get(task.label))
         )

@@ -26,17 +26,8 @@ from mlm.parallel.config import ParallelConfig
 from mlm.runs.config import CheckConfig, IncidentConfig
 from mlm.tracking.config import LogConfig
 
-SHIPPED = {
-    "classification": "mlm.finetune.classification:CLASSIFICATION",
-    "regression": "mlm.finetune.classification:REGRESSION",
-    "choice": "mlm.finetune.classification:CHOICE",
-    "span": "mlm.finetune.span:SPAN",
-    "chat": "mlm.finetune.chat:CHAT",
-    "preferences": "mlm.finetune.preferences:PREFERENCES",
-}
-"""Import paths of the shipped types of task."""
-
-
+SHIPPED = ("classification", "regression", "choice", "span", "chat", "preferences")
+"""Shipped types of task; registry.py has their objects."""
 LABELLED = OnlyIf("task.kind", "classification", "regression", "choice", "span")
 NAMED = OnlyIf("kind", "classification", "choice")
 SPAN = OnlyIf("kind", "span")
@@ -44,6 +35,7 @@ CONVERSATIONS = OnlyIf("task.kind", "chat", "preferences")
 TRAINS = OnlyIf("optimizer.kind")
 """Of a default of training, which evaluation has not."""
 PreferenceLoss = Literal["dpo", "ipo", "simpo", "orpo"]
+REFERENCE_FREE = ("simpo", "orpo")
 SMOOTHING = Bound(lambda x: 0 <= x < 0.5, "at least 0 and below 0.5")
 
 

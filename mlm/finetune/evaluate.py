@@ -2,18 +2,19 @@
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlm.checkpoint.native.save_load import read_manifest
+from mlm.checkpoint.native.run_state import FINETUNING
 from mlm.config.build import to_dict
+from mlm.convert.source import Checkpoint
 from mlm.finetune.batches import make_batcher
-from mlm.finetune.best import DATA_COLUMNS, DATA_PATH, resolve_best
-from mlm.finetune.config import EvalTaskConfig, TaskConfig
+from mlm.finetune.chat import Preferences
+from mlm.finetune.config import REFERENCE_FREE, EvalTaskConfig, TaskConfig
 from mlm.finetune.inputs import Start, read_start, tokenize_split
-from mlm.finetune.preferences import REFERENCE_FREE, Preferences
+from mlm.finetune.registry import check_installed, task_type
+from mlm.finetune.results import DATA_COLUMNS, DATA_PATH, resolve_best
 from mlm.finetune.scoring import (
     Scored,
     label_probabilities,
@@ -23,17 +24,12 @@ from mlm.finetune.scoring import (
     score_split,
 )
 from mlm.finetune.splits import TaskSplit, held_out_part, read_split
-from mlm.finetune.task_type import check_installed, task_type
 from mlm.inference.trained import (
-    Trained,
-    checkpoint_problems,
-    is_model_folder,
     load_trained,
-    result_file,
+    open_for_layout,
     result_identity,
 )
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.state import FINETUNING
 from mlm.util.errors import UserError, show
 from mlm.util.ownership import claim_problems
 from mlm.util.results import (
@@ -52,11 +48,10 @@ READ_ALIKE = ("kind", "labels", "max_length", "question_length", "doc_stride", "
 
 def preflight(config: EvalTaskConfig) -> list[str]:
     """Return the problems that reading the named files shows; called before any rank starts."""
-    if problems := checkpoint_problems(config.ckpt, config.parallel):
-        return problems
     try:
+        source = open_for_layout(config.ckpt, config.parallel)
         check_installed(config.task)
-        start = read_start(config)
+        start = read_start(config, source)
         if problems := task_problems(config, start):
             return problems
         for name in splits(config):
@@ -84,8 +79,8 @@ def preflight(config: EvalTaskConfig) -> list[str]:
 
 def saved_state(start: Start) -> dict[str, Any]:
     """Return the checkpoint's record of its finetuning; empty for a model of another program."""
-    path = start.named.path
-    saved = {} if is_model_folder(path) else read_manifest(path).state.get(FINETUNING, {})
+    source = start.source
+    saved = source.manifest.state.get(FINETUNING, {}) if isinstance(source, Checkpoint) else {}
     return saved if isinstance(saved, dict) else {}
 
 
@@ -141,13 +136,13 @@ def result_path(config: EvalTaskConfig, start: Start) -> Path:
     name = f"eval-{config.task.name}.json"
     if resolve_best(config.ckpt) != config.ckpt:
         return Path(config.ckpt, name)
-    return result_file(start.named.path, name)
+    return start.source.result_file(name)
 
 
 def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     """Score the splits; rank 0 prints a table and writes a JSON receipt. Raises UserError."""
     begin, start, task = time.monotonic(), read_start(config), config.task
-    trained = load_trained(str(start.named.path), config.parallel, config.precision, ctx)
+    trained = load_trained(start.source, config.parallel, config.precision, ctx)
     kind = task_type(task.kind)
     objective = make_objective(task, ctx, trained.model.dtype)
     batcher = make_batcher(trained.model, config.batch_size, start.max_length, kind.batcher)
@@ -161,7 +156,18 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
         scores.append(score_split(task, tokenized, trained.model, objective, batcher, folder))
     if not ctx.is_main:
         return
-    result = receipt(config, start, trained, scores, seconds=time.monotonic() - begin)
+    result = {
+        "task": task.name,
+        "results": [split_result(task, scored) for scored in scores],
+        "task_settings": to_dict(task),
+        **trained.facts("tokenizers", "scikit-learn", "scipy", "torchmetrics"),
+        "finetuned_on": saved_state(start).get("depends_on", {}),
+        "tokenizer_digest": start.tokenizer.digest,
+        "vocabulary_digest": start.tokenizer.vocabulary_digest,
+        "precision": config.precision.dtype,
+        "config": to_dict(config),
+        "seconds": round(time.monotonic() - begin, 3),
+    }
     if config.probabilities is not None:
         lines = [
             {"split": scored.tokenized.split.name, "id": p.id, "probabilities": label_probabilities(task, p)}
@@ -178,24 +184,6 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
             console().print(one_line(warning))
     if aside is not None:
         console().print(f"the result there before: {one_line(aside)}")
-
-
-def receipt(
-    config: EvalTaskConfig, start: Start, trained: Trained, scores: Sequence[Scored], *, seconds: float
-) -> dict[str, Any]:
-    """Return the scores and everything that they depend on."""
-    return {
-        "task": config.task.name,
-        "results": [split_result(config.task, scored) for scored in scores],
-        "task_settings": to_dict(config.task),
-        **trained.facts("tokenizers", "scikit-learn", "scipy", "torchmetrics"),
-        "finetuned_on": saved_state(start).get("depends_on", {}),
-        "tokenizer_digest": start.tokenizer.digest,
-        "vocabulary_digest": start.tokenizer.vocabulary_digest,
-        "precision": config.precision.dtype,
-        "config": to_dict(config),
-        "seconds": round(seconds, 3),
-    }
 
 
 def split_result(task: TaskConfig, scored: Scored) -> dict[str, Any]:

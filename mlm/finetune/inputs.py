@@ -9,29 +9,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlm.checkpoint.native.folders import latest_checkpoint
+from mlm.checkpoint.native.folders import CHECKPOINTS, latest_checkpoint
+from mlm.checkpoint.native.run_state import FINETUNING
 from mlm.checkpoint.native.save_load import Manifest, read_manifest
 from mlm.checkpoint.parameters import parameters
 from mlm.config.build import to_dict
 from mlm.config.tree import flatten
 from mlm.convert.huggingface.mapping import Note
+from mlm.convert.source import Source, open_source
+from mlm.convert.weights import fill_parameters
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, TaskConfig
+from mlm.finetune.registry import task_type
 from mlm.finetune.rows import RowError
 from mlm.finetune.splits import TaskSplit, TokenizedSplit, held_out_part, read_split, tokenize
-from mlm.finetune.task_type import task_type
-from mlm.inference.base import base_digest, load_any_weights
-from mlm.inference.chat import load_chat_template, template_problem
-from mlm.inference.trained import (
-    CheckpointSource,
-    continuation_problem,
-    load_tokenizer,
-    resolve_checkpoint,
-)
+from mlm.inference.trained import continuation_problem
 from mlm.models.config import ModelConfig
+from mlm.models.family import family_of
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
-from mlm.training.state import CHECKPOINTS, FINETUNING
 from mlm.util.errors import ConfigError, UserError, attempt, show
 
 RENDERED = 1000
@@ -42,7 +38,7 @@ RENDERED = 1000
 class Start:
     """The model that finetuning begins with."""
 
-    named: CheckpointSource
+    source: Source
     model: ModelConfig
     """The checkpoint's, with the head of the task."""
     tokenizer: Tokenizer
@@ -55,20 +51,23 @@ class Start:
     def notes(self) -> list[Note]:
         """Remarks on the weights, as far as they concern the model with its new head."""
         modules = {name.partition(".")[0] for name in parameters(self.model)}
-        return [note for note in self.named.notes if not note.about or note.about in modules]
+        return [note for note in self.source.notes if not note.about or note.about in modules]
 
     def tokenize(self, task: TaskConfig, split: TaskSplit) -> TokenizedSplit:
         """Return a split with its examples. Raises UserError."""
-        causal = self.model.family.causal
+        causal = family_of(self.model.kind).causal
         return tokenize(
             task, split, self.tokenizer, causal=causal, max_length=self.max_length, skips=self.skips
         )
 
 
-def read_start(config: FinetuneConfig | EvalTaskConfig) -> Start:
-    """Read the checkpoint of `ckpt`, but no tensor; of a finetuning run, the best one. Raises UserError."""
-    task, named = config.task, resolve_checkpoint(config.ckpt)
-    kind, model = task_type(task.kind), named.config.model
+def read_start(config: FinetuneConfig | EvalTaskConfig, source: Source | None = None) -> Start:
+    """Read what `ckpt` names, but no tensor; of a finetuning run, the best checkpoint. Raises UserError.
+
+    `source` is that, where it is open.
+    """
+    task, source = config.task, source or open_source(config.ckpt)
+    kind, model = task_type(task.kind), source.model
     if kind.is_chat and (problem := continuation_problem(config.ckpt, model)):
         raise UserError(problem)
     if isinstance(config, FinetuneConfig):
@@ -76,13 +75,13 @@ def read_start(config: FinetuneConfig | EvalTaskConfig) -> Start:
         if config.dropout is not None:
             model = replace(model, hidden_dropout=config.dropout, attention_dropout=config.dropout)
     file = config.data.tokenizer
-    tokenizer = load_tokenizer(file, named.path, named.config.model, "data.tokenizer")
+    tokenizer = source.load_tokenizer(file, "data.tokenizer")
     if kind.is_chat:
         template, key = config.data.chat_template, "data.chat_template"
-        if template or kind.needs_template or template_problem(file, named.path, key=key) is None:
-            tokenizer.chat_template = load_chat_template(template, file, named.path, tokenizer, key=key)
+        if template or kind.needs_template or source.template_problem(file, key=key) is None:
+            tokenizer.chat_template = source.load_chat_template(template, file, tokenizer, key=key)
     return Start(
-        named=named,
+        source=source,
         model=model,
         tokenizer=tokenizer,
         max_length=min(task.max_length, model.max_positions),
@@ -97,7 +96,11 @@ def read_splits(config: FinetuneConfig, start: Start | None = None) -> dict[str,
     """
     task, data, problems = config.task, config.data, list[str]()
     names = (task.train, *task.validations, *(task.tests if data.predict_tests else ()))
-    skips, check = data.bad_rows == "skip", None if start is None else partial(row_problems, task, start)
+    skips = data.bad_rows == "skip"
+
+    def check(split: TaskSplit) -> Sequence[tuple[str, RowError]]:
+        part = split.select(range(min(RENDERED, len(split))))
+        return replace(start, skips=True).tokenize(task, part).problems if start and part.rows else ()
 
     def read(name: str) -> TaskSplit:
         whole = read_split(task, name, path=data.path, columns=data.columns, skips=skips, check=check)
@@ -116,12 +119,6 @@ def read_splits(config: FinetuneConfig, start: Start | None = None) -> dict[str,
     return whole
 
 
-def row_problems(task: TaskConfig, start: Start, split: TaskSplit) -> Sequence[tuple[str, RowError]]:
-    """Return what keeps the first rows of a split from being rendered, with their locations."""
-    part = split.select(range(min(RENDERED, len(split))))
-    return replace(start, skips=True).tokenize(task, part).problems if part.rows else ()
-
-
 def tokenize_split(task: TaskConfig, split: TaskSplit, start: Start) -> TokenizedSplit:
     """Return a split with its examples. Raises UserError, also if there are none."""
     tokenized = start.tokenize(task, split)
@@ -138,13 +135,13 @@ def tokenize_split(task: TaskConfig, split: TaskSplit, start: Start) -> Tokenize
     return tokenized
 
 
-def load_body(shards: Sequence[ParameterShard], named: CheckpointSource, ctx: ParallelContext) -> Manifest:
+def load_body(shards: Sequence[ParameterShard], source: Source, ctx: ParallelContext) -> Manifest:
     """Load all weights but the new head, and adapters, from `ckpt`. Collective over all ranks.
 
     A pooler that the checkpoint lacks is new too. Raises UserError, CorruptFileError.
     """
     body = [s for s in shards if not s.name.startswith("classifier.") and ".lora." not in s.name]
-    return load_any_weights(body, named.path, ctx, fill=False)
+    return fill_parameters(body, source, ctx, initialize=False)
 
 
 FIXED = ("seed", "dropout", "data.train_rows", "data.seed", "precision.dtype")
@@ -177,7 +174,7 @@ def depends_on(config: FinetuneConfig, start: Start, splits: Mapping[str, TaskSp
     return {
         **values,
         "task.max_length": start.max_length,
-        WEIGHTS: base_digest(start.named.path),
+        WEIGHTS: start.source.digest,
         VOCABULARY: start.tokenizer.vocabulary_digest,
         **({} if template is None else {TEMPLATE: template.digest}),
         **digests,

@@ -6,8 +6,7 @@ the correlation of equal predictions, is 0.
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -95,14 +94,6 @@ ERRORS = frozenset({"mse", "rmse", "mae"})
 """Metrics of numbers of which less is better."""
 
 
-@contextmanager
-def ignore_warnings() -> Iterator[None]:
-    """Silence warnings of undefined scores, which are 0."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def jackknife(metric: Callable[..., float], labels: Values, values: Values) -> float:
     """Return the standard error of a metric of two rows or more, by the jackknife.
 
@@ -112,7 +103,7 @@ def jackknife(metric: Callable[..., float], labels: Values, values: Values) -> f
     """
     cells, counts = np.unique(np.stack([labels, values]), axis=1, return_counts=True)
     size = int(counts.sum())
-    with ignore_warnings():
+    with warnings.catch_warnings(action="ignore"):  # of undefined scores, which are 0
         without = np.array([metric(*cells, counts - one) for one in np.eye(len(counts), dtype=counts.dtype)])
     mean = (counts * without).sum() / size
     return math.sqrt((size - 1) / size * float((counts * (without - mean) ** 2).sum()))

@@ -5,21 +5,21 @@ from dataclasses import replace
 from typing import Any
 
 from mlm.checkpoint.native.format import RESTORE
+from mlm.checkpoint.native.run_state import FINETUNING
 from mlm.checkpoint.native.run_state import as_strings as strings
 from mlm.config.build import from_dict
-from mlm.convert.huggingface.folder import read_model
 from mlm.convert.huggingface.mapping import label_entries
+from mlm.convert.source import ModelFolder
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.batches import make_batcher
-from mlm.finetune.checks import check_task
 from mlm.finetune.config import TaskConfig
+from mlm.finetune.registry import check_task, task_type
 from mlm.finetune.rows import RowError, TaskRow
 from mlm.finetune.scoring import Finetuning, compute_predictions, label_probabilities
 from mlm.finetune.splits import TaskSplit, tokenize
-from mlm.finetune.task_type import task_type
-from mlm.inference.trained import Trained, is_model_folder
+from mlm.inference.trained import Trained
+from mlm.models.family import family_of
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.state import FINETUNING
 from mlm.util.errors import ConfigError, CorruptFileError, UserError, type_of
 
 PREFIX = "task."
@@ -43,7 +43,7 @@ def predict(
         return []
     task = task_of(trained, is_pair=any(isinstance(row, tuple) and len(row) == 2 for row in rows))
     length = min(task.max_length, model.max_positions)
-    causal, split = model.family.causal, split_of(task, rows)
+    causal, split = family_of(model.kind).causal, split_of(task, rows)
     tokenized = tokenize(task, split, tokenizer, causal=causal, max_length=length)
     objective = Finetuning(task_type(task.kind), ctx, trained.model.dtype)
     batcher = make_batcher(trained.model, batch_size, length)
@@ -87,8 +87,8 @@ def _foreign_task(trained: Trained, *, is_pair: bool) -> TaskConfig:
             f"{path}: its task is not recorded, and its head is no classifier of two labels or more; use "
             "`mlm eval TASK`, which names the task"
         )
-    if is_model_folder(path):
-        known = read_model(path).kept.labels
+    if isinstance(trained.source, ModelFolder):
+        known = trained.source.hf.kept.labels
     else:
         source = trained.manifest.state.get("source")
         known = strings(source.get("labels")) if isinstance(source, dict) else ()

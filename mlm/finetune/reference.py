@@ -13,8 +13,7 @@ from mlm.finetune.batches import Batcher
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.examples import Example
 from mlm.finetune.inputs import Settings
-from mlm.finetune.packing import Packer
-from mlm.finetune.pairs import PairLoss, set_reference
+from mlm.finetune.packing import Packer, PairLoss, set_reference
 from mlm.finetune.splits import TokenizedSplit
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.trainer import Trainer

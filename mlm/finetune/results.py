@@ -1,23 +1,112 @@
-"""Results of finetuning: result.json of each seed, the median over seeds, and tables."""
+"""Results of finetuning: the best checkpoint, result.json of each seed, the median over seeds, and tables.
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+A run directory has two folders of checkpoints: `checkpoints`, to resume from, and `best/checkpoints`, weights
+alone with the validations up to them. A run that is resumed takes the same steps again, and with them the
+same best ones; its result is that of the checkpoint in `best`.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.folders import BEST, CHECKPOINTS, latest_checkpoint
+from mlm.checkpoint.native.run_state import FINETUNING, LINEAGE
+from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
+from mlm.checkpoint.parameters import model_shards
 from mlm.config.build import from_dict
-from mlm.finetune.best import Scores, merit, resolve_best
+from mlm.convert.source import ModelFolder
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import Start
-from mlm.finetune.task_type import task_type
-from mlm.inference.trained import is_model_folder
+from mlm.finetune.registry import task_type
 from mlm.training.loop import layout_row, model_row, run_row
+from mlm.training.state import counters, is_stored, stored_shards
 from mlm.training.trainer import Trainer
-from mlm.util.errors import writing_to
+from mlm.util.errors import CorruptFileError, writing_to
 from mlm.util.files import dump_json, parse_json, write_atomic
 from mlm.util.ownership import claim_folder
 from mlm.util.terminal import add_row, console, one_line, table
+
+DATA_PATH = "data.path"
+"""Key in the state of the absolute path of the rows; null if they are the Hub's."""
+DATA_COLUMNS = "data.columns"
+"""Key in the state of the names of columns in these rows, by ours."""
+BASE = "base"
+"""Key in the state of the name of the model that finetuning began with: an id of the Hub, or a run's name."""
+
+Scores = dict[str, dict[str, float]]
+"""Metrics by split."""
+
+
+@dataclass
+class Progress:
+    """The validations of a run so far."""
+
+    best_step: int | None = None
+    """Step of the best score; None before the first validation."""
+    scores: Scores = field(default_factory=dict)
+    """Metrics of that step."""
+    merit: float = 0.0
+    """That of these scores."""
+    without_gain: int = 0
+    """Validations since then."""
+    tokens: int = 0
+    """Tokens trained on, padding left out."""
+
+    def add(self, step: int, scores: Scores, errors: Collection[str] = ()) -> bool:
+        """Add a validation; return True if it is the best by the first metric of the first split.
+
+        Of equals the earlier is the best; of a metric in `errors` less is better.
+        """
+        value = merit(scores, errors)
+        if self.best_step is None or value > self.merit:
+            self.best_step, self.scores, self.merit, self.without_gain = step, scores, value, 0
+            return True
+        self.without_gain += 1
+        return False
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "Progress":
+        """Read the validations up to a checkpoint. Raises CorruptFileError."""
+        state: Any = read_manifest(checkpoint).state
+        try:
+            return from_dict(cls, state[FINETUNING]["progress"])
+        except (KeyError, TypeError, ValueError) as error:
+            problem = f"{checkpoint}: its state is not that of a finetuning run ({error!r})"
+            raise CorruptFileError(problem) from error
+
+
+def merit(scores: Scores, errors: Collection[str] = ()) -> float:
+    """Return the number that the best checkpoint has most of: the first metric, or less of an error."""
+    name, value = next(iter(next(iter(scores.values())).items()))
+    return -value if name in errors else value
+
+
+def save_best(trainer: Trainer, out: Path) -> None:
+    """Write out/best/checkpoints/step-…, weights alone, in place of the one before.
+
+    Collective over all ranks; raises CheckpointError on all of them.
+    """
+    facts = {key: value for key, value in counters(trainer).items() if key != LINEAGE}  # of the other folder
+    owned = [s for s in stored_shards(trainer, trainer.shards) if is_stored(s, trainer.ctx)]
+    save_checkpoint(
+        out / BEST / CHECKPOINTS,
+        trainer.step,
+        model_shards(owned, trainer.config.model.vocab_multiple),
+        state={**facts, "weights_only": True},
+        ranks=Ranks.of(trainer.ctx),
+        keep_last=1,
+        keep_every=0,
+    )
+
+
+def resolve_best(ckpt: str) -> str:
+    """Return the folder of a finetuning run's best checkpoint; any other path as it is."""
+    best = Path(ckpt, BEST)
+    return ckpt if latest_checkpoint(best / CHECKPOINTS) is None else str(best)
+
 
 RESULT = "result.json"
 
@@ -114,7 +203,7 @@ def header(config: FinetuneConfig, trainer: Trainer, start: Start, examples: int
     """Rows shown above the numbers."""
     train = config.train
     steps = trainer.config.train.steps // train.epochs
-    origin = "transformers" if is_model_folder(start.named.path) else "mlm"
+    origin = "transformers" if isinstance(start.source, ModelFolder) else "mlm"
     return [
         run_row(config.name, Path(config.out)),
         ("task", f"{config.task.name}: {config.task.kind}, {', '.join(config.task.metrics)}"),

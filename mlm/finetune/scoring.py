@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from mlm.finetune.batches import Batcher, TaskBatch
+from mlm.finetune.chat import Preferences
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example
-from mlm.finetune.packing import AnswerLoss, Packer, answer_scores
-from mlm.finetune.pairs import PairLoss
-from mlm.finetune.preferences import Preferences
+from mlm.finetune.packing import AnswerLoss, PairLoss
+from mlm.finetune.registry import task_type
 from mlm.finetune.splits import TaskSplit, TokenizedSplit
-from mlm.finetune.task_type import Output, Prediction, TaskType, task_type
+from mlm.finetune.task_type import Output, Prediction, TaskType
 from mlm.models.backbone import Inputs, Transformer
 from mlm.models.documents import padding_spans
+from mlm.models.family import family_of
 from mlm.optim.precision import DTYPES
 from mlm.parallel.collectives import all_reduce, to_device
 from mlm.parallel.cross_entropy import loss_dtype
@@ -27,6 +28,7 @@ from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.pipelined import PipelinedModel
+from mlm.training.pipelined import evaluate as mean_parts
 from mlm.util.errors import CheckFailedError, writing_to
 from mlm.util.files import write_atomic
 from mlm.util.ownership import claim_folder
@@ -49,7 +51,7 @@ class Finetuning:
         """Return the model's inputs of a micro-batch, on the device."""
         device, config = self.ctx.device, chunk.config
         spans = None
-        if not config.family.causal:  # in a causal model no token attends to padding
+        if not family_of(config.kind).causal:  # in a causal model no token attends to padding
             spans = padding_spans(batch.lengths, batch.tokens.shape[1], self.dtype, device)
         tokens, lengths, types = (
             to_device(t, device) for t in (batch.tokens, batch.lengths, batch.token_types)
@@ -147,8 +149,7 @@ def evaluate(
     """
     split, examples = tokenized.split, tokenized.examples
     if isinstance(objective, AnswerLoss):
-        assert isinstance(batcher, Packer)
-        values = answer_scores(model, objective, examples, batcher)
+        values = objective.scores(mean_parts(model, objective, batcher.all_batches(examples))[0])  # type: ignore[arg-type]
         if not math.isfinite(values["loss"]):
             raise CheckFailedError(
                 f"the loss of split {split.name}, {split.source}, is not finite{NOT_FINITE}"

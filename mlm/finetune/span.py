@@ -57,7 +57,6 @@ class SpanTask(TaskType):
     metric_names = METRICS
 
     def num_labels(self, task: TaskConfig) -> int:
-        """Return the outputs per text."""
         return 0
 
     def row_id(self, task: TaskConfig, name: str, earlier: int) -> str:
@@ -67,11 +66,9 @@ class SpanTask(TaskType):
         return name
 
     def least_room(self, task: TaskConfig) -> int:
-        """Least number of tokens left for texts."""
         return task.doc_stride + 2
 
     def problems(self, task: TaskConfig) -> list[Problem]:
-        """Return the problems of a task's columns, labels and lengths."""
         problems = super().problems(task)
         if task.doc_stride >= task.max_length // 2:
             problem = f"task.doc_stride={task.doc_stride} must be less than half of "
@@ -80,7 +77,6 @@ class SpanTask(TaskType):
         return problems
 
     def metric_problem(self, task: TaskConfig, name: str) -> Problem | None:
-        """Return the problem of a known metric that does not suit a task."""
         if name not in OF_UNANSWERABLE or task.unanswerable:
             return None
         keys = ("task.metrics", "task.unanswerable")
@@ -186,7 +182,6 @@ class SpanTask(TaskType):
     def standard_errors(
         self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
     ) -> dict[str, float]:
-        """Return the standard errors of task.metrics, as far as they have one."""
         each = scores_by_question(task, rows, predictions)
         several = {name: each[name] for name in task.metrics if each[name].size > 1}
         # of a mean: its jackknife in closed form

@@ -16,8 +16,8 @@ from mlm.data.row_forms import standard_form
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, frame
+from mlm.finetune.registry import task_type
 from mlm.finetune.rows import ExampleError, MissingColumnError, RowError, TaskRow, row_name
-from mlm.finetune.task_type import task_type
 from mlm.util.errors import ConfigError, UserError, show
 from mlm.util.files import digest_name, read_input_text
 from mlm.util.terminal import one_line
@@ -69,7 +69,7 @@ def read_split(
     path: str | None,
     columns: Mapping[str, str] | None = None,
     skips: bool = False,
-    check: Check | None = None,
+    check: Check = lambda split: (),
 ) -> TaskSplit:
     """Read the rows of a split from the folder or file `path`, or from the Hub if it is None.
 
@@ -115,7 +115,7 @@ def read_split(
         has_labels=has_labels,
         skipped=unread,
     )
-    check_problems([*problems, *(check(found) if check else ())])
+    check_problems([*problems, *check(found)])
     if not rows:
         prefixes = " or ".join(task.subsets)
         hint = f" ({others} have an {task.id} that does not begin with {prefixes}: see task.subsets)"

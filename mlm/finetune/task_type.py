@@ -1,28 +1,22 @@
-"""Types of task: one object each, from a record to a score.
-
-`task.kind` names a shipped type, or a custom one by its import path, `my_package.my_module:TASK`: an instance
-of a subclass of `TaskType`, in a module that mlm/config/imports.py trusts.
-"""
+"""The interface of a type of task: one object, from a record to a score."""
 
 import json
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.config.imports import imported
 from mlm.data.tokenizer import Tokenizer
-from mlm.finetune.config import SHIPPED, TaskConfig
+from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, Frame
-from mlm.finetune.metrics import EXTRA, Metric, ignore_warnings
+from mlm.finetune.metrics import Metric
 from mlm.finetune.rows import ExampleError, TaskRow
 from mlm.util.errors import Problem, show
-from mlm.util.extras import load_extra
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -152,7 +146,7 @@ class TaskType(ABC):
         """Return each of task.metrics, in their order, for labelled rows and their predictions."""
         labels = np.array([row.label for row in rows])
         values = np.array([prediction.value for prediction in predictions])
-        with ignore_warnings():
+        with warnings.catch_warnings(action="ignore"):  # of undefined scores, which are 0
             return {name: self.metrics[name](labels, values) for name in task.metrics}
 
     def standard_errors(
@@ -174,22 +168,6 @@ class TaskType(ABC):
     def contents(self, task: TaskConfig, predictions: Sequence[Prediction]) -> list[str]:
         """Return the contents of `files`."""
         return [as_json({p.id: format_prediction(task, p) for p in predictions})]
-
-
-def task_type(kind: str) -> TaskType:
-    """Return the type of task that `task.kind` names. Raises UserError."""
-    loaded = imported("task.kind", kind, SHIPPED, TaskType)
-    if loaded is None:
-        module, _, name = SHIPPED[kind].partition(":")
-        loaded = getattr(import_module(module), name)
-    assert isinstance(loaded, TaskType)
-    return loaded
-
-
-def check_installed(task: TaskConfig) -> None:
-    """Raise UserError if a package is missing, before training rather than at its first validation."""
-    for module in task_type(task.kind).modules:
-        load_extra(module, f"task={task.name}", EXTRA)
 
 
 def format_prediction(task: TaskConfig, prediction: Prediction) -> str:

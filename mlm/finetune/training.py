@@ -1,11 +1,12 @@
-"""One finetuning run with one seed: its training loop, from its start or last checkpoint to its result."""
+"""`mlm finetune TASK`: train a head, and the model below it, on a task; keep the best checkpoint."""
 
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -13,23 +14,45 @@ from typing import Any, cast
 import torch
 
 import mlm
-from mlm.checkpoint.native.run_state import LORA, TOKENIZER
-from mlm.checkpoint.native.save_load import resolve
-from mlm.config.build import config_digest
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.folders import BEST
+from mlm.checkpoint.native.run_state import FINETUNING, LORA, TOKENIZER
+from mlm.checkpoint.native.save_load import CheckpointError, resolve
+from mlm.config.build import config_digest, from_dict
 from mlm.config.fields import exact
 from mlm.data.config import DataConfig
 from mlm.data.files_present import hub_id
-from mlm.finetune.batches import Batcher, Order, TaskBatch, make_batcher
-from mlm.finetune.best import BASE, DATA_COLUMNS, DATA_PATH, Progress, Scores, best_folder, save_best
+from mlm.finetune.batches import Batcher, Order, TaskBatch, draw_rows, make_batcher
 from mlm.finetune.config import FinetuneConfig
-from mlm.finetune.inputs import Settings, Start, load_body
-from mlm.finetune.pairs import PairLoss
+from mlm.finetune.inputs import (
+    Settings,
+    Start,
+    change_problems,
+    depends_on,
+    load_body,
+    read_splits,
+    read_start,
+    tokenize_split,
+)
+from mlm.finetune.packing import PairLoss
 from mlm.finetune.reference import Reference
-from mlm.finetune.results import RESULT, Result, header
+from mlm.finetune.registry import check_installed, task_type
+from mlm.finetune.results import (
+    BASE,
+    DATA_COLUMNS,
+    DATA_PATH,
+    RESULT,
+    Progress,
+    Result,
+    Scores,
+    finished,
+    header,
+    report,
+    save_best,
+)
 from mlm.finetune.scoring import Objective, evaluate, make_objective, one_label_warning, score_split
-from mlm.finetune.splits import TokenizedSplit
-from mlm.finetune.task_type import task_type
-from mlm.inference.base import Base, base_name
+from mlm.finetune.splits import TaskSplit, TokenizedSplit
+from mlm.inference.trained import open_for_layout
 from mlm.launch.doctor.folder import check_start
 from mlm.launch.stop import stopping_at_once
 from mlm.optim.config import ScheduleConfig
@@ -37,16 +60,24 @@ from mlm.optim.precision import DTYPES
 from mlm.parallel.mesh import ParallelContext
 from mlm.runs.config import CheckpointConfig, PretrainConfig, TrainConfig
 from mlm.runs.tokenizer import digests_of_tokenizer
+from mlm.tracking.config import missing_extras
 from mlm.tracking.metrics import Parts, Rates
 from mlm.tracking.peak import peak_flops
 from mlm.training.loop import CONFIG, Loop, composed_yaml, is_step_due, training_session
-from mlm.training.memory import torch_errors_as_user_errors, trim_memory
+from mlm.training.memory import reuse_large_blocks, torch_errors_as_user_errors, trim_memory
+from mlm.training.preflight import run_start_problems
 from mlm.training.resume import claim, resume
-from mlm.training.state import FINETUNING, load_weights, stored_shards
+from mlm.training.state import load_weights, stored_shards
 from mlm.training.trainer import Trainer
-from mlm.util.errors import writing_to
+from mlm.util.errors import ConfigError, UserError, attempt, writing_to
 from mlm.util.files import dump_json, write_atomic
+from mlm.util.ownership import claim_problems
 
+SHARED = (
+    *("name", "out", "seed", "compile", "profile", "lora", "parallel", "optimizer", "precision", "log"),
+    *("incident", "check", "dist"),
+)
+"""Settings that are those of a pretraining run."""
 TRIM_EVERY = 20
 """Steps between returns of freed memory to the system: sequences of other lengths need other blocks."""
 STEP_BITS = 32
@@ -69,6 +100,87 @@ class Material:
         template, splits = self.start.tokenizer.chat_template, (self.train, *self.validations, *self.tests)
         notes = [template.note] if template is not None and template.note else []
         return [*notes, *(note for each in splits for note in each.notes())]
+
+
+def preflight(config: FinetuneConfig) -> list[str]:
+    """Return the problems that reading the named files shows; called before any rank starts."""
+    problems = [*missing_extras(config.log)]
+    source = attempt(problems, lambda: open_for_layout(config.ckpt, config.parallel))
+    start = None if problems else attempt(problems, lambda: read_start(config, source))
+    attempt(problems, lambda: check_installed(config.task))
+    splits = attempt(problems, lambda: read_splits(config, None if config.data.bad_rows == "skip" else start))
+    if problems or start is None or splits is None:
+        return problems
+    try:
+        if config.seeds > 1:
+            problems += claim_problems(config.out, "run", writes=(RESULT,))
+        tp, limit = config.parallel.tp, start.model.max_positions
+        if config.parallel.sequence_parallel and -(-start.max_length // tp) * tp > limit:
+            problems.append(
+                f"task.max_length={start.max_length}: sequence_parallel=true pads texts to a multiple of "
+                f"tp={tp}, and the model reads {limit} tokens: use task.max_length={limit // tp * tp} or less"
+            )
+        for one in configs_by_seed(config):
+            problems += run_start_problems(pretrain_config(one, start, 1), compares=False)
+            problems += change_problems(one, depends_on(one, start, splits))
+    except UserError as error:
+        return list(error.problems)
+    return problems
+
+
+def run(config: FinetuneConfig, ctx: ParallelContext) -> int:
+    """Finetune, with each seed; every rank calls this. Return the command's exit code. Raises UserError."""
+    if ctx.device.type == "cpu":
+        reuse_large_blocks()
+    start, splits, runs = read_start(config), read_splits(config), configs_by_seed(config)
+    ranks = Ranks.of(ctx)
+
+    def look() -> list[Any]:
+        if not ctx.is_main:  # one rank looks: two might see different things on a shared disk
+            return []
+        wanted = [depends_on(one, start, splits) for one in runs]
+        results = [finished(one, settings) for one, settings in zip(runs, wanted, strict=True)]
+        return [[settings, r and asdict(r)] for settings, r in zip(wanted, results, strict=True)]
+
+    def explain(error: Exception) -> UserError:
+        return CheckpointError(f"ckpt={config.ckpt}, out={config.out}: cannot be read ({error}): fix it")
+
+    seen = ranks.broadcast(ranks.together(look, explain))
+    results = [None if r is None else from_dict(Result, r) for _, r in seen]
+    is_new = None in results
+    with stopping_at_once("stopped before training"):
+        material = prepare(config, start, splits) if is_new else None
+    for n, one in enumerate(runs):
+        if results[n] is None and material is not None:
+            results[n], stopped = finetune(one, seen[n][0], material, ctx)
+            if stopped is not None and None in results:
+                return stopped
+    if ctx.is_main:
+        report(config, [r for r in results if r is not None], is_new=is_new)
+    return 0
+
+
+def configs_by_seed(config: FinetuneConfig) -> list[FinetuneConfig]:
+    """Return the runs of a command: one, or one per seed, each in a separate folder."""
+    if config.seeds == 1:
+        return [config]
+    seeds = range(config.seed, config.seed + config.seeds)
+    return [replace(config, seed=s, seeds=1, out=str(Path(config.out, f"seed-{s}"))) for s in seeds]
+
+
+def prepare(config: FinetuneConfig, start: Start, splits: Mapping[str, TaskSplit]) -> Material:
+    """Tokenise the rows. Raises UserError."""
+    task, train, wanted = config.task, splits[config.task.train], config.data.train_rows
+    if wanted is not None:
+        train = train.select(draw_rows(len(train), wanted, config.data.seed).tolist())
+    tests, problems = task.tests if config.data.predict_tests else (), list[str]()
+    wanted_splits = [train, *(splits[name] for name in (*task.validations, *tests))]
+    found = [attempt(problems, partial(tokenize_split, task, split, start)) for split in wanted_splits]
+    if problems:
+        raise ConfigError(problems)
+    first, *others = (each for each in found if each is not None)
+    size = len(task.validations)
+    return Material(start=start, train=first, validations=others[:size], tests=others[size:])
 
 
 @dataclass
@@ -168,18 +280,11 @@ def pretrain_config(config: FinetuneConfig, start: Start, steps: int) -> Pretrai
     """Return the run as the trainer takes it, and as checkpoints save it."""
     warmup = min(math.ceil(exact(config.schedule.warmup) * steps), steps - 1)
     return PretrainConfig(
-        name=config.name,
-        out=config.out,
-        seed=config.seed,
-        compile=config.compile,
+        **{key: getattr(config, key) for key in SHARED},
         model=start.model,
-        lora=config.lora,
-        parallel=config.parallel,
-        optimizer=config.optimizer,
         schedule=ScheduleConfig(
             decay=config.schedule.decay, warmup_steps=warmup, min_lr=config.schedule.min_lr
         ),
-        precision=config.precision,
         data=DataConfig(seq_length=start.max_length),
         train=TrainConfig(
             steps=steps,
@@ -187,11 +292,6 @@ def pretrain_config(config: FinetuneConfig, start: Start, steps: int) -> Pretrai
             micro_batch_size=config.train.micro_batch_size,
         ),
         checkpoint=CheckpointConfig(keep_last=config.checkpoint.keep_last, resume=config.checkpoint.resume),
-        log=config.log,
-        incident=config.incident,
-        check=config.check,
-        profile=config.profile,
-        dist=config.dist,
     )
 
 
@@ -255,7 +355,7 @@ def prepare_directory(config: FinetuneConfig, start: Start) -> None:
     """Write the composed configuration, and the tokenizer where commands look for it. Raises UserError."""
     out = Path(config.out)
     with writing_to(config.out):
-        for folder in (out, best_folder(out)):
+        for folder in (out, out / BEST):
             folder.mkdir(parents=True, exist_ok=True)
             start.tokenizer.save(folder)
         write_atomic(out / CONFIG, composed_yaml(config, "finetune").encode())
@@ -278,7 +378,7 @@ def load_start(
     trainer.extra_state[FINETUNING] = {
         "depends_on": settings,
         "progress": asdict(Progress()),
-        BASE: hub_id(config.ckpt) or start.named.config.name,
+        BASE: hub_id(config.ckpt) or start.source.config.name,
         DATA_PATH: None if config.data.path is None else os.path.abspath(config.data.path),
         DATA_COLUMNS: config.data.columns,
     }
@@ -286,16 +386,15 @@ def load_start(
     is_asked = reference is not None and not reference.read(trainer.ctx)
     needs_body = is_asked or config.lora.rank > 0  # checkpoints of adapters hold no base
     if needs_body:
-        below = load_body(trainer.shards, start.named, trainer.ctx).digest
+        below = load_body(trainer.shards, start.source, trainer.ctx).digest
         if config.lora.rank:
-            base = Base(base_name(config.ckpt, start.named.path), below)
-            trainer.extra_state[LORA] = base.encode()
+            trainer.extra_state[LORA] = {"base": start.source.name, "digest": below}
     if is_asked and reference is not None:
         with stopping_at_once("stopped before training"):
             reference.ask(trainer, batcher)
     checkpoint = resume(trainer)
     if checkpoint is None and not needs_body:
-        load_body(trainer.shards, start.named, trainer.ctx)
+        load_body(trainer.shards, start.source, trainer.ctx)
     if checkpoint is None:
         return None, Progress()
     return checkpoint, Progress.read(checkpoint)
@@ -308,7 +407,7 @@ def finish(loop: FinetuneLoop, settings: Settings, begun: float) -> Result:
     """
     config, trainer, tests = loop.config, loop.trainer, loop.material.tests
     task, out = config.task, Path(config.out)
-    best = resolve(str(best_folder(out)))
+    best = resolve(str(out / BEST))
     progress = Progress.read(best)
     assert progress.best_step is not None
     if tests:
@@ -332,7 +431,7 @@ def finish(loop: FinetuneLoop, settings: Settings, begun: float) -> Result:
         best_step=progress.best_step,
         steps=trainer.step,
         steps_per_epoch=loop.order.steps_per_epoch,
-        checkpoint=str(best_folder(out)),
+        checkpoint=str(out / BEST),
         seconds=round(time.monotonic() - begun, 1),
         precision=config.precision.dtype,
         layout={**asdict(config.parallel), "dp": trainer.ctx.dp.size},

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from mlm.data.sampler import Batch
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.sampling import NOT_FINITE, Sampling, end_tokens, next_tokens
+from mlm.inference.config import Sampling
+from mlm.inference.sampling import NOT_FINITE, end_tokens, next_tokens
 from mlm.inference.trained import Trained
 from mlm.models.backbone import Transformer
 from mlm.models.cache import DecodePass, KeyValueCache, PrefillPass, Reading
@@ -23,8 +24,6 @@ from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import broadcast
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
-
-__all__ = ["Sampling", "before_stop", "continuations", "ends_at", "generate"]
 
 STOPPED = -2
 """In place of all tokens once no more are wanted; NOT_FINITE is -1."""
@@ -42,9 +41,9 @@ class _Text:
     """Number that its draws are a function of."""
     context: list[int]
     """Tokens from position 0 on."""
-    new: list[int] = field(default_factory=list)
-    seen: set[int] = field(default_factory=set)
+    whole: list[int]
     """Tokens of the prompt, as far as it is read, and of its continuation."""
+    new: list[int] = field(default_factory=list)
     read: int = 0
     """Tokens of the context that are in the cache: none, or all but the last."""
 
@@ -104,7 +103,7 @@ def continuations(
     reader = _Reader(trained, options, ctx, ends, should_stop)
     most = trained.config.model.max_positions
     waiting = deque(
-        _Text(i, i if numbers is None else numbers[i], list(prompt[-most:]), seen=set(prompt[-most:]))
+        _Text(i, i if numbers is None else numbers[i], list(prompt[-most:]), list(prompt[-most:]))
         for i, prompt in enumerate(prompts)
     )
     assert all(text.context for text in waiting), "a text begins with a token"
@@ -120,7 +119,7 @@ def continuations(
             if token not in ends:
                 text.new.append(token)
                 text.context.append(token)
-                text.seen.add(token)
+                text.whole.append(token)
                 yield text.index, token
             full = len(text.new) == options.max_new_tokens
             if token in ends or full or (until is not None and until(text.index, text.new)):
@@ -223,14 +222,6 @@ class _Reader:
         numbered = [Batch(tokens, tokens, number) for number, tokens in enumerate(batches)]
         return [result for _, result in self.model.evaluate(numbered, forward)]
 
-    def _is_stopped(self) -> bool:
-        """True once `should_stop` is on the first stage's rank: rank 0 prints, and the last stage chooses."""
-        is_stopped = self.should_stop()
-        if self.ctx.pp.size == 1:
-            return is_stopped
-        told = torch.tensor([is_stopped], dtype=torch.int64, device=self.ctx.device)
-        return bool(broadcast(told, self.ctx.pp, 0).item())
-
     def _chosen(self, texts: Sequence[_Text], logits: Tensor | None) -> list[int]:
         """The tokens that the last stage's first rank chooses from logits [B, V], on every rank.
 
@@ -238,15 +229,18 @@ class _Reader:
         differently.
         """
         tokens = torch.empty(len(texts), dtype=torch.int64, device=self.ctx.device)
-        is_stopped = self._is_stopped()
+        is_stopped = self.should_stop()
+        if self.ctx.pp.size > 1:  # rank 0 prints, and the last stage chooses
+            told = torch.tensor([is_stopped], dtype=torch.int64, device=self.ctx.device)
+            is_stopped = bool(broadcast(told, self.ctx.pp, 0).item())
         if logits is not None:
             if self.ctx.tp.rank == 0:
                 numbers, places = [text.number for text in texts], [len(text.new) for text in texts]
-                seen = [text.seen for text in texts]
+                wholes = [text.whole for text in texts]
                 if is_stopped:
                     tokens.fill_(STOPPED)
                 else:
-                    chosen = next_tokens(logits.cpu(), numbers, places, self.options, self.ends, seen)
+                    chosen = next_tokens(logits.cpu(), numbers, places, self.options, self.ends, wholes)
                     tokens.copy_(torch.tensor(chosen))
             broadcast(tokens, self.ctx.tp, 0)
         broadcast(tokens, self.ctx.pp, self.ctx.pp.size - 1)

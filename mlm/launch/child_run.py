@@ -18,7 +18,6 @@ LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", LAUNCHED),
 )
-LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_")
 LONGEST_LINE = 1000  # characters of a log that an error repeats
 
 
@@ -49,7 +48,7 @@ def environment_without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     kept = {
         key: value
         for key, value in environ.items()
-        if key not in LAUNCHER_VARIABLES and not key.startswith(LAUNCHER_PREFIXES)
+        if key not in LAUNCHER_VARIABLES and not key.startswith(("SLURM_", "TORCHELASTIC_"))
     }
     return {**kept, "PYTHONPATH": import_path()}
 

@@ -1,9 +1,10 @@
-"""Settings of devices, process groups and launching."""
+"""Settings of devices, process groups and launching, and of `mlm doctor`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mlm.config.fields import PORT, POSITIVE, SECONDS
+from mlm.config.fields import PORT, POSITIVE, SECONDS, ResultFile
+from mlm.parallel.config import ParallelConfig
 
 NO_GPU = "torch sees no GPU on this host"
 NO_GPU_FIX = "start it on GPU nodes, check it here with --check, or set dist.device=auto"
@@ -28,3 +29,16 @@ class DistConfig:
     """TCP port for the rendezvous of a plain launch; 0 picks a free one."""
     peak_tflops: Annotated[float | None, POSITIVE] = None
     """Peak TFLOP/s of one device that MFU is stated against; null takes the table for known GPUs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DoctorConfig:
+    """The run spec of `mlm doctor`: the hosts, disks and network of a run, before it."""
+
+    out: ResultFile | None = None
+    """JSON file for the result. The disk that it is on is the one that is checked; null checks that of the
+    working folder."""
+    timeout_s: Annotated[float, SECONDS] = 60.0
+    """Seconds in which all ranks must come to each check; those that do not are named."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    dist: DistConfig = field(default_factory=DistConfig)

@@ -8,6 +8,7 @@ import re
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,20 +57,13 @@ def by_srun(environ: Mapping[str, str]) -> bool:
     alone has a terminal: ranks that are started from its shell inherit its variables, but no terminal.
     """
     is_shell = "SLURM_PTY_PORT" in environ or environ.get("SLURM_JOB_NAME") in SHELLS
-    if is_shell and has_terminal():
-        return False
+    if is_shell:
+        with suppress(OSError):  # no terminal controls this process
+            os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+            return False
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     in_step = step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
-    return in_step and "SLURM_PROCID" in environ and _slurm_tasks(environ) > 1
-
-
-def has_terminal() -> bool:
-    """True if a terminal controls this process."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True
+    return in_step and "SLURM_PROCID" in environ and _number(environ, _slurm_tasks_key(environ), 1) > 1
 
 
 def read_rank_place(environ: Mapping[str, str]) -> RankPlace | None:
@@ -90,11 +84,12 @@ def read_rank_place(environ: Mapping[str, str]) -> RankPlace | None:
         return _possible(place, "LOCAL_WORLD_SIZE")
     if not by_srun(environ):
         return None
+    tasks = _slurm_tasks_key(environ)
     nodes = environ.get("SLURM_STEP_NODELIST") or _text(environ, "SLURM_JOB_NODELIST")
     job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID", 0)
     place = RankPlace(
         rank=_number(environ, "SLURM_PROCID"),
-        world_size=_slurm_tasks(environ),
+        world_size=_number(environ, tasks, 1),
         local_rank=_number(environ, "SLURM_LOCALID"),
         local_world_size=_slurm_tasks_here(environ),
         master_addr=environ.get("MASTER_ADDR") or first_host(nodes),
@@ -102,7 +97,7 @@ def read_rank_place(environ: Mapping[str, str]) -> RankPlace | None:
         master_port=_number(environ, "MASTER_PORT", FIRST_PORT + (job + 101 * step) % PORTS),
         cores=_number(environ, "SLURM_CPUS_PER_TASK", 0) or None,
         nodes="" if environ.get("MASTER_ADDR") else nodes,
-        variables=("SLURM_PROCID", _slurm_tasks_key(environ)),
+        variables=("SLURM_PROCID", tasks),
         job=f"{job}.{step}",
     )
     return _possible(place, "SLURM_TASKS_PER_NODE")
@@ -156,13 +151,11 @@ def worker_environment(base: Mapping[str, str], *, threads: int) -> dict[str, st
 
     OMP_NUM_THREADS is `threads` (`num_threads`); other variables that the user has set are kept.
     """
-    ours = {}
+    ours = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # as torchrun: a failed collective ends its rank
     if any(name == "lo" for _, name in socket.if_nameindex()):
         ours["GLOO_SOCKET_IFNAME"] = "lo"  # one host: works whatever its name resolves to
-    ours["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun: a failed collective ends its rank
-    ours |= {"PYTHONPATH": import_path(), LAUNCHED: "1", THREADS: str(threads)}
-    forced = {"PYTHONPATH", LAUNCHED, THREADS}
-    return {key: value for key, value in ours.items() if key in forced or key not in base}
+    kept = {key: value for key, value in ours.items() if key not in base}
+    return kept | {"PYTHONPATH": import_path(), LAUNCHED: "1", THREADS: str(threads)}
 
 
 def import_path() -> str:
@@ -172,10 +165,6 @@ def import_path() -> str:
     run with `python -P`.
     """
     return ":".join(str(Path(entry).resolve()) if entry else str(Path.cwd()) for entry in sys.path)
-
-
-def _slurm_tasks(environ: Mapping[str, str]) -> int:
-    return _number(environ, _slurm_tasks_key(environ), 1)
 
 
 def _slurm_tasks_key(environ: Mapping[str, str]) -> str:

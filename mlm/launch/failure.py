@@ -208,7 +208,14 @@ def report(
     if silent:
         return _report_death(silent[0], lost, logs, kept), 1
     if lost and lost[0].names_peer:
-        return "\n".join([lost[0].text, *_suspects(lost, ends, world_size, logs, kept)]), 1
+        unheard = sorted(set(range(world_size)) - recorded - {end.rank for end in ends})
+        if unheard:
+            place = f", and in {logs}" if kept else ""  # others are removed with the folder of the launch
+            reason = f"{name_ranks(unheard)} waited for nobody: look there first{place}"
+        else:
+            reason = "every rank was waiting, so they disagree about what comes next"
+        waits = [failure.text for failure in lost[1 : 1 + MAX_LINES] if not unheard]
+        return "\n".join([lost[0].text, *waits, f"mlm: {reason}{kept}"]), 1
     if lost:
         return _report_exception(lost[:1], world_size), lost[0].exit_code
     return f"mlm: a rank failed without leaving a trace{kept}", 1
@@ -218,19 +225,6 @@ def _report_exception(failures: Sequence[Failure], world_size: int) -> str:
     first = failures[0]
     same = sum(f.message == first.message for f in failures) == world_size
     return f"mlm: {first.message}" if first.is_user_error and same else first.text
-
-
-def _suspects(
-    lost: Sequence[Failure], ends: Sequence[ProcessEnd], world_size: int, logs: Path, kept: str
-) -> list[str]:
-    """Return the likely reason why the first of the lost peers was lost."""
-    known = {failure.rank for failure in lost} | {end.rank for end in ends}
-    silent = sorted(set(range(world_size)) - known)
-    if silent:
-        place = f", and in {logs}" if kept else ""  # others are removed with the folder of the launch
-        return [f"mlm: {name_ranks(silent)} waited for nobody: look there first{place}{kept}"]
-    waits = [failure.text for failure in lost[1 : 1 + MAX_LINES]]
-    return [*waits, f"mlm: every rank was waiting, so they disagree about what comes next{kept}"]
 
 
 def _report_death(death: ProcessEnd, lost: Sequence[Failure], logs: Path, kept: str) -> str:

@@ -76,7 +76,6 @@ def _destroy_groups() -> None:
 
 
 def _device_of(device: str | torch.device, place: RankPlace) -> torch.device:
-    """Return this rank's device. Raises UserError for one that is not there, or is another rank's."""
     if not isinstance(device, str | torch.device):
         raise TypeError(f"device: {type_of(device)}, not one of {', '.join(DEVICES)}")
     name, index = (device, None) if isinstance(device, str) else (device.type, device.index)
@@ -92,7 +91,6 @@ def _device_of(device: str | torch.device, place: RankPlace) -> torch.device:
 
 
 def _place() -> RankPlace:
-    """Return this process's position, by the launcher or the initialised process group."""
     launched = read_rank_place(os.environ)
     if not distributed.is_initialized():
         return launched or ALONE

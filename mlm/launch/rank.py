@@ -1,7 +1,7 @@
 """Entry point of a launched rank: `python -P -m mlm.launch.rank JOB.json`.
 
-Up to `start` it needs the standard library only, so that the log is open and the process dies with its parent
-before torch is imported, which takes seconds and may print.
+Up to `run_launched` it needs the standard library only, so that the log is open and the process dies with its
+parent before torch is imported, which takes seconds and may print.
 """
 
 import json
@@ -10,9 +10,7 @@ import signal
 import sys
 import time
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from mlm.launch.failure import (
     RECORDS,
@@ -26,7 +24,7 @@ from mlm.launch.failure import (
     save_failure,
 )
 from mlm.launch.stop import SIGNAL_NAMES, Stopped, keep_noting
-from mlm.util.system import die_with_parent, imports_uncollected, writable_streams
+from mlm.util.system import die_with_parent, resolve, writable_streams
 
 
 def main() -> None:
@@ -38,11 +36,16 @@ def main() -> None:
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
         keep_noting(SIGNAL_NAMES)  # threads of torch that begin while none is blocked would die of them
     if rank:  # rank 0 keeps the terminal
-        write_to(log_path(Path(job["logs"]), rank))
+        descriptor = os.open(log_path(Path(job["logs"]), rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(descriptor, 1)  # of this process, C++ included
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+        if sys.stdout is not None:  # as it is where the command began without one
+            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     reporter = FailureReporter(rank, partial(publish, folder), lambda: any(folder.glob(RECORDS)))
     try:
         with writable_streams() as output:  # the command's own guard ends with its process
-            code = start(job, reporter)
+            code = int(resolve("mlm.launch.process:run_launched")(job, reporter))  # imports torch
         code = 1 if output.has_failed and not code else code
         if rank == 0 and code:
             note_exit_code(folder, code)
@@ -57,29 +60,12 @@ def main() -> None:
         exit_now(failure.exit_code)
 
 
-def start(job: dict[str, Any], reporter: FailureReporter) -> int:
-    """Import torch, rebuild the configuration and run the job's function; return the command's exit code."""
-    with imports_uncollected():
-        process = import_module("mlm.launch.process")
-    return int(process.run_launched(job, reporter))
-
-
 def publish(folder: Path, failure: Failure) -> None:
     """Save the record for the parent."""
     try:
         save_failure(failure, folder)
     except OSError:  # no space, or the parent is gone: better twice than lost
         print(failure.text, file=sys.stderr)
-
-
-def write_to(log: Path) -> None:
-    """Send stdout and stderr of this process, C++ included, to a file."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    if sys.stdout is not None:  # as it is where the command began without one
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 if __name__ == "__main__":

@@ -46,8 +46,6 @@ class Stopped(KeyboardInterrupt):
 
 @dataclass
 class _Received:
-    """Signals to this process."""
-
     is_noting: bool = False
     is_taken: bool = False
     noted: signal.Signals | None = None

@@ -6,6 +6,7 @@ Shapes: S sequence, B micro-batch, H hidden, N heads, D head_dim, t = tensor-par
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,9 @@ from mlm.models.blocked_attention import FUSED, causal_attention_in_blocks, pays
 from mlm.models.cache import Reading, merge_heads, split_heads
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans, packed_attention
+from mlm.models.family import family_of
 from mlm.models.rotary import Rotary
+from mlm.models.shape import architecture_of
 from mlm.parallel.context import context_attention
 from mlm.parallel.dropout import DropoutStream, site_keys
 from mlm.parallel.layers import ColumnParallelLinear, FusedRows, RowParallelLinear
@@ -45,23 +48,24 @@ class SelfAttention(nn.Module):
         cp: Axis | None = None,
     ) -> None:
         super().__init__()
+        parts = architecture_of(config)
         self.tp, self.cp = tp, cp or Axis("cp")
         if config.num_heads % tp.size:
             raise ValueError(f"num_heads={config.num_heads} must be divisible by tp={tp.size}")
-        self.layer, self.recompute, self.causal = layer, recompute, config.family.causal
-        self.head_dim, self.dropout = config.head_dim, config.attention_dropout
-        self.window = config.architecture.window
+        self.layer, self.recompute, self.causal = layer, recompute, family_of(config.kind).causal
+        self.head_dim, self.dropout = parts.head_dim, config.attention_dropout
+        self.window = parts.window
         self.first_head = tp.rank * config.num_heads // tp.size
         self.register_buffer("places", site_keys([(layer, "attention")]), persistent=False)
         self._add_projections(config, sequence_parallel)
         self.out = RowParallelLinear(
-            config.num_heads * config.architecture.values_dim,
+            config.num_heads * parts.values_dim,
             config.hidden_size,
             tp=tp,
             sequence_parallel=sequence_parallel,
             init_std=config.hidden_std / math.sqrt(2 * config.num_layers),
             init_seed=None,
-            bias=config.architecture.bias,
+            bias=parts.bias,
         )
 
     def _add_projections(self, config: ModelConfig, sequence_parallel: bool) -> None:
@@ -162,13 +166,8 @@ class SelfAttention(nn.Module):
         return merge_heads(context_attention(q, k, v, self.cp, window=self.window, drop=drops))
 
     def _fused(self, qkv: Tensor, p: float, spans: Spans | None) -> Tensor:
-        def attention(
-            qkv: Tensor,
-            bias: Tensor | None = None,
-            causal: bool = True,
-            sample: int | None = None,
-            first_row: int = 0,
-        ) -> Tensor:  # its masks do not depend on the place in a sample
+        # its masks do not depend on the place in a sample
+        def attention(qkv: Tensor, bias: Tensor | None = None, causal: bool = True, **_: int) -> Tensor:
             return self.fused(qkv, p, bias, causal)
 
         return self._attend_spans(spans, attention, qkv)
@@ -204,21 +203,14 @@ class SelfAttention(nn.Module):
         """Attention with dropout on a CPU, for which PyTorch has no fused kernel."""
         length = qkv.shape[0]
 
-        def attention(
-            qkv: Tensor,
-            bias: Tensor | None = None,
-            causal: bool = True,
-            sample: int | None = None,
-            first_row: int = 0,
-        ) -> Tensor:
+        def attention(qkv: Tensor, bias: Tensor | None = None, causal: bool = True, **part: Any) -> Tensor:
             drop = partial(
                 stream.probabilities,
                 p=self.dropout,
                 place=self.places[0],
                 length=length,
                 first_head=self.first_head,
-                first_row=first_row,
-                sample=sample,
+                **part,
             )
             return self.unfused(qkv, drop, bias, causal)
 

@@ -16,6 +16,7 @@ from mlm.models.documents import Spans
 from mlm.models.heads import PlainLinear, gather_outputs
 from mlm.models.norms import LayerNorm
 from mlm.models.rotary import Rotary
+from mlm.models.shape import architecture_of, is_tied
 from mlm.models.stage import PipelineStage, split_layers
 from mlm.models.transformer import TransformerLayer
 from mlm.parallel.context import local_positions, local_tokens
@@ -85,13 +86,13 @@ class Transformer(nn.Module):
         self.cp = cp or Axis("cp")
         self.config, self.tp, self.dtype, self.recompute = config, tp, dtype, recompute
         self.sequence_parallel = sequence_parallel and tp.size > 1
-        self.learns_positions = config.architecture.learned_positions
+        self.learns_positions = architecture_of(config).learned_positions
         self.stage = stage = stage or split_layers(config.num_layers, 1)[0]
         # from numbers alone: of tensors on the meta device, stacking loads the compiler, seconds of a start
         places = site_keys([(-1, "embedding"), (config.num_layers, "classifier")])
         self.register_buffer("places", places, persistent=False)
         h, std = config.hidden_size, config.init_std
-        if stage.is_first or (stage.is_last and config.is_tied):
+        if stage.is_first or (stage.is_last and is_tied(config)):
             self.token = VocabParallelEmbedding(
                 config.vocab_size,
                 config.padded_vocab_size(tp.size),

@@ -2,16 +2,12 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from mlm.config.fields import EXTENT, FRACTION, NOT_NEGATIVE, POSITIVE, Also, ImportPath, OnlyIf, Options
-from mlm.models.family import SHIPPED, Architecture, ModelFamily, count_parameters, family_of
 
-if TYPE_CHECKING:
-    from mlm.data.sampler import MicroBatch
-    from mlm.models.backbone import Transformer
-
-
+KINDS = ("gpt2", "bert", "llama")
+"""Shipped families, each a folder here."""
 ADAPTED = OnlyIf("rank")
 ALL_LINEAR = "all-linear"
 """Target of adapters: every linear layer of the transformer layers."""
@@ -51,7 +47,7 @@ NO_ADAPTERS = LoraConfig()
 class ModelConfig:
     """Shape and regularisation of a transformer. `kind` picks its family."""
 
-    kind: Annotated[str, ImportPath(*SHIPPED)] = "gpt2"
+    kind: Annotated[str, ImportPath(*KINDS)] = "gpt2"
     """Model family: gpt2 and llama (with Qwen and Mistral) read from left to right, bert both ways; or one of
     your own by its import path, my_package.my_family:FAMILY."""
     num_layers: Annotated[int, EXTENT, Also("n_layer", "n_layers", "num_hidden_layers", "layers", "depth")]
@@ -106,25 +102,6 @@ class ModelConfig:
     bert have none."""
 
     @property
-    def family(self) -> "ModelFamily[Transformer, MicroBatch]":
-        """The family that `kind` names. Raises OwnCodeError (a UserError) if there is none."""
-        return family_of(self.kind)
-
-    def option(self, name: str) -> bool | int | float | str:
-        """Value of a setting of the family's own, from `options` or its default."""
-        return self.options.get(name, self.family.options[name])
-
-    @property
-    def architecture(self) -> Architecture:
-        """Parts and sizes that the family decides."""
-        return self.family.architecture(self)
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head, D."""
-        return self.architecture.head_dim
-
-    @property
     def ffn_size(self) -> int:
         """Width of the MLP with its default filled in."""
         return self.ffn_hidden_size or 4 * self.hidden_size
@@ -139,50 +116,7 @@ class ModelConfig:
         """Standard deviation of the initial matrices of layers: variance falls as 1 / width in muP."""
         return self.init_std / math.sqrt(self.width_factor)
 
-    @property
-    def is_tied(self) -> bool:
-        """True if the output layer is the token table, which the last stage then holds too."""
-        return self.head == "language_model" and self.architecture.tied
-
     def padded_vocab_size(self, tp: int) -> int:
         """vocab_size rounded up to vocab_multiple * tp, so each of tp ranks holds equal whole tiles."""
         quantum = self.vocab_multiple * tp
         return -(-self.vocab_size // quantum) * quantum
-
-    def num_parameters(self) -> int:
-        """Parameters of the unpadded model; an output layer tied to the token embedding counts once."""
-        return count_parameters(self)
-
-    def num_active_parameters(self) -> int:
-        """Parameters that a token goes through: of each layer's experts those that it chooses."""
-        parts = self.architecture
-        idle = (parts.experts - parts.experts_per_token) * self.mlp_weights(parts.expert_size)
-        return self.num_parameters() - (self.num_layers - parts.dense_layers) * idle
-
-    def mlp_weights(self, width: int) -> int:
-        """Elements of the matrices of an MLP of this width."""
-        return (3 if self.architecture.gated else 2) * self.hidden_size * width
-
-    @property
-    def layer_weights(self) -> float:
-        """Elements of the matrices of a layer that a token goes through, the mean over the layers."""
-        parts, h = self.architecture, self.hidden_size
-        attention = 2 * h * parts.head_dim * (self.num_heads + parts.kv_heads)
-        mlp = float(self.mlp_weights(self.ffn_size))
-        if parts.experts:
-            width = parts.experts_per_token * parts.expert_size + parts.shared_size
-            mixture = self.mlp_weights(width) + h * parts.experts
-            mlp = mixture + (mlp - mixture) * parts.dense_layers / self.num_layers
-        return (parts.attention_weights or attention) + mlp
-
-    def flops_per_token(self, seq_length: int, tp: int = 1) -> float:
-        """Model floating-point operations of one training token, forward and backward, no recomputation.
-
-        Matrix products only: 6 per weight, plus 12 * L * N * D * S for attention scores and values
-        (arXiv:2104.04473, section 5.1, without its recomputed forward pass; N * D is H there). Weights after
-        the layers count as the family defines it: vocabulary projections of scored tokens.
-        """
-        width = self.num_heads * (self.head_dim + self.architecture.values_dim)
-        attention = 6 * self.num_layers * width * self.architecture.attended(seq_length)
-        layers = self.num_layers * self.layer_weights
-        return 6 * (layers + self.family.head_products(self, tp)) + attention

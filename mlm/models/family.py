@@ -7,39 +7,28 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, reduce
+from dataclasses import dataclass, field
+from functools import reduce
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from mlm.config.imports import OwnCodeError, imported
+from mlm.models.config import KINDS, ModelConfig
 from mlm.util.errors import Problem
 
-if TYPE_CHECKING:  # settings know their family, so nothing here may need them, or torch, at run time
+if TYPE_CHECKING:  # checks of settings need no torch
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from mlm.convert.huggingface.mapping import HuggingFaceMapping
-    from mlm.convert.megatron.mapping import MegatronMapping
     from mlm.data.config import DataConfig
     from mlm.data.sampler import Dataset, MicroBatch
     from mlm.data.tokenizer import Tokenizer
-    from mlm.models.backbone import Transformer
-    from mlm.models.config import ModelConfig
     from mlm.parallel.dropout import DropoutStream
     from mlm.parallel.mesh import ParallelContext
 
-SHIPPED = {
-    "gpt2": "mlm.models.gpt2.family",
-    "bert": "mlm.models.bert.family",
-    "llama": "mlm.models.llama.family",
-}
-"""Module of the FAMILY of each shipped kind."""
 T = TypeVar("T")
-C = TypeVar("C", bound="Transformer")
-B = TypeVar("B", bound="MicroBatch")
-C_in = TypeVar("C_in", bound="Transformer", contravariant=True)
+C_in = TypeVar("C_in", bound="nn.Module", contravariant=True)
 B_in = TypeVar("B_in", bound="MicroBatch", contravariant=True)
 
 
@@ -53,18 +42,10 @@ class Architecture:
     """Heads of keys and of values, K; num_heads where each query head has its own."""
     value_dim: int = 0
     """Width of the values of one head; 0 for head_dim."""
-    attention_weights: int = 0
-    """Elements of attention's matrices; 0 for those of queries, keys, values and output of these sizes."""
     gated: bool = False
     """True for an MLP of three matrices: its input is multiplied by a gate (arXiv:2002.05202)."""
-    qkv_bias: bool = True
-    """True if queries, keys and values have biases."""
     bias: bool = True
     """True if attention's output and the MLP have biases."""
-    norm_bias: bool = True
-    """True for layer norm, which has a bias; False for RMSNorm."""
-    head_norms: bool = False
-    """True if the queries and keys of each head are normed."""
     learned_positions: bool = True
     """True if there is a table of positions."""
     tied: bool = True
@@ -75,10 +56,8 @@ class Architecture:
     """Experts of each layer in place of its MLP; 0 for a dense model."""
     experts_per_token: int = 0
     """Experts that a token goes through."""
-    expert_size: int = 0
-    """Width of an expert."""
-    shared_size: int = 0
-    """Width of the MLP beside the experts, of all tokens."""
+    active_size: int = 0
+    """Width of the experts that a token goes through, together."""
     dense_layers: int = 0
     """First layers without experts."""
 
@@ -96,7 +75,7 @@ class Architecture:
         return w * (2 - w / seq_length)
 
 
-def usual_architecture(model: "ModelConfig") -> Architecture:
+def usual_architecture(model: ModelConfig) -> Architecture:
     """The parts and sizes of GPT-2 and BERT."""
     return Architecture(head_dim=model.hidden_size // model.num_heads, kv_heads=model.num_heads)
 
@@ -172,20 +151,11 @@ def no_problem(*_: object) -> None:
     """Settings that need no check."""
 
 
-def no_problems(*_: object) -> list[Problem]:
-    """Corpora that need no check."""
-    return []
-
-
 class LazyImport(Generic[T]):
     """Field of a dataclass, given as a value or as its import path, which is followed when the field is read.
 
     Settings are checked by what a family knows of them; its modules, and torch with them, take a second.
     """
-
-    def __init__(self, *default: T) -> None:
-        self.default = default
-        """Empty for a field without default."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -193,15 +163,9 @@ class LazyImport(Generic[T]):
     def __set__(self, instance: object, value: "T | str") -> None:
         instance.__dict__[self.name] = value
 
-    @overload
-    def __get__(self, instance: None, owner: type) -> T: ...
-    @overload
-    def __get__(self, instance: object, owner: type) -> T: ...
     def __get__(self, instance: object | None, owner: type) -> T:
-        if instance is None:  # a dataclass asks for the default so
-            if not self.default:
-                raise AttributeError(self.name)
-            return self.default[0]
+        if instance is None:  # a dataclass asks for the default so: there is none
+            raise AttributeError(self.name)
         value: Any = instance.__dict__[self.name]
         if isinstance(value, str):
             module, _, name = value.partition(":")
@@ -211,19 +175,19 @@ class LazyImport(Generic[T]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFamily(Generic[C, B]):
-    """A model family. C is the class of its models, B its micro-batches.
+class ModelFamily:
+    """A model family.
 
     A `LazyImport` takes a value or its import path, "my_package.my_model:MyModel".
     """
 
-    model: LazyImport[type[C]] = LazyImport()
+    model: LazyImport[type[Any]] = LazyImport()
     """Module of one pipeline stage, or of the whole model."""
     causal: bool
     """True if a token attends only to itself and to the tokens before it: such a model generates text, looks
     at no padding on the right, and is finetuned on texts that end with the end-of-document token. Others read
     both ways, and sequences framed by [CLS] and [SEP]."""
-    objective: "LazyImport[Callable[[DataConfig, ParallelContext, torch.dtype], Objective[C, B]]]" = (
+    objective: "LazyImport[Callable[[DataConfig, ParallelContext, torch.dtype], Objective[Any, Any]]]" = (
         LazyImport()
     )
     """Objective of pretraining; the dtype is that of activations."""
@@ -239,86 +203,51 @@ class ModelFamily(Generic[C, B]):
     """True if its attention takes packed sequences in place of a bias (mlm/models/documents.py)."""
     data_keys: tuple[str, ...] = ()
     """Keys of data.* that shape the samples of this family and not of others."""
-    architecture: "Callable[[ModelConfig], Architecture]" = usual_architecture
+    architecture: Callable[[ModelConfig], Architecture] = usual_architecture
     """Return parts and sizes of a model: heads of keys, gates, biases, what is tied."""
-    head_products: "Callable[[ModelConfig, int], float]"
+    head_products: Callable[[ModelConfig, int], float]
     """Weights that a token of pretraining is multiplied with after the layers, at a tp: an average."""
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     """Names of its own settings, model.options.NAME, with their defaults."""
     settings: type | None = None
     """Dataclass of those that declare what they apply to."""
-    dense_twin: "Callable[[ModelConfig], ModelConfig | None]" = no_problem
+    dense_twin: Callable[[ModelConfig], ModelConfig | None] = no_problem
     """Return the dense model that a mixture of experts can start from; None for other models. Raises
     ConfigError for experts that are no copies of an MLP."""
     loss_unit: str = "nats per token"
     """Unit of the loss in curves."""
     protocol: str
     """Scoring by `mlm eval loss`, for its receipt."""
-    model_problem: "Callable[[ModelConfig], Problem | None]" = no_problem
+    model_problem: Callable[[ModelConfig], Problem | None] = no_problem
     """Return the problem of a model's settings."""
-    warning: "Callable[[ModelConfig], str | None]" = no_problem
+    warning: Callable[[ModelConfig], str | None] = no_problem
     """Return a line on settings of a model that pretraining accepts, and says what they cost."""
     data_problem: "Callable[[DataConfig], Problem | None]" = no_problem
     """Return the problem of data settings that samples cannot be made with."""
-    corpus_problems: "Callable[[ModelConfig, Sequence[Path], Path | None], list[Problem]]" = no_problems
+    corpus_problems: Callable[[ModelConfig, Sequence[Path], Path | None], list[Problem]] = lambda *_: []
     """Return the problems of making samples of corpora (their prefixes) with a tokenizer.json."""
-    huggingface: "LazyImport[HuggingFaceMapping | None]" = LazyImport(None)
-    """None if `transformers` has no such model."""
-    megatron: "MegatronMapping | None" = None
-    """None if Megatron-LM has no such model."""
+    converts_as: str | None = None
+    """Shipped kind as which `transformers` has such models (mlm/convert/huggingface); None if it has none."""
 
 
-def family_of(kind: str) -> "ModelFamily[Transformer, MicroBatch]":
+def family_of(kind: str) -> ModelFamily:
     """Return the family that model.kind names. Raises OwnCodeError (a UserError) if there is none."""
-    if kind in SHIPPED:
-        return shipped(kind)
-    family: ModelFamily[Transformer, MicroBatch] = imported("model.kind", kind, SHIPPED, ModelFamily)
+    if kind in KINDS:
+        shipped: ModelFamily = import_module(f"mlm.models.{kind}.family").FAMILY
+        return shipped
+    family: ModelFamily = imported("model.kind", kind, KINDS, ModelFamily)
     return family
 
 
-@cache
-def shipped(kind: str) -> "ModelFamily[Transformer, MicroBatch]":
-    """Return a family of SHIPPED."""
-    family: ModelFamily[Transformer, MicroBatch] = import_module(SHIPPED[kind]).FAMILY
-    return family
+def option(model: ModelConfig, name: str) -> bool | int | float | str:
+    """Value of a setting of the family's own, from `options` or its default."""
+    return model.options.get(name, family_of(model.kind).options[name])
 
 
-def parameters_by_name(model: "ModelConfig") -> "dict[str, Tensor]":
-    """Parameters of a model on the meta device, without padding. Raises OwnCodeError as `family_of`."""
-    with import_module("torch").device("meta"):
-        whole: Any = family_of(model.kind).model(replace(model, vocab_multiple=1))
-    return dict(whole.named_parameters())
-
-
-def count_parameters(model: "ModelConfig", *, with_state: bool = False) -> int:
-    """Parameters of a model, counted in its modules on the meta device; padding rows and copies not.
-
-    `with_state` counts those that no gradient moves too: what routers know of the loads of experts.
-    Of layers that are alike two are built, however many a file claims. Raises OwnCodeError (a UserError) if
-    there is no such family.
-    """
-
-    def count(num_layers: int) -> int:
-        some = parameters_by_name(replace(model, num_layers=num_layers)).values()
-        return sum(p.numel() for p in some if with_state or p.requires_grad)
-
-    built = count_distinct(model)
-    if model.num_layers <= built + 1:
-        return count(model.num_layers)
-    one, two = count(built), count(built + 1)
-    return one + (model.num_layers - built) * (two - one)
-
-
-def count_distinct(model: "ModelConfig") -> int:
-    """First layers of a model of which the last is like all after it: all of those of a user's own family."""
-    layers, first = model.num_layers, model.architecture.dense_layers
-    return min(layers, first + 1) if model.kind in SHIPPED else layers
-
-
-def model_problem(model: "ModelConfig") -> Problem | None:
+def model_problem(model: ModelConfig) -> Problem | None:
     """Return the problem of a model's family, or of settings that no model of it has."""
     try:
-        family = model.family
+        family = family_of(model.kind)
     except OwnCodeError as error:
         return error.problems[0]
     for name in model.options.keys() - family.options.keys():
@@ -346,7 +275,7 @@ def pretraining_problem(config: Any) -> Problem | None:
 def data_problem(config: Any) -> Problem | None:
     """Return the problem of data settings that the model's samples cannot be made with."""
     try:
-        found: Problem | None = config.model.family.data_problem(config.data)
+        found: Problem | None = family_of(config.model.kind).data_problem(config.data)
     except OwnCodeError:
         return None
     return found

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from mlm.convert.huggingface.mapping import Location
 from mlm.models.backbone import Transformer
 from mlm.models.config import ALL_LINEAR, LoraConfig, ModelConfig
+from mlm.models.family import family_of
 from mlm.parallel.expert.experts import Experts
 from mlm.parallel.expert.router import routers
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -22,35 +22,28 @@ HEADS = ("classifier.", "pooler.")
 """Modules of a finetuning head, which are trained with the adapters."""
 
 
-def layer_locations(model: ModelConfig) -> Mapping[str, Location]:
-    """Return where `transformers` stores the weights of layers, by our module; empty without such a model."""
-    mapping = model.family.huggingface
-    found = {} if mapping is None else dict(mapping.locations(model))
-    return {name.removesuffix(".weight"): place for name, place in found.items() if name.endswith(".weight")}
+LayerNames: TypeAlias = Mapping[str, tuple[str, ...]]
+"""Our linear layer -> what `transformers` calls it, several names if it is several layers there."""
 
 
-def adapted_rows(name: str, location: Location | None, targets: tuple[str, ...]) -> AdaptedRows | None:
+def adapted_rows(name: str, theirs: tuple[str, ...], targets: tuple[str, ...]) -> AdaptedRows | None:
     """Return the parts of a layer's weight that `targets` name; None if they name none.
 
     A weight here that is several in `transformers` has those as parts.
     """
-    parts = () if location is None else location.names
     whole = ALL_LINEAR in targets or any(_ends(name, target) for target in targets)
-    theirs = [part.removesuffix(".weight") for part in parts]
     adapted = [n for n, part in enumerate(theirs) if whole or any(_ends(part, target) for target in targets)]
-    if len(parts) < 2:
+    if len(theirs) < 2:
         return AdaptedRows() if whole or adapted else None
-    assert location is not None
-    return AdaptedRows(location.num_heads or 1, len(parts), tuple(adapted)) if adapted else None
+    return AdaptedRows(len(theirs), tuple(adapted)) if adapted else None
 
 
 def _ends(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def add_adapters(chunk: Transformer, lora: LoraConfig) -> None:
+def add_adapters(chunk: Transformer, lora: LoraConfig, names: LayerNames) -> None:
     """Add adapters beside the layers that `lora.targets` name, with parameters of the default dtype."""
-    locations = layer_locations(chunk.config)
     for number, layer in chunk.layers.items():
         added: list[LowRankAdapter] = []
         for inner, module in list(layer.named_modules()):
@@ -59,7 +52,7 @@ def add_adapters(chunk: Transformer, lora: LoraConfig) -> None:
                 module.lora = ExpertAdapter(module, rank=lora.rank, scale=lora.scale)
             if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 continue
-            rows = adapted_rows(name, locations.get(name), lora.targets)
+            rows = adapted_rows(name, names.get(name, ()), lora.targets)
             if rows is not None:
                 module.lora = LowRankAdapter(
                     module,
@@ -100,47 +93,46 @@ def is_trained(name: str) -> bool:
 
 
 def adapter_shards(
-    model: ModelConfig, lora: LoraConfig
+    model: ModelConfig, lora: LoraConfig, names: LayerNames
 ) -> Iterator[tuple[ParameterShard, LowRankAdapter | ExpertAdapter]]:
     """Yield the parameters of a model's adapters, whole and without memory, each with its adapter."""
-    for shard in parameter_shards(adapted_on_meta(model, lora), Axis("tp")):
+    for shard in parameter_shards(adapted_on_meta(model, lora, names), Axis("tp")):
         if isinstance(shard.module, LowRankAdapter | ExpertAdapter):
             yield shard, shard.module
 
 
-def adapted_on_meta(model: ModelConfig, lora: LoraConfig) -> Transformer:
+def adapted_on_meta(model: ModelConfig, lora: LoraConfig, names: LayerNames) -> Transformer:
     """Return a whole model with adapters, without memory for its parameters. Raises ConfigError.
 
     A target that names no layer is an error.
     """
     with torch.device("meta"):
-        chunk = model.family.model(model, tp=Axis("tp"))
-        add_adapters(chunk, lora)
-    _check_targets(chunk, lora)
+        chunk: Transformer = family_of(model.kind).model(model, tp=Axis("tp"))
+        add_adapters(chunk, lora, names)
+    _check_targets(chunk, lora, names)
     return chunk
 
 
-def _check_targets(chunk: Transformer, lora: LoraConfig) -> None:
-    locations, names = layer_locations(chunk.config), list[str]()
+def _check_targets(chunk: Transformer, lora: LoraConfig, names: LayerNames) -> None:
+    known = list[str]()
     for name, module in chunk.layers.named_modules(prefix="layers"):
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            stored = locations.get(name)
-            names += [name, *(part.removesuffix(".weight") for part in (stored.names if stored else ()))]
+            known += [name, *names.get(name, ())]
         elif isinstance(module, Experts):
-            names.append(name)
+            known.append(name)
     for target in lora.targets or ("",):
-        if target != ALL_LINEAR and not any(_ends(name, target) for name in names):
-            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+        if target != ALL_LINEAR and not any(_ends(name, target) for name in known):
+            ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in known))
             problem = f"lora.targets={show(list(lora.targets))}: no layer is named {target or 'there'}"
-            raise ConfigError([Problem(("lora.targets",), problem, f"use {known} or {ALL_LINEAR}")])
+            raise ConfigError([Problem(("lora.targets",), problem, f"use {ends} or {ALL_LINEAR}")])
 
 
 def merged_changes(
-    model: ModelConfig, lora: LoraConfig, adapters: Mapping[str, Tensor]
+    model: ModelConfig, lora: LoraConfig, names: LayerNames, adapters: Mapping[str, Tensor]
 ) -> dict[str, Callable[[], WeightChange]]:
     """Return by name of a weight what computes its change, whole, from whole float32 adapters by name."""
     changes = dict[str, Callable[[], WeightChange]]()
-    for shard, adapter in adapter_shards(model, lora):
+    for shard, adapter in adapter_shards(model, lora, names):
         if isinstance(adapter, ExpertAdapter):
             if shard.name.endswith("_a"):
                 weight = shard.name.removesuffix("_a")

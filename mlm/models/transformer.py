@@ -18,6 +18,7 @@ from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
 from mlm.models.norms import HALF, LayerNorm
 from mlm.models.rotary import Rotary
+from mlm.models.shape import architecture_of
 from mlm.parallel.dropout import DropoutStream, site_keys
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis, ExpertAxes
@@ -93,7 +94,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, *, tp: Axis, sequence_parallel: bool = False) -> None:
         super().__init__()
-        h, f, std, sizes = config.hidden_size, config.ffn_size, config.hidden_std, config.architecture
+        h, f, std, sizes = config.hidden_size, config.ffn_size, config.hidden_std, architecture_of(config)
         self.activation = config.activation
         self.up = ColumnParallelLinear(
             h,

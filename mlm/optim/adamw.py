@@ -35,8 +35,11 @@ class AdamW(torch.optim.AdamW):
     """Divisor of the gradients: 0-d float32."""
     found_inf: Tensor | None = None
     """0-d float32: with 1.0 a step changes nothing."""
-    is_cautious = False
-    """True if an element decays only where its update moves it towards 0 (arXiv:2510.12402)."""
+
+    def __init__(self, groups: Groups, config: OptimizerConfig) -> None:
+        super().__init__(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        self.is_cautious = config.cautious_decay
+        """True if an element decays only where its update moves it towards 0 (arXiv:2510.12402)."""
 
     def moments_of(self, parameter: Tensor) -> tuple[str, ...]:
         """Names of a parameter's state of its shape."""
@@ -78,21 +81,14 @@ class AdamW(torch.optim.AdamW):
             count -= self.found_inf
 
 
-def adamw(groups: Groups, config: OptimizerConfig) -> AdamW:
-    """AdamW, its fused kernel on any device."""
-    optimizer = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-    optimizer.is_cautious = config.cautious_decay
-    return optimizer
-
-
 class Muon(AdamW):
     """Muon for the groups with a true `is_matrix`, AdamW for the others; see muon.py."""
 
     elementwise = False
 
     def __init__(self, groups: Groups, updates: MatrixUpdates, config: OptimizerConfig) -> None:
-        super().__init__(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-        self.updates, self.is_cautious = updates, config.cautious_decay
+        super().__init__(groups, config)
+        self.updates = updates
 
     def moments_of(self, parameter: Tensor) -> tuple[str, ...]:
         """Names of a parameter's state of its shape."""
@@ -144,7 +140,7 @@ def build_optimizer(
         updates = MatrixUpdates(matrices, replicas or Axis("dp"), config.muon)
         optimizer = Muon(groups, updates, config)
     else:
-        optimizer = adamw(groups, config)
+        optimizer = AdamW(groups, config)
     ensure_state(optimizer)
     return optimizer
 
@@ -185,7 +181,7 @@ def _first_state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor])
     for p, values in zip(parameters, before, strict=True):
         p.copy_(values)
         p.grad = None if p.numel() else p.grad
-        for _name, value in optimizer.state[p].items():
+        for value in optimizer.state[p].values():
             if isinstance(value, Tensor):
                 value.zero_()
 

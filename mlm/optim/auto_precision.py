@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-AUTO = "auto"
 MIN_HIDDEN = 256
 """Narrower models spend their steps on casts and calls. On a Zen 5, layers x hidden: 2 x 64 takes 17.5 ms in
 bfloat16 and 10.0 in float32; 4 x 256 takes 94.5 and 115."""
@@ -56,7 +55,7 @@ def settle_precision(values: dict[str, Any], first_gpu: Callable[[str], Gpu | No
     that dist.device means.
     """
     precision = values.get("precision")
-    if not isinstance(precision, dict) or precision.get("dtype") != AUTO:
+    if not isinstance(precision, dict) or precision.get("dtype") != "auto":
         return None
     model, hardware, dist = (_mapping(values.get(key)) for key in ("model", "hardware", "dist"))
     if hardware.get("device") == "gpu":

@@ -30,16 +30,22 @@ def gradient_norm(shards: Sequence[ParameterShard], ctx: ParallelContext, prefix
     named = [s for s in shards if s.is_owner and s.name.startswith(prefix)]
     named = [s for s in named if not spans or s.is_stored(ctx.replicas)]
     owned = [s.parameter.grad for s in named if s.parameter.grad is not None]
-    grads = [grad for grad in owned if grad.numel()]  # of few rows a dp rank may hold none
     first = shards[0].parameter
     dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-    square = torch.zeros((), dtype=dtype, device=first.device)
-    if grads:
-        norms = _norms_of_pieces(grads) if first.device.type == "cpu" else torch._foreach_norm(grads, 2)
-        square += torch.cat([norm.view(-1) for norm in norms]).double().square().sum()
+    square = sum_of_squares(owned, first.device).to(dtype)
     if spans:
         all_reduce(square, ctx.replicas)
     return all_reduce(all_reduce(square, ctx.tp), ctx.pp).sqrt()
+
+
+@torch.no_grad()
+def sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Sum of the squares of all elements, 0-d float64 on their device."""
+    grads = [grad for grad in grads if grad.numel()]  # of few rows a dp rank may hold none
+    if not grads:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = _norms_of_pieces(grads) if device.type == "cpu" else torch._foreach_norm(grads, 2)
+    return torch.cat([norm.view(-1) for norm in norms]).double().square().sum()
 
 
 def _norms_of_pieces(grads: Sequence[Tensor]) -> list[Tensor]:

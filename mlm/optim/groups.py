@@ -1,7 +1,6 @@
 """Learning rate and decay of each parameter: who updates it, and the factor of the schedule's rate."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -30,16 +29,8 @@ class Rates(NamedTuple):
     weight_decay: float
 
 
-@dataclass(frozen=True)
-class Pattern:
-    """An entry of optimizer.groups."""
-
-    names: str
-    settings: dict[str, float]
-
-
-def patterns(entries: Iterable[str]) -> Iterator[Pattern]:
-    """Yield the entries of optimizer.groups. Raises OwnCodeError (a UserError) for one that is none."""
+def patterns(entries: Iterable[str]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield names and settings of each entry of optimizer.groups. Raises OwnCodeError (a UserError)."""
     for entry in entries:
         names, *words = entry.split() or [""]
         pairs = [word.partition("=") for word in words]
@@ -50,7 +41,7 @@ def patterns(entries: Iterable[str]) -> Iterator[Pattern]:
                 f"optimizer.groups: {entry!r} is no pattern with settings; write "
                 "'layers.*.bias lr=1e-3 weight_decay=0', of lr, lr_scale and weight_decay"
             )
-        yield Pattern(names, settings)
+        yield names, settings
 
 
 def _number(text: str) -> float:
@@ -85,9 +76,8 @@ def rates(
     if config.embedding_lr and any(fnmatchcase(name, table) for table in TABLES):
         lr = config.embedding_lr
     scale = lr / config.lr
-    for pattern in patterns(config.groups):
-        if fnmatchcase(name, pattern.names):
-            given = pattern.settings
+    for names, given in patterns(config.groups):
+        if fnmatchcase(name, names):
             scale = given["lr"] / config.lr if "lr" in given else scale
             scale *= given.get("lr_scale", 1.0)
             decay = given.get("weight_decay", decay)

@@ -237,7 +237,6 @@ class Exchange:
 
 
 def _union(regions: Sequence[Region]) -> Region:
-    """The region that disjoint ones make up."""
     some = [region for region in regions if region.size] or regions[:1]
     return Region(
         range(min(r.rows.start for r in some), max(r.rows.stop for r in some)),

@@ -125,7 +125,6 @@ class MatrixUpdates:
                     p[where].index_add_(0, rows, update.to(p.dtype), alpha=alpha)
 
     def _average(self, parameter: nn.Parameter, momentum: Tensor, grad_scale: Tensor | None) -> Tensor:
-        """The averaged gradient, in the format of the iterations."""
         grad, beta = parameter.grad, self.config.momentum
         grad = torch.zeros_like(parameter) if grad is None else grad
         if grad_scale is not None:

@@ -35,11 +35,7 @@ OURS = {"lr", "weight_decay"}
 """Settings of an optimizer that the schedule and the groups set."""
 MORE = ("betas", "eps")
 """Settings that a class receives where they are not the default."""
-PROBED_SHAPES = ((256, 128), (128,))
-"""Shapes of a matrix and a bias that an optimizer is built for before training starts."""
 KEPT = "keep tensors shaped like the parameter, and a count `step`"
-PROBED = (0.0, 0.5, 1.0)
-"""Progress at which a decay is evaluated before training starts."""
 ROUNDING = 1e-6
 """Distance from 0 to 1 that is rounding in a decay of the user's own."""
 
@@ -148,7 +144,6 @@ def _numbers(optimizer: Any) -> dict[str, Any]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return True for equal numbers, or tensors of equal shape and numbers."""
     if getattr(one, "shape", None) != getattr(other, "shape", None):
         return False
     equal = one == other
@@ -176,9 +171,8 @@ def _declared(target: object) -> bool | None:
 
 
 def _built_small(config: OptimizerConfig, build: Callable[[Groups], Any]) -> Any:
-    """Return the optimizer of two small parameters. Raises OwnCodeError."""
     torch = import_module("torch")
-    matrix, bias = (torch.nn.Parameter(torch.zeros(shape)) for shape in PROBED_SHAPES)
+    matrix, bias = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((256, 128), (128,)))
     return build(parameter_groups([matrix], [bias], config))
 
 
@@ -229,12 +223,11 @@ def check_decay(schedule: ScheduleConfig) -> None:
     """Raise OwnCodeError for a decay that cannot be called, or yields no learning rate."""
     decay = own_decay(schedule)
     if decay is not None:
-        for progress in PROBED:
+        for progress in (0.0, 0.5, 1.0):
             share_of(schedule, decay, progress)
 
 
 def _is_optimizer_class(target: object) -> bool:
-    """True for a class derived from torch.optim.Optimizer."""
     bases = target.__mro__ if isinstance(target, type) else ()
     return any((b.__module__, b.__name__) == ("torch.optim.optimizer", "Optimizer") for b in bases)
 

@@ -12,18 +12,7 @@ Decay = Callable[[float], float]
 SHIPPED: dict[str, Decay] = {
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "linear": lambda progress: 1.0 - progress,
-    "constant": lambda progress: 1.0,
 }
-
-
-def decay_fraction(schedule: ScheduleConfig, progress: float) -> float:
-    """Return the share of the way from min_lr up to the peak. Raises OwnCodeError (a UserError)."""
-    shipped = SHIPPED.get(schedule.decay)
-    if shipped is not None:
-        return shipped(progress)
-    own = own_decay(schedule)
-    assert own is not None, "each shipped name has its function"
-    return share_of(schedule, own, progress)
 
 
 def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> float:
@@ -60,7 +49,11 @@ def _before_cooldown(step: int, optimizer: OptimizerConfig, schedule: ScheduleCo
     if schedule.decay == "inverse_sqrt":
         return max(schedule.min_lr, peak * math.sqrt(max(warmup, 1) / step))
     progress = min(1.0, (step - warmup) / max(1, end - warmup))
-    return schedule.min_lr + (peak - schedule.min_lr) * decay_fraction(schedule, progress)
+    if (own := own_decay(schedule)) is not None:
+        share = share_of(schedule, own, progress)
+    else:
+        share = SHIPPED[schedule.decay](progress)
+    return schedule.min_lr + (peak - schedule.min_lr) * share
 
 
 def warmup_warning(optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> str | None:

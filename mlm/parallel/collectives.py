@@ -25,7 +25,6 @@ exchange_flat = dist.all_to_all_single
 """Their names since torch 2.13, and the ones before."""
 STRIDE, WHOLE = 61, 1 << 12
 """Of messages of more than WHOLE elements `record` reads each STRIDE-th: some of every row."""
-MAX_RECORDS = 1 << 15
 
 
 @dataclass(slots=True)
@@ -72,7 +71,7 @@ def _watched(op: str, axis: Axis, ranks: tuple[int, ...] = ()) -> Wait:
 def record(x: Tensor, axis: Axis, *, is_sent: bool) -> None:
     """Add a message to `Watch.traffic`, which tells later where a number came from. Reads nothing back."""
     traffic = axis.watch.traffic
-    if traffic is None or len(traffic) >= MAX_RECORDS or torch.compiler.is_compiling():
+    if traffic is None or len(traffic) >= 1 << 15 or torch.compiler.is_compiling():
         return
     if x.is_floating_point() and x.element_size() > 1 and x.numel():
         some = x if x.numel() <= WHOLE else x.reshape(-1)[::STRIDE]
@@ -182,7 +181,6 @@ def start_receive(out: Tensor, axis: Axis, peer: int) -> Pending:
 
 
 def _pair(axis: Axis, peer: int) -> tuple[int, ...]:
-    """The global ranks of a transfer."""
     return tuple(sorted((axis.ranks[axis.rank], axis.ranks[peer])))
 
 

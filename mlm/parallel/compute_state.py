@@ -130,11 +130,9 @@ class CachedHalfParams:
 
         Gradients pass through them if it `trains`.
         """
-        if self.depth == 0 and self.reads:
-            self._cast(trains)
         self.depth += 1
-
-    def _cast(self, trains: bool) -> None:
+        if self.depth > 1 or not self.reads:
+            return
         parameters = [getattr(layer, name) for layer, name, _ in self.reads]
         if not self.copies:
             self.copies = [torch.empty_like(p, dtype=self.dtype, requires_grad=False) for p in parameters]

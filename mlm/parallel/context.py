@@ -21,7 +21,7 @@ L = S/c tokens of a rank, P = L/2, D head_dim.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,35 +73,18 @@ class KeyBlock:
     """True for a rank's own; in others each query attends to each key."""
 
 
-class Kernel(Protocol):
-    """Attention of a block."""
-
-    def forward(self, block: KeyBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return results [B, n, rows, D] and the log-sum-exps of scores [B, n, rows]."""
-        ...
-
-    def backward(
-        self, block: KeyBlock, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the block's part of the gradients of q, k and v.
-
-        `y` and `log_sum` are those of all keys that the queries attend to.
-        """
-        ...
-
-
 class CPUKernel:
     """PyTorch's fused kernel for a CPU."""
 
     def forward(self, block: KeyBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention of a block."""
+        """Return results of a block, [B, n, rows, D], and the log-sum-exps of scores, [B, n, rows]."""
         y, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, block.causal)
         return y, log_sum
 
     def backward(
         self, block: KeyBlock, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of a block."""
+        """Return the block's part of the gradients of q, k and v; y and log_sum are those of all keys."""
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = backward(dy, q, k, v, y, log_sum, 0.0, block.causal)
         return dq, dk, dv
@@ -171,7 +154,6 @@ class UnfusedKernel:
         return dq, dk, dv
 
     def _heads(self, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Some heads of queries, and those of keys that they share."""
         b, n, rows, _ = q.shape
         share = n // k.shape[1]
         size = max(1, MOST_SCORES // (b * share * rows * k.shape[2]))
@@ -202,9 +184,12 @@ class UnfusedKernel:
         return flat.view(p.shape)
 
     def _places(self, block: KeyBlock, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Places in the sequence of a block's queries and keys."""
         rows = rank_positions(self.cp.rank, self.length, self.cp.size, device)[block.rows]
         return rows, rank_positions(block.source, self.length, self.cp.size, device)[block.columns]
+
+
+Kernel = CPUKernel | GPUKernel | UnfusedKernel
+"""Attention of a block, forward and backward."""
 
 
 def context_attention(

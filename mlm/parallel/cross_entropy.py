@@ -267,8 +267,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         compute_bias = None if bias is None else bias.to(hidden.dtype)
         half = hidden.dtype in HALF
         logit_factor, row_factor = split_scale(scale.to(loss_dtype(hidden.dtype)), hidden.dtype)
+        device_type = table.device_type or hidden.device.type
         rows, wide_rows = chunk_rows(
-            *(hidden.shape[0], weight.shape[0], hidden.device.type), half=half, chunk_bytes=chunk_bytes
+            hidden.shape[0], weight.shape[0], device_type, half=half, chunk_bytes=chunk_bytes
         )
         d_hidden = torch.empty_like(hidden)
         # [H, V/t] where the product is faster that way round (matmul.weight_gradient), transposed at the end

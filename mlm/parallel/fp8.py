@@ -14,7 +14,6 @@ from torch import Tensor
 from mlm.parallel import matmul
 
 NARROW, WIDE = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16
 TINY = 1e-12
 """Smallest magnitude that a scale is made for: all zeros stay zeros."""
 
@@ -35,7 +34,6 @@ def _multiply(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """A b^T of [M, K] and [N, K]."""
     (a8, a_scale), (b8, b_scale) = quantize(a, formats[0]), quantize(b, formats[1])
     y: Tensor = torch._scaled_mm(
         a8.contiguous(), b8.contiguous().t(), a_scale, b_scale, bias=bias, out_dtype=out_dtype
@@ -45,7 +43,7 @@ def _multiply(
 
 def fits(*sizes: int) -> bool:
     """True if tensor cores take products of these sizes."""
-    return all(size > 0 and size % MULTIPLE == 0 for size in sizes)
+    return all(size > 0 and size % 16 == 0 for size in sizes)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -12,25 +12,24 @@ the calls of a reducer in a step (`ReducedGradients`).
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from mlm.parallel.collectives import Pending, all_reduce, start_all_reduce
 from mlm.parallel.compute_state import DeferredWeightGrads
+from mlm.parallel.config import ZeroReduce
+from mlm.parallel.expert.router import Router
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
 from mlm.parallel.pipeline.engine import ChunkGradients
-from mlm.parallel.sharding import ParameterShard
+from mlm.parallel.sharding import ParameterShard, parameters_by_axis
 
 BUCKET_BYTES = 25 << 20
 """Large enough to use the wire well, small enough that the last one finishes soon after backward."""
 BUCKET_BYTES_PER_RANK = 4 << 20
 """A ring passes a bucket on in as many pieces as it has ranks: small pieces cost latency alone."""
-
-ReduceWhen = Literal["last", "every"]
-"""Micro-batches of a step that reduce sharded gradients (ParallelConfig.zero_reduce)."""
 
 
 class Reducer(Protocol):
@@ -218,6 +217,77 @@ class ReducerGroup:
         """Reduce what is not yet reduced and wait for what is under way."""
         for reducer in self.reducers:
             reducer.finish()
+
+
+def build_reducer(
+    model: nn.Module,
+    dp: Axis,
+    *,
+    zero: int,
+    compute_dtype: torch.dtype,
+    units: Iterable[nn.Module] = (),
+    methods: Sequence[str] = (),
+    reduce: ZeroReduce = "last",
+    late_weights: bool = False,
+    keep_buffers: bool = False,
+    fuse_accumulation: bool = False,
+    replicated: Sequence[nn.Parameter] = (),
+) -> Reducer:
+    """Make a model's gradients sum over dp; with zero=2|3 its parameters are sharded over dp from here on.
+
+    Call when the parameters have their initial values, before `parameter_shards`.
+
+    Args:
+        model: the model; its parameters may be replaced by shards.
+        dp: data-parallel axis.
+        zero: 0 keeps all on each rank, 2 and 3 shard it. No effect on an axis of one rank.
+        compute_dtype: dtype of activations; what gathered weights are cast to if it is half precision.
+        units: submodules to gather on their own, in the order they run.
+        methods: names of methods other than `forward` that compute with the parameters.
+        reduce: micro-batches of a step that reduce gradients sharded over dp (ParallelConfig.zero_reduce).
+        late_weights: True if weight gradients arrive outside backward passes, before a call of `settle`.
+        keep_buffers: keep gradients of one rank in buffers, too: those that backward returns are overwritten.
+        fuse_accumulation: weight gradients of linear layers are added inside their products.
+        replicated: the trained parameters of a model whose others are frozen: zero=2|3 leaves them whole.
+    """
+    weights = [m.weight for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
+
+    def whole(parameters: list[nn.Parameter], axis: Axis) -> Reducer:
+        # CUDA graphs own their outputs: writing to one takes a copy, and a call of ours for each parameter
+        return GradientReducer(
+            parameters,
+            axis,
+            late=weights if late_weights else (),
+            keep_buffers=keep_buffers,
+            joined=parameters if keep_buffers else weights if fuse_accumulation else [],
+        )
+
+    if zero == 0 or dp.group is None:
+        return _grouped([whole(some, axis) for axis, some in parameters_by_axis(model, dp).items()])
+    # routers, `replicated` parameters and those of one rank alone stay whole
+    kept = {*replicated, *(p for m in model.modules() if isinstance(m, Router) for p in m.parameters())}
+    unsharded = [
+        (axis, [p for p in some if p in kept or axis.group is None])
+        for axis, some in parameters_by_axis(model, dp).items()
+    ]
+    from mlm.parallel.sharded import ShardedReducer  # loads FSDP: 0.5 s in every rank's start
+
+    sharded = ShardedReducer(
+        model,
+        dp,
+        zero=zero,
+        compute_dtype=compute_dtype,
+        units=units,
+        methods=methods,
+        reduce=reduce,
+        late_weights=late_weights,
+        whole={p for _, some in unsharded for p in some},
+    )
+    return _grouped([sharded, *(whole(some, axis) for axis, some in unsharded if some)])
+
+
+def _grouped(reducers: Sequence[Reducer]) -> Reducer:
+    return reducers[0] if len(reducers) == 1 else ReducerGroup(reducers)
 
 
 def sum_replicated_gradients(

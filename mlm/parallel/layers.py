@@ -10,6 +10,7 @@ tp loads is saved by `save_checkpoint` of mlm/checkpoint/native/save_load.py, fr
 Shapes: S sequence, B micro-batch, I in, O out, H hidden, V padded vocabulary, t = tensor-parallel size.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -175,11 +176,8 @@ class RowParallelLinear(TensorParallelLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, I/t] -> [S, B, O]."""
-        return self.adapted(self._product(x), x)
-
-    def _product(self, x: Tensor) -> Tensor:
         if self.tp.size == 1:
-            return linear(x, self.weight, self.bias, self.compute)
+            return self.adapted(linear(x, self.weight, self.bias, self.compute), x)
         rows = x.shape[0] // self.tp.size if self.sequence_parallel else x.shape[0]
         # the bias joins after the sum, or it would be added t times
         if self.compute.overlap_chunks > 1 and rows % self.compute.overlap_chunks == 0:
@@ -188,7 +186,7 @@ class RowParallelLinear(TensorParallelLayer):
             )
         else:
             y = self.reduce_output(linear(x, self.weight, None, self.compute))
-        return y if self.bias is None else y + self.in_dtype("bias", x.dtype)
+        return self.adapted(y if self.bias is None else y + self.in_dtype("bias", x.dtype), x)
 
 
 class VocabParallelEmbedding(TensorParallelLayer):
@@ -206,6 +204,8 @@ class VocabParallelEmbedding(TensorParallelLayer):
     tp_dims: ClassVar[dict[str, int]] = {"weight": 0}
     compiled: bool = False
     """True if the loss may be computed by compiled passes (cross_entropy.py)."""
+    device_type: str | None = None
+    """Type of device whose sizes of chunks the loss takes; None for that of its tensors."""
     fuses_grad: bool = False
     """True if a forward pass of the loss adds the weight's gradient to `weight.grad`, as its backward pass
     would from a seed of 1; nothing of the table's size is kept in between (`fuse_embedding_grad`). On a CPU
@@ -247,7 +247,9 @@ class VocabParallelEmbedding(TensorParallelLayer):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[S, B] -> [S, B, H]."""
-        lookup = lookup_into_grad if self.fuses_now and self.weight.is_cpu else embedding_lookup
+        lookup: Callable[[Tensor, Tensor], Tensor] = embedding_lookup
+        if self.fuses_now and self.weight.is_cpu:
+            lookup = _LookupIntoGrad.apply
         if self.tp.size == 1:
             return lookup(tokens, self.weight)
         local = tokens - self.first
@@ -282,13 +284,9 @@ class _Lookup(torch.autograd.Function):
         return None, total.to(ctx.dtype)
 
 
-def lookup_into_grad(rows: Tensor, weight: Tensor) -> Tensor:
-    """As `embedding_lookup`; backward adds to `weight.grad` the rows that were read, not a table of zeros."""
-    y: Tensor = _LookupIntoGrad.apply(rows, weight)  # type: ignore[no-untyped-call]
-    return y
-
-
 class _LookupIntoGrad(torch.autograd.Function):
+    """As `embedding_lookup`; backward adds to `weight.grad` the rows that were read, not a table of zeros."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(rows)

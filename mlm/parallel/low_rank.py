@@ -52,13 +52,8 @@ class WeightChange:
 class AdaptedRows:
     """Rows of a weight that fuses P parts, `[block][part][size]`, and the parts that have adapters."""
 
-    blocks: int = 1
     parts: int = 1
     adapted: tuple[int, ...] = (0,)
-
-    def size(self, out_features: int) -> int:
-        """Rows of one part in one block of a whole weight with O rows."""
-        return out_features // (self.blocks * self.parts)
 
     def place(self, adapted: Sequence[Tensor]) -> Tensor:
         """Put values of adapted parts [..., block, size] in the weight's order, 0 for others: [..., O]."""
@@ -102,8 +97,10 @@ class LowRankAdapter(nn.Module):
         self.sequence_parallel, self.replicas = layer.sequence_parallel, layer.replicas
         self.reduce_output = layer.reduce_output
         out, inside = layer.weight.shape
-        whole = out * self.tp.size // layer.replicas if self.by_column else out
-        self.size, self.columns = out if rows.parts == 1 else rows.size(whole), inside
+        self.size, self.columns = out, inside
+        if rows.parts > 1:
+            assert layer.fused_rows is not None
+            self.size = layer.fused_rows.width
         count = len(rows.adapted)
         self.tp_dims = {"b": 0, "magnitude": 0} if self.by_column else {"a": 1}
         # the variance of peft's uniform A

@@ -72,17 +72,13 @@ def init_shard(shard: ParameterShard, seed: int) -> None:
         assert isinstance(shard.module, nn.LayerNorm | nn.RMSNorm), f"no init_std for {shard.name}"
         shard.parameter.fill_(1.0)
     else:
-        _draw(shard, std, derive_seed(seed, shard.name))
-
-
-def _draw(shard: ParameterShard, std: float, seed: int) -> None:
-    shape, target = shard.global_shape, shard.without_padding(shard.parameter)
-    shard.parameter.zero_()  # rows that pad the vocabulary
-    first, count = shard.offset[0], target.shape[0]
-    block = max(1, (1 << 22) // max(1, math.prod(shape[1:])))  # bounds the memory of drawing what others hold
-    for start in range(0, count, block):
-        rows = range(first + start, first + min(start + block, count))
-        drawn = draw_normal(shape, std, seed, rows)
-        if shard.tp_dim:
-            drawn = drawn.narrow(shard.tp_dim, shard.offset[shard.tp_dim], target.shape[shard.tp_dim])
-        target[start : start + len(rows)].copy_(drawn)
+        shape, target = shard.global_shape, shard.without_padding(shard.parameter)
+        shard.parameter.zero_()  # rows that pad the vocabulary
+        first, count = shard.offset[0], target.shape[0]
+        block = max(1, (1 << 22) // max(1, math.prod(shape[1:])))  # bounds the memory of what others hold
+        for start in range(0, count, block):
+            rows = range(first + start, first + min(start + block, count))
+            drawn = draw_normal(shape, std, derive_seed(seed, shard.name), rows)
+            if shard.tp_dim:
+                drawn = drawn.narrow(shard.tp_dim, shard.offset[shard.tp_dim], target.shape[shard.tp_dim])
+            target[start : start + len(rows)].copy_(drawn)

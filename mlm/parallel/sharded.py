@@ -35,8 +35,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from mlm.parallel.collectives import Pending, for_transport, gather_flat, record, scatter_flat
+from mlm.parallel.config import ZeroReduce
 from mlm.parallel.expert.experts import Experts
-from mlm.parallel.gradients import ReduceWhen
 from mlm.parallel.mesh import Axis, ExpertAxes
 from mlm.parallel.sharding import DP_SLICES, DataParallelSlice
 
@@ -53,7 +53,7 @@ class ShardedReducer:
         compute_dtype: torch.dtype,
         units: Iterable[nn.Module],
         methods: Sequence[str],
-        reduce: ReduceWhen,
+        reduce: ZeroReduce,
         late_weights: bool,
         whole: set[nn.Parameter],
     ) -> None:
@@ -160,19 +160,17 @@ def _assign_slices(model: nn.Module, dp: Axis) -> list[tuple[nn.Parameter, DataP
         axes: ExpertAxes | None = getattr(module, "expert_axes", None)
         axis = dp if axes is None or axes.replicas is None else axes.replicas
         for parameter in own.values():
-            if parameter not in slices:
-                slices[parameter] = _slice_of(parameter, axis)
+            if parameter in slices:
+                continue
+            rows = nn.Parameter(_local(parameter), requires_grad=parameter.requires_grad)
+            share = -(-parameter.shape[0] // axis.size)
+            first = min(axis.rank * share, parameter.shape[0])
+            held = min(share, parameter.shape[0] - first)
+            assert rows.shape[0] == held, "FSDP2 splits otherwise than torch.chunk"
+            slices[parameter] = DataParallelSlice(rows, tuple(parameter.shape), first, axis)
         if own:
             setattr(module, DP_SLICES, {name: slices[p] for name, p in own.items()})
     return list(slices.items())
-
-
-def _slice_of(parameter: nn.Parameter, dp: Axis) -> DataParallelSlice:
-    rows = nn.Parameter(_local(parameter), requires_grad=parameter.requires_grad)
-    share = -(-parameter.shape[0] // dp.size)
-    first = min(dp.rank * share, parameter.shape[0])
-    assert rows.shape[0] == min(share, parameter.shape[0] - first), "FSDP2 splits otherwise than torch.chunk"
-    return DataParallelSlice(rows, tuple(parameter.shape), first, dp)
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from mlm.plan.config import CalibrationJob, PlanCalibrateConfig
 from mlm.plan.cost import CostModel
 from mlm.plan.dry_run_meter import BACKWARD, FORWARD
 from mlm.plan.hardware import (
+    GIB,
     EfficiencyConfig,
     HardwareConfig,
     PeakConfig,
@@ -35,7 +36,6 @@ from mlm.plan.hardware import (
 )
 from mlm.plan.layer_counts import LayerCounts, counts_of
 from mlm.plan.layout import PlannedLayout
-from mlm.plan.memory import GIB
 from mlm.tracking.peak import memory_bytes, table_peak
 from mlm.training.memory import reuse_large_blocks
 from mlm.util.errors import UserError

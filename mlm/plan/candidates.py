@@ -13,11 +13,11 @@ from typing import Any
 from mlm.config.suggest import divisors
 from mlm.config.tree import values_of
 from mlm.launch.rules.layout import TRAIN_RULES, Breach, Launch, LayoutRule, LayoutValues
+from mlm.models.shape import architecture_of
 from mlm.parallel.config import ParallelConfig
 from mlm.plan.config import PlanLayoutsConfig
-from mlm.plan.hardware import HardwareConfig
+from mlm.plan.hardware import GIB, HardwareConfig
 from mlm.plan.layout import BATCH_NAMES, PlannedLayout
-from mlm.plan.memory import GIB
 from mlm.runs.checks import context_problem
 from mlm.runs.config import PretrainConfig
 
@@ -132,7 +132,7 @@ def _context_sizes(query: Query) -> list[int]:
     """
     model = query.run.model
     is_whole = context_problem(2, model, query.run.data) is not None
-    if is_whole or model.attention_dropout or model.architecture.experts:
+    if is_whole or model.attention_dropout or architecture_of(model).experts:
         return [1]
     return [cp for cp in CONTEXT_SIZES if query.gpus % cp == 0]
 
@@ -142,7 +142,7 @@ def _chunks(layers: int, pp: int) -> list[int]:
 
 
 def _expert_sizes(query: Query, choice: Choice) -> list[int]:
-    experts = query.run.model.architecture.experts
+    experts = architecture_of(query.run.model).experts
     ranks = choice["dp"] * choice["cp"] * (choice["tp"] if choice["expert_tp"] == 1 else 1)
     return divisors(math.gcd(experts, ranks)) if experts else [1]
 

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mlm.models.backbone import Transformer
 from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY, Allocation, Log
+from mlm.plan.meta_device import watching_resizes
 from mlm.plan.trace import Message, Place, Trace, tensors_of
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER, BETWEEN = (
@@ -241,23 +242,14 @@ class Meter(TorchDispatchMode):
                 labels.stack[0] = VOCABULARY  # what the last stage itself computes after its layers
             labels.set()
 
-        resize = torch.UntypedStorage.resize_
-
-        def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            result = resize(storage, size)
-            self._resized(storage)
-            return result
-
         hooks = (
             nn.modules.module.register_module_forward_pre_hook(enter),
             nn.modules.module.register_module_forward_hook(leave, always_call=True),
         )
-        torch.UntypedStorage.resize_ = resized  # type: ignore[assignment, method-assign]  # no operator, so not dispatched
         try:
-            with self:
+            with watching_resizes(self._resized), self:
                 yield
         finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
             for hook in hooks:
                 hook.remove()
 

@@ -10,12 +10,11 @@ sends the same, so that counts are linear in their number, and memory grows only
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
-from unittest.mock import MagicMock, patch
 
 import torch
 import torch.distributed as dist
@@ -31,10 +30,13 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.matmul import prepare_products
 from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.pipeline.actions import SENDS_KEPT
+from mlm.parallel.pipeline.engine import NOTHING
 from mlm.plan.dry_run_memory import CASTS, GRADIENTS, STATE, TABLES, WEIGHTS, Log
 from mlm.plan.dry_run_meter import BACKWARD, OPTIMIZER, Meter, StepCounts
+from mlm.plan.meta_device import sharding_on_meta
 from mlm.runs.config import AttentionKernel, PretrainConfig
 from mlm.runs.corpora import train_dataset
+from mlm.training.observer import Observer, Observers
 from mlm.training.trainer import StopVote, Trainer
 
 META = torch.device("meta")
@@ -81,7 +83,7 @@ def dry_run(
         with contextlib.ExitStack() as stack:
             if device == META:
                 stack.enter_context(attention)
-                stack.enter_context(without_streams())
+                stack.enter_context(sharding_on_meta())
             with meter:
                 trainer: Trainer[MicroBatch] = Trainer(config, ctx)
             found = run_steps(trainer, meter, in_full=in_full)
@@ -100,7 +102,7 @@ def run_steps(trainer: Trainer[MicroBatch], meter: Meter, *, in_full: bool) -> D
     whole = config.train.global_batch_size // (ctx.dp.size * config.train.micro_batch_size)
     few, enough = (whole, whole) if in_full else numbers_to_run(config, ctx, whole)
     tag_state(trainer, meter)
-    count_late_work(trainer, meter)
+    trainer.observers = Observers([LateWork(meter)])
     batches = batches_of(config, [config.train.micro_batch_size] * enough)
     log, counts = meter.log, StepCounts()
     with meter.watching(trainer.model.chunks):
@@ -123,7 +125,8 @@ def run_steps(trainer: Trainer[MicroBatch], meter: Meter, *, in_full: bool) -> D
 
 def step(trainer: Trainer[MicroBatch], meter: Meter, batches: Sequence[MicroBatch]) -> None:
     """`Trainer.train_step` in its two halves, and between them the ranks' vote on stopping."""
-    parts = trainer.compute_gradients(batches)
+    parts = trainer.forward_backward(batches)
+    trainer.reduce_gradients()
     meter.tag(trainer.model.casts.copies, CASTS)
     meter.tag([s.parameter.grad for s in trainer.shards if s.parameter.grad is not None], GRADIENTS)
     vote = StopVote(trainer, lambda: 0)
@@ -184,26 +187,21 @@ def tag_state(trainer: Trainer[MicroBatch], meter: Meter) -> None:
         meter.tag([bucket.flat for bucket in getattr(reducer, "buckets", ())], GRADIENTS)
 
 
-def count_late_work(trainer: Trainer[MicroBatch], meter: Meter) -> None:
-    """Count as of backward passes what comes after them: deferred weight gradients, and reductions."""
+class LateWork(Observer):
+    """Counts as of backward passes what comes after them: deferred weight gradients, and reductions."""
 
-    def counted(work: Callable[[], None], ended: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            with meter.during(BACKWARD):
-                work()
-            ended()
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
 
-        return run
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context around what is late."""
+        return self._counted() if name in ("weight", "reduce") else NOTHING
 
-    for deferred in trainer.model.deferred:
-        take = deferred.take
-        deferred.take = partial(  # type: ignore[method-assign]
-            lambda take: [counted(job, lambda: None) for job in take()], take
-        )
-    for reducer in trainer.reducers:
-        left = partial(meter.log.tag_left, BACKWARD, GRADIENTS)
-        reducer.settle = counted(reducer.settle, left)  # type: ignore[method-assign]
-        reducer.finish = counted(reducer.finish, left)  # type: ignore[method-assign]
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        with self.meter.during(BACKWARD):
+            yield
+        self.meter.log.tag_left(BACKWARD, GRADIENTS)
 
 
 @contextlib.contextmanager
@@ -287,16 +285,3 @@ def dropped_attention(q: Tensor, k: Tensor, v: Tensor, *, p: float) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.matmul(q, k.mT).softmax(-1)
     return torch.matmul(F.dropout(scores, p), v)
-
-
-@contextlib.contextmanager
-def without_streams() -> Iterator[None]:
-    """Let FSDP2 run on the meta device, of which it asks streams and events, and real parameters."""
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    handle = MagicMock(current_device=lambda: 0)
-    with (
-        patch.object(torch, "meta", handle, create=True),
-        patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
-    ):
-        yield

@@ -1,155 +1,60 @@
-"""Needs and expected speed of a pretraining run before it starts: a line, and a warning if it does not fit.
+"""What `mlm pretrain` prints before a run builds its model, and what its summary compares with.
 
-Nothing is rejected on an estimate.
+A small run on CPUs has a bound of its memory. The forecast of any other counts what its layers do, which
+loads the plan and a compiler: two seconds of processor time, so that it is imported only then.
 """
 
 import logging
-import os
-import subprocess
-from dataclasses import dataclass, replace
 
 from mlm.launch.devices import device_kind
-from mlm.launch.environment import read_rank_place
-from mlm.models.family import count_parameters
-from mlm.plan.candidates import Query
-from mlm.plan.cost import StepTime
-from mlm.plan.hardware import HardwareConfig, calibrated, preset_of_gpu, unmeasured
-from mlm.plan.layout import PlannedLayout
-from mlm.plan.memory import GIB, gib
-from mlm.plan.report import as_row, format_seconds, spread, time_error
-from mlm.plan.search import Models
+from mlm.models.shape import architecture_of, count_parameters
+from mlm.plan.hardware import CPU_RESERVED_GIB, GIB, calibrated, gib
 from mlm.runs.config import PretrainConfig
 from mlm.tracking.summary import Predicted
 from mlm.util.system import host_memory
 
-GPU_RESERVED_GIB, CPU_RESERVED_GIB = 1.5, 0.3
-"""GiB that a rank has before the model: driver and libraries on a GPU, the program on a CPU."""
-GPU_QUERY = ("nvidia-smi", "--id=0", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
-"""Name and MiB of the host's first GPU; torch would open a context."""
-
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """A run's predicted numbers."""
-
-    query: Query
-    """Its hardware has the memory that was found; its peaks are null where its speed is not known."""
-    layout: PlannedLayout
-    memory: float
-    """Bytes of the fullest rank."""
-    first: float
-    """Bytes of rank 0."""
-    step: StepTime | None
-    """None where the hardware's speed is unknown."""
-    mfu: float | None
-
-
 def lines(config: PretrainConfig, ranks: int) -> list[str]:
-    """Lines to print before a run builds its model; empty where nothing can be said. Never raises."""
-    most, run = try_forecast(config, ranks)
-    if most:
-        return [f"needs {gib(most)} at most; this host has {gib(host_memory())}"]
-    return [] if run is None else summary(run)
+    """Lines to print; empty where nothing can be said. Never raises: a forecast must not be in the way."""
+    try:
+        if most := most_of_small(config, ranks):
+            return [f"needs {gib(most)} at most; this host has {gib(host_memory())}"]
+        from mlm.plan.run_forecast import forecast, summary
+
+        return summary(forecast(config, ranks))
+    except Exception as error:
+        log.debug("no forecast: %r", error)
+        return []
 
 
 def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
-    """The forecast as a run's summary shows it, in one of its ranks; None without one. Never raises."""
-    if (run := try_forecast(config, ranks)[1]) is None:
-        return None
-    hardware, memory = run.query.hardware, run.first
-    if run.step is None:
-        return Predicted(None, memory, None, "")
-    source = "hardware=this" if hardware.is_calibrated else "a preset"
-    return Predicted(run.step.total, memory, run.mfu, f"{hardware.name} ({source})")
-
-
-def try_forecast(config: PretrainConfig, ranks: int) -> tuple[float, Forecast | None]:
-    """The bound of a small run, else its forecast; neither where there is none: it must not be in the way."""
+    """The forecast as a run's summary shows it; None without one, and of a small run. Never raises."""
     try:
-        most = most_of_small(config, ranks)
-        return most, None if most else forecast(config, ranks)
+        if most_of_small(config, ranks):
+            return None
+        from mlm.plan.run_forecast import forecast
+
+        return forecast(config, ranks).predicted
     except Exception as error:
         log.debug("no forecast: %r", error)
-        return 0.0, None
+        return None
 
 
 def most_of_small(config: PretrainConfig, ranks: int) -> float:
     """Generous bound of the bytes that all ranks of a small run on CPUs take; 0.0 for other runs.
 
-    To count what layers do loads a compiler: two seconds of processor time in the start of every run. Whoever
-    calibrated this machine wants times too, which need the counts.
+    Whoever calibrated this machine wants times too, which need the counts.
     """
     model, train, seq = config.model, config.train, config.data.seq_length
     if device_kind(config.dist) != "cpu" or calibrated() is not None:
         return 0.0
-    parts, width = model.architecture, model.ffn_size
-    width = max(width, parts.experts_per_token * parts.expert_size + parts.shared_size)
-    channels = model.hidden_size * (1 + parts.experts_per_token) + width
+    parts = architecture_of(model)
+    channels = model.hidden_size * (1 + parts.experts_per_token) + max(model.ffn_size, parts.active_size)
     state = 32.0 * count_parameters(model)  # weights, gradients, moments, copies, buckets, temporaries
     of_rank = train.global_batch_size * config.parallel.replica // ranks
     samples = train.micro_batch_size if config.parallel.pp == 1 else of_rank  # in flight at most
     layer = 100.0 * seq * channels + 16.0 * model.num_heads * seq**2  # of a sample
     most = ranks * (CPU_RESERVED_GIB * GIB + state + samples * (model.num_layers + 1) * layer)
     return most if most < host_memory() / 4 else 0.0
-
-
-def forecast(config: PretrainConfig, ranks: int, hardware: HardwareConfig | None = None) -> Forecast:
-    """The forecast of a run on so many ranks, of this host if no hardware is given.
-
-    Raises OSError and UserError.
-    """
-    if hardware is None:
-        place = read_rank_place(os.environ)
-        hardware = hardware_here(config, place.local_world_size if place else ranks)
-    layout = PlannedLayout.of(config, ranks // config.parallel.replica)
-    query, step, mfu = Query(run=config, hardware=hardware, gpus=ranks), None, None
-    models = Models(query)
-    if getattr(hardware.peak_tflops, config.precision.dtype) is not None:
-        found = models.forecast(layout)
-        step, mfu = found.step, as_row(query, found)["mfu"]
-    memory = models.memory
-    return Forecast(query, layout, memory.worst(layout).total, memory.peak(layout).total, step, mfu)
-
-
-def hardware_here(config: PretrainConfig, local_ranks: int) -> HardwareConfig:
-    """This host's hardware: as it was calibrated, by the preset of its GPU, or its memory alone.
-
-    So too where more ranks share a CPU than were measured. Raises OSError.
-    """
-    own, is_cpu = calibrated(), device_kind(config.dist) == "cpu"
-    if is_cpu:
-        memory = host_memory() / local_ranks / GIB
-        fits = own is not None and own.device == "cpu" and local_ranks <= own.devices_per_node
-        known = own.for_ranks(local_ranks) if own is not None and fits else None
-    else:
-        answer = subprocess.run(GPU_QUERY, capture_output=True, text=True, check=True, timeout=10).stdout
-        name, mib = answer.strip().rsplit(", ", 1)
-        memory = float(mib) / 1024
-        known = own if own is not None and own.device == "gpu" else preset_of_gpu(name)
-    if known is not None:
-        return replace(known, memory_gib=memory)
-    device, reserved = ("cpu", CPU_RESERVED_GIB) if is_cpu else ("gpu", GPU_RESERVED_GIB)
-    blank = {"name": "this machine", "device": device, "devices_per_node": 1}
-    return unmeasured(**blank, memory_gib=memory, reserved_gib=reserved)
-
-
-def summary(run: Forecast) -> list[str]:
-    """`needs 61.0 GiB of 79.2 GiB per GPU; 41% MFU expected (DGX A100 80GB)`, and a warning if they lack."""
-    hardware, capacity, ranks = run.query.hardware, run.query.memory_bytes, run.layout.gpus
-    if hardware.device == "cpu":
-        local = round(host_memory() / capacity)
-        need = f"{local} ranks need {gib(run.memory)} each" if local > 1 else f"needs {gib(run.memory)}"
-        words = f"{need}; this host has {gib(host_memory())}"
-    else:
-        words = f"needs {gib(run.memory)} of {gib(capacity)} per GPU"
-    if run.step is not None and run.mfu is not None:
-        name = f"{hardware.name}, {ranks} ranks" if ranks > 1 else hardware.name
-        error, assumed = time_error(hardware, run.query.run.model, ranks, run.step.unmeasured)
-        step, mfu = spread(run.step.total, error, format_seconds), spread(run.mfu, error, "{:.0%}".format)
-        words += f"; {step} a step and {mfu} MFU expected ({'; '.join([name, *assumed])})"
-    if run.memory <= capacity:
-        return [words]
-    command = f"`mlm plan layouts gpus={ranks}` finds layouts that fit"
-    return [words, f"warning: {gib(run.memory - capacity)} may be lacking; {command}"]

@@ -1,5 +1,6 @@
 """Hardware of a plan: the fields of configs/hardware/*.yaml, presets, and this machine as calibrated."""
 
+import math
 import os
 import re
 import socket
@@ -13,6 +14,10 @@ import yaml  # type: ignore[import-untyped]
 from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY
 from mlm.config.paths import CONFIG_DIR
 from mlm.util.errors import Problem, UserError
+
+GIB = 2**30
+GPU_RESERVED_GIB, CPU_RESERVED_GIB = 1.5, 0.3
+"""GiB that a rank has before the model: driver and libraries on a GPU, the program on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,3 +182,8 @@ def cpu_name() -> str:
     text = Path("/proc/cpuinfo").read_text("utf-8", errors="replace")
     found = re.search(r"^model name\s*:\s*(.+)", text, re.MULTILINE)
     return found[1].strip() if found else "CPU"
+
+
+def gib(size: float) -> str:
+    """Bytes as `3.1 GiB`."""
+    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{math.ceil(size / 2**20)} MiB"

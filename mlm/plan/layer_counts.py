@@ -8,27 +8,25 @@ is touched, so that a rank may ask while it trains.
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import Any, cast
-from unittest.mock import patch
 
 from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
-from torch.distributed import ProcessGroup
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed import HashStore, ProcessGroup
 
 from mlm.data.sampler import MicroBatch
-from mlm.models.family import count_distinct
+from mlm.models.family import family_of
+from mlm.models.shape import count_distinct
 from mlm.models.stage import PipelineStage, parameter_home
 from mlm.optim.adamw import moments
-from mlm.parallel import chunks
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.expert.router import Router
 from mlm.parallel.matmul import prepare_products
-from mlm.parallel.mesh import Axis, ExpertAxes, ParallelContext, folds_tp
+from mlm.parallel.mesh import CPU, Axis, ExpertAxes, ParallelContext, folds_tp
 from mlm.parallel.sharding import ParameterShard
 from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY, Log
 from mlm.plan.dry_run_meter import BACKWARD, HEAD, OPTIMIZER, OUTSIDE, RECOMPUTED, Meter
@@ -36,7 +34,6 @@ from mlm.plan.dry_run_rank import META, MetaAttention, batches_of, countable, ta
 from mlm.plan.layout import BOTH, FIRST, LAST, split_of_state
 from mlm.plan.trace import Place, TracedWatch, Work, joined
 from mlm.runs.config import PretrainConfig
-from mlm.training import pipelined
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 
@@ -123,7 +120,7 @@ class LayerCounts:
         model, firsts = self.run.model, dict[object, int]()
         built = count_distinct(model)
         with without_numbers(self.run), META:
-            module = model.family.model(model, stage=PipelineStage(range(built), False, False))
+            module = family_of(model.kind).model(model, stage=PipelineStage(range(built), False, False))
         kinds = [firsts.setdefault(signature(layer), int(n)) for n, layer in module.layers.items()]
         return (*kinds, *[kinds[-1]] * (model.num_layers - built))
 
@@ -175,16 +172,13 @@ class LayerCounts:
         meter = Meter("meta", is_traced=True)
         ctx = split_context(split, meter)
         prepare_products(META)
-        with ExitStack() as stack:
-            stack.enter_context(without_numbers(self.run))
-            if self.device == "cpu":
-                stack.enter_context(patch.dict(chunks.CHUNK_BYTES, meta=chunks.CHUNK_BYTES["cpu"]))
-            is_gpu, again = self.device == "gpu", split.recompute == "selective"
-            choice = self.run.attention if is_gpu else "efficient"
-            stack.enter_context(MetaAttention(choice, is_unfused=not is_gpu, again=again))
-            stack.enter_context(patch.object(pipelined, "split_layers", lambda *_: [stage]))
+        run = replace(self.run, parallel=replace(split, dp=1))
+        is_gpu, again = self.device == "gpu", split.recompute == "selective"
+        choice = self.run.attention if is_gpu else "efficient"
+        device = CPU if self.device == "cpu" else META
+        with without_numbers(self.run), MetaAttention(choice, is_unfused=not is_gpu, again=again):
             with meter:
-                trainer: Trainer[MicroBatch] = Trainer(replace(self.run, parallel=replace(split, dp=1)), ctx)
+                trainer: Trainer[MicroBatch] = Trainer(run, ctx, stages=[stage], device=device)
             yield trainer, meter
 
 
@@ -258,7 +252,7 @@ def split_context(split: ParallelConfig, meter: Meter) -> ParallelContext:
         if size == 1:
             return Axis(name)
         backend = FakeProcessGroup._create_internal(rank=0, world_size=size)
-        group = ProcessGroup(FakeStore(), 0, size)
+        group = ProcessGroup(HashStore(), 0, size)
         group._register_backend(META, ProcessGroup.BackendType.CUSTOM, backend)
         group._set_group_name(cast(Any, f"counts of {name} {size}"))
         meter.axes[group.group_name] = (name, size)

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from mlm.models.config import ModelConfig
+from mlm.models.family import family_of
+from mlm.models.shape import flops_per_token
 from mlm.parallel.config import ParallelConfig, Recompute, Schedule
 from mlm.runs.config import PretrainConfig
 
@@ -17,7 +19,7 @@ share a table where it is tied."""
 
 def model_flops(model: ModelConfig, seq: int, samples: int, tp: int = 1) -> float:
     """Operations of a step: forward once, backward twice that (arXiv:2205.05198, appendix A)."""
-    return model.flops_per_token(seq, tp) * seq * samples
+    return flops_per_token(model, seq, tp) * seq * samples
 
 
 def hardware_flops(model: ModelConfig, seq: int, samples: int, recompute: str, tp: int = 1) -> float:
@@ -26,7 +28,7 @@ def hardware_flops(model: ModelConfig, seq: int, samples: int, recompute: str, t
     Equation (3) of arXiv:2104.04473. Fused attention kernels recompute scores too, which is not counted.
     """
     whole = model_flops(model, seq, samples, tp)
-    head = 6 * model.family.head_products(model, tp) * seq * samples
+    head = 6 * family_of(model.kind).head_products(model, tp) * seq * samples
     return whole + (whole - head) / 3 * (recompute == "full")
 
 

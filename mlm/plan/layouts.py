@@ -7,17 +7,14 @@ from rich.console import Console
 
 from mlm.config.tree import HOISTED, leaves
 from mlm.launch.typed import typed_settings
+from mlm.models.shape import architecture_of, count_active_parameters, count_parameters
 from mlm.plan.candidates import Query, query_of
-from mlm.plan.config import (
-    PlanCompareConfig,
-    PlanLayoutsConfig,
-    PlanMemoryConfig,
-    SearchedLayoutConfig,
-)
+from mlm.plan.config import PlanCompareConfig, PlanLayoutsConfig, PlanMemoryConfig, SearchedLayoutConfig
 from mlm.plan.cost import PARTS as TIME_PARTS
 from mlm.plan.goodput import goodput
+from mlm.plan.hardware import GIB, gib
 from mlm.plan.layout import PlannedLayout
-from mlm.plan.memory import GIB, DeviceMemory, gib, in_flight
+from mlm.plan.memory import DeviceMemory, in_flight
 from mlm.plan.report import (
     Row,
     as_row,
@@ -58,7 +55,12 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
     else:
         result = (search_leanest if config.goal == "memory" else search)(query, config.show)
     if not result.best:
-        raise UserError(too_large(query, result))
+        assert result.nearest is not None
+        layout, lacks = result.nearest
+        raise UserError(
+            f"gpus={query.gpus}: no layout fits into {gib(query.memory_bytes)} per GPU (the smallest, "
+            f"{layout.label}, lacks {gib(lacks)}); use more GPUs, or free settings that are kept"
+        )
     rows = [
         as_row(query, each, config.tokens, config.price_per_gpu_hour, share(each.layout.gpus))
         for each in result.best
@@ -81,10 +83,10 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
 
 def title(config: PlanLayoutsConfig, query: Query) -> str:
     """The heading: model, GPUs, batch."""
-    size = config.model.num_parameters()
-    active = config.model.num_active_parameters()
+    size = count_parameters(config.model)
+    active = count_active_parameters(config.model)
     of = f"{format_count(size)} parameters"
-    of += f", {format_count(active)} of a token" if config.model.architecture.experts else ""
+    of += f", {format_count(active)} of a token" if architecture_of(config.model).experts else ""
     return (
         f"{config.name} ({of}) on {query.gpus} GPUs of {query.hardware.name}, "
         f"{gib(query.memory_bytes)} each · {query.run.precision.dtype} · "
@@ -145,16 +147,6 @@ def notes(query: Query, best: LayoutForecast) -> list[str]:
     return [*time_caution(assumed), *node_cautions(query.hardware, best.layout)]
 
 
-def too_large(query: Query, result: SearchResult) -> str:
-    """The error of a model that no layout fits into memory."""
-    assert result.nearest is not None
-    layout, lacks = result.nearest
-    return (
-        f"gpus={query.gpus}: no layout fits into {gib(query.memory_bytes)} per GPU (the smallest, "
-        f"{layout.label}, lacks {gib(lacks)}); use more GPUs, or free settings that are kept"
-    )
-
-
 def compare(config: PlanCompareConfig) -> tuple[LayoutForecast, LayoutForecast]:
     """Print both layouts and their difference, write `out` where it is given, and return the forecasts.
 
@@ -170,7 +162,13 @@ def compare(config: PlanCompareConfig) -> tuple[LayoutForecast, LayoutForecast]:
     a, b = forecasts
     tokens = f"{batch} x {config.data.seq_length} tokens a step"
     screen.print(f"{config.name} on {config.hardware.name} · {config.precision.dtype} · {tokens}")
-    show_table(screen, "", ("", "A#", "B#", "B - A#"), part_rows(a, b))
+    cells = list[tuple[str, str, str, str]]()
+    for name in (*TIME_PARTS, "step"):
+        mine, other = (each.step.parts.get(name, each.step.total) for each in (a, b))
+        if mine or other:  # a part that takes time in either step
+            more = f"{(other - mine) * 1e3:+,.4g} ms"
+            cells.append((name, format_seconds(mine), format_seconds(other), more))
+    show_table(screen, "", ("", "A#", "B#", "B - A#"), cells)
     reasons = dict[str, None]()
     for name, query, each in zip("AB", queries, forecasts, strict=True):
         error, assumed = time_error(query.hardware, config.model, query.gpus, each.step.unmeasured)
@@ -178,20 +176,12 @@ def compare(config: PlanCompareConfig) -> tuple[LayoutForecast, LayoutForecast]:
         took = spread(each.step.total, error, format_seconds)
         needs = fit(each.memory.total, query.memory_bytes)
         screen.print(f"{name}: {each.layout.label} on {query.gpus} GPUs; {took} a step; the fullest {needs}")
-    ratio, more = b.step.total / a.step.total, b.layout.gpus / a.layout.gpus
-    screen.print(f"B takes {ratio:.3g} times the time of A and {ratio * more:.3g} times its GPU-hours")
+    ratio, gpus = b.step.total / a.step.total, b.layout.gpus / a.layout.gpus
+    screen.print(f"B takes {ratio:.3g} times the time of A and {ratio * gpus:.3g} times its GPU-hours")
     for line in time_caution(reasons):
         screen.print(line)
     write_rows(config, "compare", {"layouts": rows}, screen)
     return a, b
-
-
-def part_rows(a: LayoutForecast, b: LayoutForecast) -> Iterator[tuple[str, str, str, str]]:
-    """Cells of each part that takes time in either step, and of the steps."""
-    for name in (*TIME_PARTS, "step"):
-        mine, other = (each.step.parts.get(name, each.step.total) for each in (a, b))
-        if mine or other:
-            yield name, format_seconds(mine), format_seconds(other), f"{(other - mine) * 1e3:+,.4g} ms"
 
 
 def memory(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:

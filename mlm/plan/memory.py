@@ -6,7 +6,6 @@ fullest of them needs for a moment in its backward pass. What ZeRO gathers and a
 rules of their own. The guide Planning lists the terms.
 """
 
-import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,7 +20,6 @@ from mlm.plan.layout import BOTH, FIRST, LAST, PlannedLayout, split_of_state
 if TYPE_CHECKING:  # pages of runs read this module and need no torch
     from mlm.plan.layer_counts import Counts, Held, LayerCounts
 
-GIB = 2**30
 PARTS = (
     "weights",
     "gradients",
@@ -272,8 +270,3 @@ def in_flight(layout: PlannedLayout, stage_rank: int) -> int:
     if v == 1:
         return min(p - stage_rank, m)
     return min((v + 1) * p - 2 * stage_rank - 1, v * m)
-
-
-def gib(size: float) -> str:
-    """Bytes as `3.1 GiB`."""
-    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{math.ceil(size / 2**20)} MiB"

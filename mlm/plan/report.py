@@ -10,11 +10,12 @@ from rich.console import Console
 
 from mlm.config.build import to_dict
 from mlm.models.config import ModelConfig
+from mlm.models.shape import architecture_of
 from mlm.plan.candidates import Query
 from mlm.plan.config import PlannedRunConfig
-from mlm.plan.hardware import HardwareConfig
+from mlm.plan.hardware import HardwareConfig, gib
 from mlm.plan.layout import DEFAULTS, PlannedLayout, hardware_flops, model_flops
-from mlm.plan.memory import DeviceMemory, gib
+from mlm.plan.memory import DeviceMemory
 from mlm.plan.search import LayoutForecast
 from mlm.util.results import save_result
 from mlm.util.terminal import PlainScreen, add_row, table
@@ -116,9 +117,9 @@ def time_error(
         assumed.append("links between nodes that were not measured")
     if hardware.is_calibrated and unmeasured > MOST_UNMEASURED:
         assumed.append("the efficiency of matrix products of other sizes than were measured")
-    if model.architecture.experts:
+    if architecture_of(model).experts:
         assumed.append("even loads of experts")
-    known = None if hardware.is_calibrated or model.architecture.experts else hardware.time_error
+    known = None if hardware.is_calibrated or architecture_of(model).experts else hardware.time_error
     return (known or UNKNOWN_ERROR if assumed else 0.0), assumed
 
 

@@ -11,9 +11,10 @@ from heapq import heapify, heappop, heappush
 
 from mlm.plan.candidates import Query, layouts
 from mlm.plan.cost import CostModel, StepTime
+from mlm.plan.hardware import GIB
 from mlm.plan.layer_counts import counts_of
 from mlm.plan.layout import PlannedLayout
-from mlm.plan.memory import GIB, DeviceMemory, MemoryModel
+from mlm.plan.memory import DeviceMemory, MemoryModel
 
 
 @dataclass(frozen=True)

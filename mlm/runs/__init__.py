@@ -1,0 +1,1 @@
+"""A run on disk: its settings and their checks, its folder, tokenizer and corpora."""

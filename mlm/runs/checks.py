@@ -1,6 +1,7 @@
 """Checks of the settings of a training run."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,18 +18,20 @@ from mlm.launch.rules.checks import (
     lr_falls,
     problems_of,
 )
-from mlm.launch.rules.layout import TRAIN_RULES, Launch, LayoutValues, batch_quantum
-from mlm.models.config import ModelConfig
+from mlm.launch.rules.layout import SPLIT_RULES, TRAIN_RULES, Launch, LayoutValues, batch_quantum
+from mlm.launch.rules.nearest import layout_problems
+from mlm.models.config import KINDS, ModelConfig
 from mlm.models.family import (
-    SHIPPED,
     data_problem,
+    family_of,
     model_problem,
-    parameters_by_name,
     pretraining_problem,
 )
+from mlm.models.shape import parameters_by_name
 from mlm.optim.config import STABLE_DECAYS, MuonConfig, OptimizerConfig
 from mlm.optim.groups import patterns
 from mlm.optim.own import check_decay, check_optimizer, layout_problem
+from mlm.parallel.config import ParallelConfig
 from mlm.runs.config import PretrainConfig
 from mlm.util.errors import Problem, escape_controls, show
 
@@ -77,9 +80,9 @@ def optimizer_works(config: Any, _: Launch) -> Problem | None:
 
 def _check_patterns(optimizer: OptimizerConfig, model: ModelConfig) -> None:
     """Raise OwnCodeError for patterns that fit no parameter of the model, built on the meta device."""
-    named = {f"optimizer.groups: {each.names}": each.names for each in patterns(optimizer.groups)}
+    named = {f"optimizer.groups: {names}": names for names, _ in patterns(optimizer.groups)}
     default = MuonConfig().matrices
-    if optimizer.kind == "muon" and (model.kind not in SHIPPED or optimizer.muon.matrices != default):
+    if optimizer.kind == "muon" and (model.kind not in KINDS or optimizer.muon.matrices != default):
         named[f"optimizer.muon.matrices={optimizer.muon.matrices}"] = optimizer.muon.matrices
     if not named or model_problem(model) is not None:
         return
@@ -100,14 +103,6 @@ def optimizer_fits_layout(config: Any, _: Launch) -> Problem | None:
         return layout_problem(config.optimizer, config.parallel)
     except OwnCodeError:
         return None  # reported by `optimizer_works`
-
-
-def _observers_exist(config: PretrainConfig, _: Launch) -> Problem | None:
-    if not config.train.observers:
-        return None
-    from mlm.training.observer import own_observers  # imports torch, which checks of settings need not
-
-    return _own_code_problem(own_observers, config.train.observers)
 
 
 def _own_code_problem(check: Callable[..., object], *arguments: object) -> Problem | None:
@@ -175,9 +170,9 @@ def _attention_serves(config: PretrainConfig, _: Launch) -> Problem | None:
             "use attention=auto or precision=bf16",
         )
     model, resets = config.model, config.data.reset_attention
-    if kind == "flash" and (resets or not model.family.causal):
+    if kind == "flash" and (resets or not family_of(model.kind).causal):
         why = "data.reset_attention=true" if resets else "the padding of this model"
-        if not model.family.packs:
+        if not family_of(model.kind).packs:
             return Problem(
                 ("attention", "data.reset_attention"),
                 f"attention=flash takes no mask, which {why} needs in a model.kind={model.kind}",
@@ -245,7 +240,7 @@ def context_problem(cp: int, model: ModelConfig, data: DataConfig) -> Problem | 
     """Return the problem of a model or its documents that cp ranks cannot split; None if they can."""
     if cp == 1:
         return None
-    if not model.family.splits_sequences:
+    if not family_of(model.kind).splits_sequences:
         why = f"model.kind={model.kind} has no attention over sequences that ranks split"
         return Problem(("cp", "model.kind"), f"cp={cp}: {why}", "use cp=1")
     if data.reset_attention:
@@ -258,7 +253,7 @@ def _prompts_can_be_continued(config: PretrainConfig, _: Launch) -> Problem | No
     prompts, key = config.train.sample_prompts, "train.sample_prompts"
     if not prompts:
         return None
-    if not config.model.family.causal:
+    if not family_of(config.model.kind).causal:
         why = f"model.kind={config.model.kind} does not read from left to right"
         return Problem((key, "model.kind"), f"{key}: {why}", f"remove {key}")
     if len(prompts) > MOST_PROMPTS:
@@ -304,9 +299,15 @@ SETTINGS_RULES = (
 PRETRAIN_RULES = (
     devices_exist,
     *SETTINGS_RULES,
-    _observers_exist,
     lambda config, _: present.corpus(config.data),
     lambda config, _: present.corpus_extras(config.data),
     lambda config, _: present.checkpoint(config.ckpt),
     _adapters_have_a_base,
 )
+
+
+def split_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
+    """Problems of splitting a trained model's layers over tp, or of assigning them to pp and vp stages."""
+    values = {f"model.{key}": value for key, value in asdict(model).items()} | asdict(parallel)
+    names = {f"model.{key}": f"the checkpoint's {key}" for key in asdict(model)}
+    return list(layout_problems(values, Launch(None, None), SPLIT_RULES, names=names))

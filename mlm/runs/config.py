@@ -12,6 +12,7 @@ from mlm.config.fields import (
     Bound,
     CheckpointPath,
     ImportPath,
+    ObserverEntry,
     OnlyIf,
     OutFolder,
     StoreFolder,
@@ -65,9 +66,11 @@ class TrainConfig:
     sample_temperature: Annotated[float, TEMPERATURE, OnlyIf("sample_prompts")] = 0.0
     """Draws below 1 prefer the probable tokens, above 1 the improbable; 0 takes the most probable one. Draws
     are a function of `seed`, and do not change the training."""
-    observers: Annotated[tuple[str, ...], ImportPath()] = ()
-    """Observers of your own, by import path: observers=[my_module:GradNorm]. Each is called without arguments
-    and returns an `Observer` (mlm/training/observer.py), whose methods see each step."""
+    observers: Annotated[tuple[ObserverEntry, ...], ImportPath()] = ()
+    """Observers by import path, alone or with fields, which its class takes by name:
+    observers=[my_module:Mine,{use: mlm.training.gradient_norms:GradientNorms, every: 10}]. Each is an
+    `Observer` (mlm/training/observer.py), whose methods see each step; what it reports reaches every tracker.
+    Shipped: gradient norms by layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

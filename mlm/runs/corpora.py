@@ -24,6 +24,7 @@ from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
 from mlm.data.sampler import CheckedDataset, Dataset
 from mlm.data.stored_corpus import stored_tokens
 from mlm.data.tokenizer import Tokenizer
+from mlm.models.family import family_of
 from mlm.runs.config import PretrainConfig
 from mlm.util.errors import UserError
 from mlm.util.files import digest_bytes, digest_file, sampled_digest
@@ -108,7 +109,7 @@ def corpus_problems(config: PretrainConfig) -> list[str]:
     """Problems of a run's corpora, a line each; read before any rank starts."""
     problems, named = [], corpora(config.data)
     vocab_size, seq_length = config.model.vocab_size, config.data.seq_length
-    family, tokenizer = config.model.family, tokenizer_path(config.data)
+    family, tokenizer = family_of(config.model.kind), tokenizer_path(config.data)
     for corpus in named:
         problems += check_corpus(
             corpus.train,
@@ -223,7 +224,7 @@ def dataset_without_corpus(
     """Return samples that are random, or of the user's own dataset. Raises OwnCodeError (a UserError)."""
     data, vocab_size = config.data, config.model.vocab_size
     if data.kind == "synthetic":
-        return config.model.family.samples.synthetic(data, vocab_size, num_samples, seed)
+        return family_of(config.model.kind).samples.synthetic(data, vocab_size, num_samples, seed)
     build = imported("data.kind", data.kind, SOURCES.shipped, Callable)
     dataset = build(data, vocab_size=vocab_size, num_samples=num_samples, seed=seed, validation=validation)
     if not (hasattr(dataset, "gather") and hasattr(dataset, "__len__")):
@@ -236,7 +237,7 @@ def dataset_without_corpus(
 def corpus_samples(config: PretrainConfig, prefix: Path, num_samples: int, seed: int) -> Dataset:
     """Return the training samples of one corpus."""
     data = config.data
-    return config.model.family.samples.train(
+    return family_of(config.model.kind).samples.train(
         data,
         prefix,
         samples_tokenizer(config),
@@ -249,7 +250,7 @@ def corpus_samples(config: PretrainConfig, prefix: Path, num_samples: int, seed:
 def samples_tokenizer(config: PretrainConfig) -> Tokenizer | None:
     """Return the tokenizer that samples depend on; None if they depend on none, or there is none."""
     path = tokenizer_path(config.data)
-    return Tokenizer.load(path) if path is not None and config.model.family.check_tokenizer else None
+    return Tokenizer.load(path) if path is not None and family_of(config.model.kind).check_tokenizer else None
 
 
 def validation_prefixes(data: DataConfig) -> dict[str, Path]:
@@ -264,7 +265,7 @@ def validation_prefixes(data: DataConfig) -> dict[str, Path]:
 
 def validation_sets(config: PretrainConfig, history: History = ()) -> list[ValidationSet]:
     """Validation sets; empty where there is none. Weights are those of the newest blend."""
-    data, samples = config.data, config.model.family.samples
+    data, samples = config.data, family_of(config.model.kind).samples
     if data.kind != "indexed":
         windows = dataset_without_corpus(
             config, SYNTHETIC_VALIDATION_SAMPLES, config.seed + 1, validation=True

@@ -16,21 +16,21 @@ import torch
 from torch import Tensor, nn
 
 import mlm
+from mlm.checkpoint.native.folders import CHECKPOINTS
 from mlm.checkpoint.native.format import JSON, FileEntry, TensorEntry
 from mlm.checkpoint.native.run_state import TOKENIZER
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import derived_id, write_streamed
-from mlm.checkpoint.parameters import build_on_meta
 from mlm.config.build import to_dict
 from mlm.data.config import DataConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
+from mlm.models.shape import build_on_meta
 from mlm.parallel.mesh import Axis
 from mlm.parallel.random import init_shard
 from mlm.parallel.sharding import parameter_shards
 from mlm.runs.config import PretrainConfig
 from mlm.runs.tokenizer import digests_of_tokenizer
-from mlm.training.state import CHECKPOINTS
 from mlm.util.errors import UserError, writing_to
 from mlm.util.files import fsync_directory, read_regular, write_atomic
 from mlm.util.lock import LOCK, single_writer

@@ -1,8 +1,8 @@
 """metrics.jsonl: one history of a run over all its attempts.
 
-One JSON object per line, each with `kind` (run, step, validation, sample, scores, saved, save_failed,
-failed, incident, rewound, diverged, ranks, experts) and `time` (Unix seconds). Numbers that are not
-finite are null: JSON has no NaN.
+One JSON object per line, each with `kind` (run, step, measured, validation, sample, scores, saved,
+save_failed, failed, incident, rewound, diverged, ranks, experts) and `time` (Unix seconds). Numbers that are
+not finite are null: JSON has no NaN.
 """
 
 import json
@@ -75,6 +75,9 @@ class History(Sink):
     def save_failed(self, step: int, error: str) -> None:
         self.append("save_failed", {"step": step, "error": error})
 
+    def measured(self, step: int, values: Parts) -> None:
+        self.append("measured", {"step": step, **values})
+
     def event(self, kind: str, fields: Mapping[str, object]) -> None:
         self.append(kind, fields)
 
@@ -130,17 +133,13 @@ def rewind(path: Path, start_step: int, keep: Container[str] = ()) -> None:
         return
     old = read_bounded(path, MAX_BYTES, MOVE)
     is_new = start_step == 0 and not keep
-    kept = b"".join(
-        line + b"\n" for line in old.split(b"\n") if not is_new and stays(parse(line), start_step, keep)
-    )
+    kept = b""
+    for line in old.split(b"\n") if not is_new else ():
+        record = parse(line)
+        if step_of(record) >= 0 and (step_of(record) <= start_step or record["kind"] in keep):
+            kept += line + b"\n"
     if kept != old:
         write_atomic(path, kept)
-
-
-def stays(record: Mapping[str, Any], start_step: int, keep: Container[str]) -> bool:
-    """True for a record that a return to `start_step` keeps."""
-    step = step_of(record)
-    return 0 <= step <= start_step or (step >= 0 and record.get("kind") in keep)
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

@@ -103,6 +103,9 @@ class Sink:
     def save_failed(self, step: int, error: str) -> None:
         """Take the error of a checkpoint that could not be written."""
 
+    def measured(self, step: int, values: Parts) -> None:
+        """Take further numbers of a step, by name, that an observer measured."""
+
     def event(self, kind: str, fields: Mapping[str, object]) -> None:
         """Take what else happened."""
 

@@ -139,6 +139,9 @@ class Tracker(Sink, ABC):
     def step(self, metrics: StepMetrics) -> None:
         self.log(metrics.step, scalars(metrics))
 
+    def measured(self, step: int, values: Parts) -> None:
+        self.log(step, values)
+
     def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
         self.log(step, {"validation/loss": loss, "validation/perplexity": perplexity, **name_parts(parts)})
 

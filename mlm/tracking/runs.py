@@ -28,9 +28,6 @@ MAX_COLUMNS = 64
 """Names of numbers in one type of record; a damaged file may have any number."""
 MAX_LISTED = 500
 """Incidents, checkpoints, samples and attempts of a run that are kept; the newest."""
-MAX_FAILURE = 500  # characters
-MAX_SCORES = 100
-MAX_SCORE_BYTES = 1 << 22
 MAX_PROBLEMS = 5
 """Files of a run that are named as damaged."""
 LARGEST = float(1 << 53)
@@ -238,7 +235,13 @@ def read_run(folder: Path, name: str) -> RunRecords:
     try:
         if (folder / FILE_NAME).exists():
             read_metrics(run)
-        read_settings(run)
+        if (folder / CONFIG).exists():
+            try:
+                tree = parse_yaml(read_text(folder / CONFIG), folder / CONFIG)
+                run.command = str(tree.pop("command", ""))
+                run.settings = flatten(tree)
+            except UserError as error:
+                run.problems.append(str(error))
         read_scores(run)
         run.is_held = Lock(folder / "checkpoints" / LOCK).is_held()
         run.kept = frozenset(path.name for path in (folder / "checkpoints").glob("step-*"))
@@ -278,7 +281,7 @@ def add_record(run: RunRecords, record: dict[str, Any]) -> None:
         run.attempts.append(record)
         run.failure = ""
     if kind == "failed":
-        run.failure = escape_controls(str(record.get("error")))[:MAX_FAILURE]
+        run.failure = escape_controls(str(record.get("error")))[:500]
     if kind in ("run", "rewound"):
         for rows in run.rows.values():
             rows.drop_after(step_of(record))
@@ -286,7 +289,7 @@ def add_record(run: RunRecords, record: dict[str, Any]) -> None:
         run.samples = deque(keep, maxlen=MAX_LISTED)
     if record.get("is_best") is True:
         run.best = record
-    if kind in ("step", "validation", "scores"):
+    if kind in ("step", "measured", "validation", "scores"):
         table = f"scores/{record.get('split')}"[:80] if kind == "scores" else kind
         numbers = {
             str(name)[:80]: number(value)
@@ -303,28 +306,14 @@ def add_record(run: RunRecords, record: dict[str, Any]) -> None:
         lists[kind].append(record)
 
 
-def read_settings(run: RunRecords) -> None:
-    """Read config.yaml, as far as it can be read."""
-    file = run.folder / CONFIG
-    if not file.exists():
-        return
-    try:
-        tree = parse_yaml(read_text(file), file)
-    except UserError as error:
-        run.problems.append(str(error))
-        return
-    run.command = str(tree.pop("command", run.command))
-    run.settings = flatten(tree)
-
-
 def read_scores(run: RunRecords) -> None:
     """Read the results of evaluations in the folder. Raises OSError."""
     files = [*sorted(run.folder.glob("eval-*.json")), run.folder / RESULT]
-    for file in files[-MAX_SCORES:]:
+    for file in files[-100:]:
         if not file.is_file():
             continue
         try:
-            result = parse_json(read_bounded(file, MAX_SCORE_BYTES, MOVE), foreign=True)
+            result = parse_json(read_bounded(file, 1 << 22, MOVE), foreign=True)
         except (UserError, ValueError) as error:
             run.problems.append(f"{file.name} is damaged: {error}")
             continue

@@ -21,7 +21,6 @@ LINE = 1000  # columns of the widest table
 KILLED = 128
 """Exit codes from here on are those of a run that a signal ended."""
 FINISHED, STOPPED, INTERRUPTED, FAILED = "finished", "stopped", "interrupted", "failed"
-NOT_STARTED = "not started"
 
 Row = dict[str, Any]
 """One run of a sweep."""
@@ -38,11 +37,15 @@ def run_of(overrides: Iterable[str], out: str | None, exit_code: int | None) -> 
     settings = {key.lstrip("+"): show(value) for key, _, value in pairs}
     row: Row = {"settings": settings, "out": out, "exit_code": exit_code}
     if out is None or exit_code is None:
-        return {**row, "state": NOT_STARTED if exit_code is None else _state(exit_code, {})}
+        return {**row, "state": "not started" if exit_code is None else _state(exit_code, {})}
     seeds = sorted(Path(out).glob(f"seed-*/{FILE_NAME}"))
     files = [file for file in (Path(out, FILE_NAME), *seeds) if file.is_file()]
     parts = [numbers_of(read_run(file.parent, file.parent.name)) for file in files]
-    numbers = {key: _middle([part[key] for part in parts if key in part]) for part in parts for key in part}
+    by_key = {key: [part[key] for part in parts if key in part] for part in parts for key in part}
+    numbers = {  # over seeds; the first of what is no number
+        key: median(each) if all(isinstance(x, int | float) for x in each) else each[0]
+        for key, each in by_key.items()
+    }
     if (Path(out) / "result.json").is_file():  # patience may end a run on a task before its last step
         numbers.pop("total_steps", None)
     return {**row, "state": _state(exit_code, numbers), **numbers}
@@ -52,11 +55,6 @@ def _state(exit_code: int, numbers: Mapping[str, Any]) -> str:
     if exit_code:
         return INTERRUPTED if exit_code >= KILLED else FAILED
     return STOPPED if numbers.get("step", 0) < numbers.get("total_steps", 0) else FINISHED
-
-
-def _middle(found: Sequence[Any]) -> Any:
-    """Return the median over seeds of a number, the first of what is none."""
-    return median(found) if all(isinstance(each, int | float) for each in found) else found[0]
 
 
 def numbers_of(run: RunRecords) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Pretraining: settings, trainer, loop, observers, run folder, resume, incidents."""
+"""Training: trainer, loop, observers, saving, resuming, incidents."""

@@ -12,6 +12,7 @@ from mlm.checkpoint.native.run_state import LINEAGE, Lineage, Save
 from mlm.config.build import to_dict
 from mlm.config.tree import HOISTED, flatten, leaves
 from mlm.models.config import ModelConfig
+from mlm.models.family import family_of
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import SWITCHES, fill_eod_id
 from mlm.util.errors import Problem, format_settings, show
@@ -108,7 +109,7 @@ def identity_errors(
     now, then = current_settings(config), flat_settings(saved)
     if isinstance(then.get(OPTIONS), Mapping):  # compared one by one, defaults filled in
         for each in (now, then):
-            options = {**config.model.family.options, **each.pop(OPTIONS)}
+            options = {**family_of(config.model.kind).options, **each.pop(OPTIONS)}
             each |= {f"{OPTIONS}.{name}": value for name, value in options.items()}
     return [
         f"{key}={show(now[key])}: {run} was trained with {show(then[key])}; "
@@ -137,7 +138,7 @@ def function_errors(config: PretrainConfig, saved: Mapping[str, Any], path: str)
 def _matters(key: str, config: PretrainConfig) -> bool:
     """True if the run depends on the key at all: masking is BERT's, an end of documents that of switches."""
     if key in SAMPLE_KEYS:
-        return key in config.model.family.data_keys
+        return key in family_of(config.model.kind).data_keys
     if key == "data.eod_id":
         return any(getattr(config.data, switch) for switch in SWITCHES)
     return True

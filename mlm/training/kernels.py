@@ -14,6 +14,8 @@ from torch import nn
 
 from mlm.launch.rules.layout import Launch
 from mlm.models.documents import pack_sequences
+from mlm.models.family import family_of
+from mlm.models.shape import layer_weights
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.cross_entropy import use_compiler
 from mlm.parallel.matmul import prepare_products
@@ -55,7 +57,7 @@ def choose_kernels(config: PretrainConfig, device: torch.device, *, one_shape: b
         return
     choose_products(config.precision, device)
     choose_attention(config.attention, torch.cuda.get_device_capability(device), one_shape=one_shape)
-    pack_sequences(config.attention == "flash" and config.model.family.packs)
+    pack_sequences(config.attention == "flash" and family_of(config.model.kind).packs)
     prepare_products(device)
 
 
@@ -151,7 +153,7 @@ def graphs_hint(config: PretrainConfig, device: torch.device) -> str | None:
     if config.cuda_graphs or device.type != "cuda" or graphs_replay(replayed, Launch(None, None)) is not None:
         return None
     tokens = config.train.micro_batch_size * config.data.seq_length
-    flops = 6 * config.model.layer_weights * tokens
+    flops = 6 * layer_weights(config.model) * tokens
     if flops >= SMALL_LAYER or not should_compile(config.compile, device):
         return None
     small = f"a layer takes {flops / 1e12:.2g} TFLOP of a micro-batch"

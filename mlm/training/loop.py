@@ -21,6 +21,7 @@ from mlm.config.imports import paths_in
 from mlm.config.tree import leaves, values_of
 from mlm.launch.stop import StopRequest
 from mlm.launch.typed import run_origin
+from mlm.models.shape import count_parameters, flops_per_token
 from mlm.tracking.metrics import Parts, Rates, StepMetrics, Throughput
 from mlm.tracking.peak import DevicePeak, memory_bytes
 from mlm.tracking.reporter import Reporter
@@ -28,9 +29,10 @@ from mlm.training.incidents.divergence import DivergenceStop
 from mlm.training.incidents.experts import ExpertWatch
 from mlm.training.incidents.timing import PROFILED_RANKS, Profiler, SlowRanks
 from mlm.training.incidents.watcher import Incidents
-from mlm.training.observer import Observer, Observers, RewindRequested, own_observers
+from mlm.training.named_observers import SHIPPED, named_observers
+from mlm.training.observer import Observer, Observers, RewindRequested, StepOutcome
 from mlm.training.saver import Saver
-from mlm.training.trainer import StepOutcome, StopAgreed, StopVote, Trainer
+from mlm.training.trainer import StopAgreed, StopVote, Trainer
 from mlm.util.errors import show
 
 CONFIG = "config.yaml"
@@ -127,7 +129,7 @@ class Loop(ABC):
             self.experts = ExpertWatch(trainer, incidents.report, self.is_log_due)
             watching.append(self.experts)
         watching += [saver, StepLogger(self), DivergenceStop(incidents, self.warmup_key)]
-        return [*watching, *self.further_observers(), *own_observers(config.train.observers)]
+        return [*watching, *self.further_observers(), *named_observers(config.train.observers)]
 
     @cached_property
     def vote(self) -> StopVote:
@@ -317,7 +319,7 @@ def training_session(
     config, ctx = trainer.config, trainer.ctx
     throughput = Throughput(
         tokens_per_step=tokens_per_step,
-        flops_per_token=config.model.flops_per_token(seq_length, ctx.tp.size),
+        flops_per_token=flops_per_token(config.model, seq_length, ctx.tp.size),
         devices=ctx.world_size,
         peak=peak.flops if peak else None,
     )
@@ -356,7 +358,7 @@ def own_code(config: Any) -> list[str]:
     spec: type = type(config)
     values = values_of(config)
     named = {key: values[key] for key, leaf in leaves(spec).items() if leaf.shipped is not None}
-    return [f"{key}={show(value)}" for key, value in named.items() if paths_in(value)]
+    return [f"{key}={show(value)}" for key, value in named.items() if {*paths_in(value)} - SHIPPED.keys()]
 
 
 def run_row(name: str, out: Path) -> tuple[str, str]:
@@ -368,7 +370,7 @@ def model_row(trainer: Trainer, run_origin: str = "") -> tuple[str, str]:
     """Family, size and shape of the model."""
     model = trainer.config.model
     shape = f"{model.num_layers} layers × {model.hidden_size} × {model.num_heads} heads"
-    return "model", f"{model.kind} {model.num_parameters() / 1e6:,.1f}M ({shape}){run_origin}"
+    return "model", f"{model.kind} {count_parameters(model) / 1e6:,.1f}M ({shape}){run_origin}"
 
 
 def layout_row(trainer: Trainer, *, even_batches: bool = True) -> tuple[str, str]:

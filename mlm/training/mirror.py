@@ -24,6 +24,7 @@ from pathlib import Path
 
 from mlm.checkpoint.native import folders
 from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.folders import CHECKPOINTS
 from mlm.checkpoint.native.format import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -41,7 +42,6 @@ from mlm.runs.folder import check_space
 from mlm.training.incidents.watcher import IncidentError
 from mlm.training.loop import CONFIG
 from mlm.training.saver import SaveFailedError
-from mlm.training.state import CHECKPOINTS
 from mlm.util import object_store as store
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import dump_json, parse_json

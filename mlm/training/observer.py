@@ -1,8 +1,8 @@
 """Observers: what watches a run without being part of its step.
 
 Logging, saving, incidents, profiles and sample prompts are observers, and so is what
-`train.observers=[my_module:MyObserver]` names. A run calls those of its list (`Loop.observers`) in order, on
-every rank, at these points of a step:
+`train.observers=[my_module:MyObserver]` names (named_observers.py). A run calls those of its list
+(`Loop.observers`) in order, on every rank, at these points of a step:
 
     phase("data")             the micro-batches are read
     on_step_start
@@ -23,17 +23,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mlm.config.imports import OwnCodeError, imported
 from mlm.parallel.pipeline.engine import NOTHING, PlanObserver
+from mlm.tracking.reporter import Reporter
 
-if TYPE_CHECKING:
-    from mlm.tracking.reporter import Reporter
-    from mlm.training.trainer import StepOutcome, Trainer
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Results of a step, still on the device."""
+
+    parts: Tensor
+    """[k]: this rank's share of each part of the objective, means over the global batch."""
+    grad_norm: Tensor
+    """0-d: global gradient norm before clipping."""
+    lr: float
+    """Learning rate used."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +69,12 @@ class RewindRequested(Exception):  # noqa: N818, as it is no error
 class Observer(PlanObserver):
     """Watches a run. All methods do nothing; override those of interest."""
 
-    def on_run_start(self, trainer: "Trainer[Any]", reporter: "Reporter") -> None:
+    def on_run_start(self, trainer: Any, reporter: Reporter) -> None:
         """Training continues from step `trainer.step`: the run begins, or has returned to a checkpoint.
 
-        `reporter.note(text)` shows a line, `reporter.event(kind, fields)` adds a record to metrics.jsonl.
+        `trainer` is the `mlm.training.trainer.Trainer`. `reporter.measured(step, values)` reports numbers to
+        metrics.jsonl, TensorBoard and W&B alike; `reporter.note(text)` shows a line,
+        `reporter.event(kind, fields)` adds a record to metrics.jsonl.
         """
 
     def on_step_start(self, batches: Sequence[Any]) -> None:
@@ -84,7 +94,7 @@ class Observer(PlanObserver):
     def before_weights_change(self) -> None:
         """Weights and moments change next: whoever still copies them waits here."""
 
-    def after_step(self, outcome: "StepOutcome") -> None:
+    def after_step(self, outcome: StepOutcome) -> None:
         """The step is done, and counted in `trainer.step`. May raise UserError, which ends the run."""
 
     def after_validation(self) -> None:
@@ -145,16 +155,3 @@ CALLED_IN_TURN = tuple(
     if not name.startswith("_") and name not in ("phase", "before_update")
 )
 """Methods of an observer that return nothing."""
-
-
-def own_observers(paths: Sequence[str]) -> list[Observer]:
-    """Return the observers that train.observers names. Raises OwnCodeError (a UserError)."""
-    key, made = "train.observers", list[Observer]()
-    for path in paths:
-        observer = imported(key, path, (), Callable)()
-        if not isinstance(observer, Observer):
-            raise OwnCodeError(
-                f"{key}={path}: makes no mlm.training.observer.Observer; derive it from that class"
-            )
-        made.append(observer)
-    return made

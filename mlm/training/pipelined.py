@@ -8,12 +8,13 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from mlm.convert.huggingface.families import layer_names
 from mlm.data.sampler import MicroBatch
 from mlm.models.backbone import Transformer
 from mlm.models.config import NO_ADAPTERS, LoraConfig, ModelConfig
-from mlm.models.family import Objective
+from mlm.models.family import Objective, family_of
 from mlm.models.lora import add_adapters, freeze_base
-from mlm.models.stage import split_layers
+from mlm.models.stage import PipelineStage, split_layers
 from mlm.optim.config import PrecisionConfig
 from mlm.optim.precision import DTYPES, parameter_dtype
 from mlm.parallel.collectives import all_reduce, to_device
@@ -48,6 +49,8 @@ EVAL_ROUNDS = 4
 class PipelinedModel:
     """This rank's chunks of a model, in the order a micro-batch passes them.
 
+    `stages` are those of this rank; None splits the layers evenly over all ranks' virtual stages.
+
     Attributes:
         chunks: one module per virtual stage; the whole model when pp = vp = 1.
     """
@@ -59,14 +62,17 @@ class PipelinedModel:
         precision: PrecisionConfig,
         ctx: ParallelContext,
         lora: LoraConfig = NO_ADAPTERS,
+        stages: Sequence[PipelineStage] | None = None,
     ) -> None:
         self.ctx, self.pipeline, self.num_chunks = ctx, parallel.pipeline, parallel.vp
         self.dtype, self.vocab_size = DTYPES[precision.dtype], model.vocab_size
-        stages = split_layers(model.num_layers, ctx.pp.size * parallel.vp)
+        if stages is None:
+            stages = split_layers(model.num_layers, ctx.pp.size * parallel.vp)[ctx.pp.rank :: ctx.pp.size]
         wide = parameter_dtype(precision)
         with torch.device(ctx.device), default_dtype(self.dtype if lora.rank else wide):
             self.chunks = [
-                model.family.model(
+                family_of(model.kind)
+                .model(
                     model,
                     tp=ctx.tp,
                     dtype=self.dtype,
@@ -75,13 +81,14 @@ class PipelinedModel:
                     stage=stage,
                     cp=ctx.cp,
                     experts=ctx.experts,
-                ).to(self.dtype if lora.rank else wide)
-                for stage in stages[ctx.pp.rank :: ctx.pp.size]
+                )
+                .to(self.dtype if lora.rank else wide)
+                for stage in stages
             ]
         if lora.rank:
             with torch.device(ctx.device), default_dtype(wide):
                 for chunk in self.chunks:
-                    add_adapters(chunk, lora)
+                    add_adapters(chunk, lora, layer_names(model))
                     freeze_base(chunk, wide)
         self.deferred = [DeferredWeightGrads() for _ in self.chunks]
         if self.defers_weight_grads:

@@ -38,7 +38,8 @@ def run_start_problems(config: PretrainConfig, *, compares: bool = True) -> list
     folder = Path(config.out, CHECKPOINTS)
     try:
         if config.lora.rank:
-            resolve("mlm.models.lora:adapted_on_meta")(config.model, config.lora)
+            names = resolve("mlm.convert.huggingface.families:layer_names")(config.model)
+            resolve("mlm.models.lora:adapted_on_meta")(config.model, config.lora, names)
         if config.ckpt is not None or _holds_saves(folder):
             problems += resolve("mlm.training.resume:start_problems")(config, compares=compares)
         if not problems and read_rank_place(os.environ) is None:

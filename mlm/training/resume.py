@@ -7,20 +7,24 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import candidates, checkpoint_problem, locate, step_directory_name
+from mlm.checkpoint.native.folders import (
+    CHECKPOINTS,
+    candidates,
+    checkpoint_problem,
+    step_directory_name,
+)
 from mlm.checkpoint.native.retention import checkpoint_doubt
+from mlm.checkpoint.native.run_state import is_weights_only
 from mlm.checkpoint.native.save_load import CheckpointError, latest_checkpoint, read_manifest, resolve
 from mlm.config.build import protected_from, to_dict
-from mlm.convert.huggingface.folder import CONFIG, read_model
-from mlm.convert.huggingface.tensors import HFTensors
+from mlm.convert.source import ModelFolder, model_folder
 from mlm.data.blend_history import changed_corpus_problem, continue_history, decode, describe_change, encode
 from mlm.parallel.mesh import ParallelContext
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import sources
-from mlm.runs.folder import run_config
 from mlm.runs.tokenizer import tokenizer_errors
 from mlm.training.identity import function_errors
-from mlm.training.state import CHECKPOINTS, check_identity, is_weights_only, load
+from mlm.training.state import check_identity, load
 from mlm.training.trainer import Trainer
 from mlm.training.upcycle import dense_config
 from mlm.util.errors import CorruptFileError, UserError, attempt, show
@@ -50,21 +54,10 @@ def start_candidates(config: PretrainConfig) -> list[Path]:
         )
     if own is not None:
         return _with_ancestors(own)
-    if config.ckpt is None or model_folder(config) is not None or config.lora.rank:
+    if config.ckpt is None or config.lora.rank or model_folder(config.ckpt) is not None:
         return []  # beside adapters ckpt is the base, which they are not saved with
     checkpoint = resolve(config.ckpt)
     return [checkpoint] if checkpoint == Path(config.ckpt) else _with_ancestors(checkpoint)
-
-
-def model_folder(config: PretrainConfig) -> Path | None:
-    """Return the model folder of `transformers` that `ckpt` names; None if it names something of ours."""
-    if config.ckpt is None or not (Path(config.ckpt) / CONFIG).is_file():
-        return None
-    try:
-        locate(config.ckpt)
-    except UserError:
-        return Path(config.ckpt)
-    return None
 
 
 def _with_ancestors(best: Path) -> list[Path]:
@@ -77,21 +70,22 @@ def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str
 
     Without `compares` the caller compares the run with its checkpoint.
     """
-    checkpoints, source, problems = start_candidates(config), model_folder(config), list[str]()
-    if config.lora.rank and config.ckpt is not None and source is None:
+    checkpoints, problems = start_candidates(config), list[str]()
+    folder = None if config.ckpt is None else model_folder(config.ckpt)
+    if config.lora.rank and config.ckpt is not None and folder is None:
         base = resolve(config.ckpt)
         problems += function_errors(config, dict(read_manifest(base).state.get("config", {})), str(base))
-    if not checkpoints and (problems or source is None):
+    if not checkpoints and (problems or folder is None):
         return problems
-    if not checkpoints and source is not None:
-        model = read_model(source)
-        HFTensors(model).check()
-        saved = to_dict(run_config(config.name, model.config))
-        return function_errors(dense_config(config, saved) or config, saved, str(source))
+    if not checkpoints and folder is not None:
+        source = ModelFolder(folder)
+        assert source.tensors, "checks their names and shapes"
+        saved = to_dict(source.config)
+        return function_errors(dense_config(config, saved) or config, saved, str(folder))
     start, manifest = checkpoints[0], read_manifest(checkpoints[0])
     if compares:
         attempt(problems, lambda: check_identity(config, start, manifest))
-    if compares and not is_weights_only(manifest):
+    if compares and not is_weights_only(manifest.state):
         problems += tokenizer_errors(config.data, start, manifest)
     return problems
 

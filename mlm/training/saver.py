@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.folders import CHECKPOINTS
 from mlm.checkpoint.native.retention import prune
 from mlm.checkpoint.native.run_state import Save
 from mlm.checkpoint.native.save_load import CheckpointError, TensorShard, save_checkpoint, stored_tensors
@@ -29,7 +30,7 @@ from mlm.parallel.watch import LostPeer, Watch
 from mlm.tracking.reporter import Reporter
 from mlm.training.identity import Past
 from mlm.training.observer import Observer
-from mlm.training.state import CHECKPOINTS, counters, owned_shards
+from mlm.training.state import counters, owned_shards
 from mlm.training.trainer import Trainer
 from mlm.util.files import digest_bytes
 

@@ -7,13 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import mlm
-from mlm.checkpoint.native import folders, run_state
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import descendants_set_aside
-from mlm.checkpoint.native.run_state import LINEAGE, LORA, TOKENIZER, VALIDATION_DUE, Lineage, check_run_state
+from mlm.checkpoint.native.folders import CHECKPOINTS, descendants_set_aside
+from mlm.checkpoint.native.run_state import (
+    INCIDENTS,
+    LINEAGE,
+    LORA,
+    MAX_COUNT,
+    TOKENIZER,
+    VALIDATION_DUE,
+    Lineage,
+    check_run_state,
+    is_weights_only,
+)
 from mlm.checkpoint.native.save_load import (
     CheckpointError,
     Manifest,
@@ -21,7 +29,7 @@ from mlm.checkpoint.native.save_load import (
     load_checkpoint,
     read_manifest,
 )
-from mlm.checkpoint.parameters import split_of
+from mlm.checkpoint.parameters import as_shard, model_shards
 from mlm.config.build import to_dict
 from mlm.data.blend_history import History, decode, encode
 from mlm.optim.adamw import applied_steps, ensure_state, moment, moments
@@ -39,26 +47,6 @@ from mlm.training.identity import (
 from mlm.training.trainer import Trainer
 from mlm.training.upcycle import dense_config, start_from_dense
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
-
-CHECKPOINTS = folders.CHECKPOINTS
-"""Folder of a run directory that holds its checkpoints."""
-INCIDENTS = run_state.INCIDENTS
-"""Key of what a run remembers of its incidents, which decides on later ones."""
-FINETUNING = run_state.FINETUNING
-"""Key of what a finetuning run adds to the state of its checkpoints."""
-
-
-def model_shards(shards: Sequence[ParameterShard], vocab_multiple: int = 1) -> dict[str, TensorShard]:
-    """Parameters under their checkpoint names; views of the live tensors, padding left out.
-
-    `vocab_multiple` is model.vocab_multiple; loading does not need it.
-    """
-    return {f"model.{s.name}": as_shard(s, s.parameter.detach(), vocab_multiple) for s in shards}
-
-
-def as_shard(s: ParameterShard, x: Tensor, vocab_multiple: int) -> TensorShard:
-    """A tensor laid out like a parameter (itself, a moment) as checkpoints see it."""
-    return TensorShard(s.without_padding(x), s.global_shape, s.offset, split_of(s, vocab_multiple))
 
 
 def training_shards(trainer: Trainer, shards: Sequence[ParameterShard]) -> dict[str, TensorShard]:
@@ -102,11 +90,6 @@ def is_stored(shard: ParameterShard, ctx: ParallelContext) -> bool:
     return shard.is_stored(ctx.replicas)
 
 
-def is_weights_only(manifest: Manifest) -> bool:
-    """True if a checkpoint holds a model without training state: imported, or reduced to weights."""
-    return manifest.state.get("weights_only") is True
-
-
 def load(trainer: Trainer, path: Path) -> Manifest:
     """Continue from a checkpoint directory: weights, moments, loss scale and counters.
 
@@ -127,14 +110,14 @@ def load(trainer: Trainer, path: Path) -> Manifest:
         dense = upcycled_from(trainer.config, path, manifest)
         check_base(trainer, path, manifest)
         steps = manifest.state.get("applied_steps") if trainer.config.optimizer.kind == "adamw" else None
-        return is_weights_only(manifest), None if dense is None else to_dict(dense), steps
+        return is_weights_only(manifest.state), None if dense is None else to_dict(dense), steps
 
     checked = ranks.together(check, lambda error: CheckpointError(f"{path}: {error}"))
     is_start, dense, steps = ranks.broadcast(checked)
     if dense is not None:
         fill = partial(load_weights, path=path, ctx=ctx, config=dense)
         return start_from_dense(trainer.config.model, trainer.shards, fill)
-    if is_start and type(steps) is int and 0 < steps < run_state.MAX_COUNT:
+    if is_start and type(steps) is int and 0 < steps < MAX_COUNT:
         shards = training_shards(trainer, trainer.shards)
         manifest = load_checkpoint(path, shards, ranks=ranks, config=config, cast=True)
         ensure_state(trainer.optimizer, float(steps))
@@ -196,7 +179,7 @@ def check_identity(config: PretrainConfig, path: Path, manifest: Manifest) -> No
     dense = upcycled_from(config, path, manifest)
     if dense is not None:
         errors = function_errors(dense, saved, str(path))
-    elif is_weights_only(manifest):
+    elif is_weights_only(manifest.state):
         errors = function_errors(config, saved, str(path))
     else:
         run = path.parent.parent

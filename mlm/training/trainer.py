@@ -1,8 +1,7 @@
 """The training state of one rank and one step of it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -12,7 +11,10 @@ from torch import Tensor
 from mlm.data.blend_history import History
 from mlm.data.sampler import Dataset, Loader, MicroBatch, Ranges, batch_at, first_of_step
 from mlm.models.backbone import Transformer
-from mlm.models.family import SHIPPED, Objective
+from mlm.models.config import KINDS
+from mlm.models.family import Objective, family_of
+from mlm.models.shape import architecture_of, is_tied
+from mlm.models.stage import PipelineStage
 from mlm.optim.adamw import apply, build_optimizer, set_lr
 from mlm.optim.clip import clip_factor, gradient_norm
 from mlm.optim.precision import LossScaler, parameter_dtype
@@ -20,12 +22,12 @@ from mlm.optim.schedule import learning_rate
 from mlm.parallel.collectives import Pending, all_reduce, start_all_reduce, to_device
 from mlm.parallel.context import local_positions
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.expert.balance import Balance
-from mlm.parallel.expert.router import routers
+from mlm.parallel.expert.router import Balance, routers
 from mlm.parallel.gradients import (
     FusedAccumulation,
     ReducedGradients,
     Reducer,
+    build_reducer,
     fuse_embedding_grad,
     sum_replicated_gradients,
     sum_tied_gradients,
@@ -33,47 +35,41 @@ from mlm.parallel.gradients import (
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import CPU, ParallelContext
 from mlm.parallel.random import init_parameters
-from mlm.parallel.reducers import build_reducer
 from mlm.parallel.sharding import DP_SLICES, ParameterShard, parameter_shards, shard_of
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import fill_eod_id
 from mlm.training.identity import Past
 from mlm.training.kernels import choose_kernels, compile_layers, should_compile
-from mlm.training.observer import Observer, Observers
+from mlm.training.observer import Observer, Observers, StepOutcome
 from mlm.training.pipelined import PipelinedModel, evaluate
 
 B = TypeVar("B", bound=MicroBatch)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class StepOutcome:
-    """Results of a step, still on the device."""
-
-    parts: Tensor
-    """[k]: this rank's share of each part of the objective, means over the global batch."""
-    grad_norm: Tensor
-    """0-d: global gradient norm before clipping."""
-    lr: float
-    """Learning rate used."""
-
-
-def build_model(config: PretrainConfig, ctx: ParallelContext, *, one_shape: bool = True) -> PipelinedModel:
-    """This rank's part of the model with its initial weights, on its device.
+def build_model(
+    config: PretrainConfig,
+    ctx: ParallelContext,
+    stages: Sequence[PipelineStage] | None,
+    device: torch.device,
+    *,
+    one_shape: bool,
+) -> PipelinedModel:
+    """This rank's part of the model with its initial weights. Arguments as of `Trainer`.
 
     `one_shape` is True if all micro-batches have one shape.
     """
-    choose_kernels(config, ctx.device, one_shape=one_shape)
-    model = PipelinedModel(config.model, config.parallel, config.precision, ctx, config.lora)
-    is_compiled = should_compile(config.compile, ctx.device)
+    choose_kernels(config, device, one_shape=one_shape)
+    model = PipelinedModel(config.model, config.parallel, config.precision, ctx, config.lora, stages)
+    is_compiled = should_compile(config.compile, device)
     for chunk in model.chunks:
         init_parameters(chunk, config.seed, ctx.tp)
-        compile_layers(chunk.layers.values(), config.compile, ctx.device, graphs=config.cuda_graphs)
+        compile_layers(chunk.layers.values(), config.compile, device, graphs=config.cuda_graphs)
         if is_compiled:
             model.casts.leave_to_compiler(chunk.layers.values())
         for module in chunk.modules():
             if isinstance(module, VocabParallelEmbedding):
-                module.compiled = is_compiled
+                module.compiled, module.device_type = is_compiled, device.type
     model.replays = model.casts.stay = config.cuda_graphs
     return model
 
@@ -88,7 +84,7 @@ def early_tables(model: PipelinedModel) -> list[VocabParallelEmbedding]:
     tables: list[VocabParallelEmbedding] = []
     for chunk in model.chunks:
         stage, config = chunk.stage, chunk.config
-        if stage.is_last and config.kind in SHIPPED:
+        if stage.is_last and config.kind in KINDS:
             found = [module for module in chunk.modules() if isinstance(module, VocabParallelEmbedding)]
             tables += [table for table in found if not hasattr(table, DP_SLICES)]
     return tables
@@ -96,6 +92,13 @@ def early_tables(model: PipelinedModel) -> list[VocabParallelEmbedding]:
 
 class Trainer(Generic[B]):
     """Model, optimizer, loss scale and counters of one rank, and the step that advances them.
+
+    Args:
+        config: settings of the run.
+        ctx: this rank among all; the model is built on its device.
+        objective: what the model is trained for; None for what it is pretrained for.
+        stages: this rank's stages, one for each chunk; None splits the layers evenly over the pipeline.
+        device: device that kernels are chosen for; None for that of `ctx`. A plan builds on meta for others.
 
     Attributes:
         step: optimizer steps done.
@@ -108,7 +111,6 @@ class Trainer(Generic[B]):
             checkpoint from before it is deleted.
         observers: called at each point of a step.
         split_parts: whose attention masks this process draws where kernels draw them (`DropoutStream`).
-        objective: what the model is trained for; None means what it is pretrained for.
         balances_experts: True if loads of experts are counted and balanced. Not in finetuning, where padding
             would count, which differs by layout; not of adapters, beside which routers are frozen.
         past: saves that the run descends from and changes of its settings; of rank 0, which writes them.
@@ -120,14 +122,18 @@ class Trainer(Generic[B]):
         config: PretrainConfig,
         ctx: ParallelContext,
         objective: Objective[Transformer, B] | None = None,
+        *,
+        stages: Sequence[PipelineStage] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.config = config = replace(config, data=fill_eod_id(config.data))
         self.ctx = ctx
-        self.model = build_model(config, ctx, one_shape=objective is None)  # tasks' texts differ in length
-        self.objective: Objective[Transformer, B] = objective or config.model.family.objective(
+        # finetuning's texts differ in length
+        self.model = build_model(config, ctx, stages, device or ctx.device, one_shape=objective is None)
+        self.objective: Objective[Transformer, B] = objective or family_of(config.model.kind).objective(
             config.data, ctx, self.model.dtype
         )
-        has_experts = config.model.architecture.experts > 0
+        has_experts = architecture_of(config.model).experts > 0
         self.balances_experts = has_experts and objective is None and not config.lora.rank
         self.past = Past()
         self.extra_state: dict[str, Any] = {}
@@ -198,7 +204,9 @@ class Trainer(Generic[B]):
         self.reduce_gradients()
         return self.clip_and_update(parts)
 
-    def forward_backward(self, batches: Sequence[B]) -> Tensor:
+    def forward_backward(
+        self, batches: Sequence[B], objective: Objective[Transformer, B] | None = None
+    ) -> Tensor:
         """Accumulate the gradients of the mean loss over the global batch, times the loss scale.
 
         Their reduction over dp begins in the last backward pass. Returns this rank's share of each part of
@@ -214,7 +222,7 @@ class Trainer(Generic[B]):
             reducer.start_step()
         with fuse_embedding_grad(self.early_tables):
             outputs = self.model.train(
-                batches, self.objective, scale, self.dropout, self.gradients, self.observers
+                batches, objective or self.objective, scale, self.dropout, self.gradients, self.observers
             )
         total = torch.stack(outputs).sum(0) if outputs else torch.zeros_like(scale)
         return total / self.scaler.scale
@@ -227,7 +235,7 @@ class Trainer(Generic[B]):
             self.balance.reduce()
             sequence_parallel = self.model.chunks[0].sequence_parallel
             sum_replicated_gradients(self.shards, self.ctx.tp, sequence_parallel=sequence_parallel)
-            if self.ctx.tied.size > 1 and self.config.model.is_tied:
+            if self.ctx.tied.size > 1 and is_tied(self.config.model):
                 sum_tied_gradients(self.shards, self.ctx.tied)
 
     def clip_and_update(self, parts: Tensor) -> StepOutcome:
@@ -264,20 +272,20 @@ class Trainer(Generic[B]):
         self.balance.update(skip)
         return overflow
 
-    def compute_gradients(self, batches: Sequence[B]) -> Tensor:
-        """`forward_backward` and `reduce_gradients`, for those who look at gradients and update nothing."""
-        parts = self.forward_backward(batches)
-        self.reduce_gradients()
-        return parts
+    def compute_gradients(
+        self, batches: Sequence[B], objective: Objective[Transformer, B] | None = None
+    ) -> Tensor:
+        """`forward_backward` and `reduce_gradients` for those who update nothing; no observer sees them.
 
-    @contextmanager
-    def unobserved(self) -> Iterator[None]:
-        """Let no observer see what is computed in the block: a step's gradients once more, for example."""
+        `objective` stands for the trainer's, and gives the same numbers.
+        """
         observers, self.observers = self.observers, Observers()
         try:
-            yield
+            parts = self.forward_backward(batches, objective)
+            self.reduce_gradients()
         finally:
             self.observers = observers
+        return parts
 
     def batches(self, samples: Dataset) -> Loader:
         """This rank's micro-batches of each step, from the next step on; to be closed."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from mlm.models.config import ModelConfig
+from mlm.models.family import family_of
 from mlm.models.llama.settings import num_blocks
 from mlm.parallel.sharding import ParameterShard
 from mlm.runs.config import PretrainConfig
@@ -28,7 +29,7 @@ def dense_config(config: PretrainConfig, saved: Mapping[str, Any]) -> PretrainCo
     model = saved.get("model")
     options = model.get("options") if isinstance(model, Mapping) else None
     has_experts = isinstance(options, Mapping) and options.get("num_experts")
-    dense = None if has_experts else config.model.family.dense_twin(config.model)
+    dense = None if has_experts else family_of(config.model.kind).dense_twin(config.model)
     return None if dense is None else replace(config, model=dense)
 
 

@@ -50,8 +50,16 @@ def decode_problem(error: UnicodeDecodeError, place: str = "") -> str:
 
 
 def show(value: Any) -> str:
-    """A value as it is typed: true, null, [1,2]."""
-    return value if isinstance(value, str) else json.dumps(value, default=str, separators=(",", ":"))
+    """A value as it is typed: true, null, [1,2], [{use:"my_module:Mine",every:10}]."""
+    return value if isinstance(value, str) else _show_item(value)
+
+
+def _show_item(value: Any) -> str:
+    if isinstance(value, Mapping):  # Hydra reads no quoted keys
+        return "{" + ",".join(f"{key}:{_show_item(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_show_item, value)) + "]"
+    return json.dumps(value, default=str)
 
 
 def type_of(value: Any) -> str:

@@ -14,7 +14,6 @@ from urllib.request import getproxies
 
 from mlm.util.errors import UserError
 
-OF_THE_HUB = ("datasets", "huggingface_hub")
 TIMEOUT_S = 3.0
 OFFLINE = "HF_HUB_OFFLINE"
 SETTINGS = {
@@ -29,7 +28,7 @@ def load_extra(module: str, setting: str, extra: str = "data") -> Any:
 
     `setting` is the setting that needs it, as the user typed it: `input=text.parquet`.
     """
-    if module in OF_THE_HUB:
+    if module in ("datasets", "huggingface_hub"):
         go_offline_without_hub()
     try:
         return import_module(module)

@@ -32,7 +32,11 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
     `content` is the bytes, or a function that writes them to an open file. An old file's permissions are
     kept; only a regular file, or a link to one, is replaced. Raises OSError.
     """
-    mode = _mode_to_keep(path)
+    mode = None
+    with suppress(FileNotFoundError, NotADirectoryError):
+        mode = path.stat().st_mode
+    if mode is not None and not stat.S_ISREG(mode):
+        raise no_regular_file(path, mode)
     # while it is written: beside it, hidden, as long as a file system allows
     end = f".{os.getpid()}.partial"
     name = os.fsencode(path.name)[: LONGEST_NAME - len(end) - 1]
@@ -47,24 +51,13 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
             f.flush()
             if mode is not None:
                 with suppress(OSError):  # a file system without permissions
-                    os.fchmod(f.fileno(), mode)
+                    os.fchmod(f.fileno(), stat.S_IMODE(mode))
             os.fsync(f.fileno())
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
-
-
-def _mode_to_keep(path: Path) -> int | None:
-    """Return the permissions of the file at a path, None if absent. Raises OSError for anything else."""
-    try:
-        mode = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    if not stat.S_ISREG(mode):
-        raise no_regular_file(path, mode)
-    return stat.S_IMODE(mode)
 
 
 def file_type(mode: int) -> str:

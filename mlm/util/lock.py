@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from mlm.util.errors import UserError
 from mlm.util.files import open_regular
@@ -31,7 +30,6 @@ ABANDONED_S = 3600.0
 """Age from which a temporary folder whose lock is free, or that has none, belongs to nobody."""
 WAIT_S = 10.0
 """A run that is started again may overlap with the last moments of the one that was killed."""
-BUILD_WAIT_S = 600.0
 POLL_S = 0.05
 TAKEN = (errno.EAGAIN, errno.EACCES)
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
@@ -62,18 +60,22 @@ class Lock:
         while True:
             descriptor = open_regular(self.path, self._flags)
             try:
-                is_held = self._lock(descriptor)
-                if is_held and self._is_current(descriptor):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # else of a file that its last holder has deleted: try the one that is there now
+                if os.path.samestat(os.fstat(descriptor), os.lstat(self.path)):
                     self._descriptor, descriptor = descriptor, -1
                     return True
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                if error.errno not in TAKEN:
+                    raise LockError(error.errno, error.strerror, str(self.path)) from error
+                if time.monotonic() >= end:
+                    return False
+                time.sleep(POLL_S)
             finally:
                 if descriptor >= 0:
                     os.close(descriptor)
-            if is_held:  # of a file that its last holder has deleted
-                continue
-            if time.monotonic() >= end:
-                return False
-            time.sleep(POLL_S)
 
     def is_held(self) -> bool:
         """True if a process holds the lock; False if the file is absent, unreadable or not to be locked."""
@@ -107,42 +109,19 @@ class Lock:
 
     def holder(self) -> str:
         """The process that signed the file, in words."""
-        try:
-            note = self._note()
-            return f"process {int(note['pid'])} on {note['host']} since {note['since']}"
-        except (OSError, ValueError, TypeError, KeyError):
-            return "another process"
+        note = self.note()
+        return "process {pid} on {host} since {since}".format(**note) if note else "another process"
 
-    def is_signed_here(self) -> bool:
-        """True if a process of this host signed the file."""
-        try:
-            return bool(self._note()["host"] == socket.gethostname())
-        except (OSError, ValueError, TypeError, KeyError):
-            return False
-
-    def _note(self) -> Any:
-        """Return what `sign` wrote. Raises OSError or ValueError."""
-        descriptor = open_regular(self.path, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            return json.loads(os.pread(descriptor, 1000, 0))
-        finally:
-            os.close(descriptor)
-
-    def _lock(self, descriptor: int) -> bool:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in TAKEN:
-                raise LockError(error.errno, error.strerror, str(self.path)) from error
-            return False
-        return True
-
-    def _is_current(self, descriptor: int) -> bool:
-        """True if the path still names the file that is open."""
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.lstat(self.path))
-        except FileNotFoundError:
-            return False
+    def note(self) -> dict[str, str | int]:
+        """Return host, pid and since that `sign` wrote; empty if they cannot be read."""
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            descriptor = open_regular(self.path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                note = json.loads(os.pread(descriptor, 1000, 0))
+            finally:
+                os.close(descriptor)
+            return {"host": str(note["host"]), "pid": int(note["pid"]), "since": str(note["since"])}
+        return {}
 
 
 @contextmanager
@@ -185,7 +164,7 @@ def single_writer(folder: Path, *, wait_s: float = WAIT_S, setting: str = "out")
 
 
 @contextmanager
-def single_builder(path: Path, wait_s: float = BUILD_WAIT_S) -> Iterator[None]:
+def single_builder(path: Path, wait_s: float = 600.0) -> Iterator[None]:
     """Let one process at a time make the file `path`: ranks and other runs wait for it.
 
     This saves work and nothing depends on it: where there is no lock to be had (a read-only folder, a file
@@ -232,7 +211,7 @@ def remove_abandoned(parent: Path, pattern: str) -> None:
             is_old = time.time() - status.st_mtime > ABANDONED_S
             is_free = is_old
             if lock.path.exists():  # signed once it is locked
-                is_free = (is_old or lock.is_signed_here()) and lock.take()
+                is_free = (is_old or lock.note().get("host") == socket.gethostname()) and lock.take()
             if is_free:
                 shutil.rmtree(folder, ignore_errors=True)
                 lock.release()

@@ -26,7 +26,6 @@ from mlm.util.files import file_type, read_regular, write_atomic
 
 MARKER = ".mlm.json"
 FORMAT = "mlm-folder-1"
-MARKER_BYTES = 1 << 16
 CHECKPOINTS = "checkpoints"
 """Folder of a run directory that holds its checkpoints."""
 LOCK = ".lock"  # of a folder of checkpoints: made before anything else
@@ -169,7 +168,7 @@ def _is_replaceable(path: Path, content: bytes | None) -> bool:
 def read_marker(folder: Path) -> dict[str, Any] | None:
     """Read the marker of a folder, None if it has none of ours."""
     try:
-        marker = json.loads(read_regular(folder / MARKER, MARKER_BYTES))
+        marker = json.loads(read_regular(folder / MARKER, 1 << 16))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(marker, dict) or marker.get("format") != FORMAT:

@@ -35,7 +35,6 @@ NO_RESULTS = ("mlm-checkpoint", "mlm-corpus", "mlm-folder")
 """Formats of JSON files of mlm that are not results, wherever they are copied."""
 VERSIONS = frozenset(("versions", "versions_here"))
 """Keys by which a result names the version of mlm that wrote it."""
-WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 CREATOR = "mlm"
 """Software named in our pages and GGUF files."""
 HTML_MARK = f'<meta name="generator" content="{CREATOR}">'
@@ -121,7 +120,7 @@ def result_problems(
             return [f"{what}: is the input {given}; name another file"]
         if not is_result(file) and not _holds(file, content):
             return [f"{what}: exists and was not written by mlm; name another file, or delete it"]
-        if not mode & WRITABLE and not _holds(file, content):
+        if not mode & 0o222 and not _holds(file, content):
             return [f"{what}: is write-protected; name another file, or make it writable"]
     except OSError as error:
         return [f"{what}: {error.strerror}: choose a file that can be written"]
@@ -206,12 +205,12 @@ def is_result(path: Path) -> bool:
     if not head.lstrip().startswith(b"{"):
         return False
     with open(path, "rb") as f:
-        if all(_is_result_line(line) for line in f):
+        if all(
+            isinstance(value, dict) and (value.keys() >= GENERATED or value.keys() >= SCORED)
+            for value in map(_parsed, f)
+        ):
             return True
-    return size <= LARGEST_PARSED and _is_result_object(_parsed(path.read_bytes()))
-
-
-def _is_result_object(value: Any) -> bool:
+    value = _parsed(path.read_bytes()) if size <= LARGEST_PARSED else None
     if not isinstance(value, dict):
         return False
     form = str(value.get("format"))
@@ -220,11 +219,6 @@ def _is_result_object(value: Any) -> bool:
     return form.startswith("mlm-") or any(
         isinstance(value.get(key), dict) and "mlm" in value[key] for key in VERSIONS
     )
-
-
-def _is_result_line(line: bytes) -> bool:
-    value = _parsed(line)
-    return isinstance(value, dict) and (value.keys() >= GENERATED or value.keys() >= SCORED)
 
 
 def _parsed(content: bytes) -> Any:
@@ -273,7 +267,6 @@ def _write_directly(stream: int | str, content: Content) -> None:
 
 
 def _print(content: Content) -> None:
-    """Write bytes to standard output."""
     stream = _results.get() or sys.stdout
     stream.flush()
     binary: BinaryIO | None = getattr(stream, "buffer", None)

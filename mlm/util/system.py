@@ -17,7 +17,6 @@ from typing import Any, TextIO
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-UTF_8 = ("utf-8", "utf8")
 
 
 @contextmanager
@@ -146,7 +145,7 @@ def _take_every_text(stream: TextIO) -> None:
     encoding, errors = getattr(stream, "encoding", None) or "", getattr(stream, "errors", None)
     if reconfigure is None or not (errors == "strict" or errors == "surrogateescape"):
         return
-    if errors == "strict" or encoding.lower() not in UTF_8:
+    if errors == "strict" or encoding.lower() not in ("utf-8", "utf8"):
         reconfigure(errors="backslashreplace")
 
 

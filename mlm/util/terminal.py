@@ -46,11 +46,11 @@ class PlainScreen(Screen):
 
     def print(self, *objects: Any, **options: Any) -> None:
         """As rich's, the control characters of texts written out but for new lines."""
-        super().print(*(_printable(each) if isinstance(each, str) else each for each in objects), **options)
-
-
-def _printable(text: str) -> str:
-    return "\n".join(map(escape_controls, text.split("\n")))
+        shown = (
+            "\n".join(map(escape_controls, each.split("\n"))) if isinstance(each, str) else each
+            for each in objects
+        )
+        super().print(*shown, **options)
 
 
 def console() -> Screen:
@@ -143,16 +143,9 @@ class ProgressLines:
         self.first = self.first or (now, self.done)
         if now - self.printed >= LINE_S:
             self.printed = now
-            line = (
-                f"{self.title}: {self.number(self.done)} of {self.number(self.total)}{self._time_left(now)}"
-            )
+            begin, before = self.first
+            line = f"{self.title}: {self.number(self.done)} of {self.number(self.total)}"
+            if self.done > before:  # the rate is known
+                seconds = (self.total - self.done) * (now - begin) / (self.done - before)
+                line += f", {timedelta(seconds=round(seconds))} left"
             print(line, file=sys.stderr, flush=True)
-
-    def _time_left(self, now: float) -> str:
-        """The time left, as far as the rate is known."""
-        assert self.first is not None
-        begin, before = self.first
-        if self.done == before:
-            return ""
-        seconds = (self.total - self.done) * (now - begin) / (self.done - before)
-        return f", {timedelta(seconds=round(seconds))} left"

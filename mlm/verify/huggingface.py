@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlm.convert.huggingface.folder import HFModel, read_model
+from mlm.convert.huggingface.families import mapping_of
+from mlm.convert.huggingface.folder import EXTRA, HFModel, read_model
 from mlm.convert.huggingface.mapping import Outputs, ProbeSamples
-from mlm.inference.hf_source import EXTRA
+from mlm.convert.source import open_source
 from mlm.inference.trained import load_trained
 from mlm.models.backbone import Inputs, Transformer
 from mlm.models.documents import padding_spans
@@ -27,7 +28,6 @@ from mlm.util.errors import CheckFailedError, UserError, attempt
 TOLERANCE = 1e-4
 """Of the largest number compared: float32 sums of these lengths in two orders differ by a tenth of it at
 most."""
-NOT_COMPARED = "not verified: logits were not compared with those of transformers (verify=false)"
 
 
 @dataclass(frozen=True)
@@ -98,24 +98,24 @@ def our_outputs(run: Path, ctx: ParallelContext | None = None) -> Outputs:
     """
     ctx = ctx or shape_context()
     layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
-    trained = load_trained(str(run), layout, PrecisionConfig(), ctx)
-    family = family_of(trained.config.model.kind)
-    assert family.huggingface is not None, "read from a folder, or about to be exported"
-    name_outputs = family.huggingface.our_outputs
+    trained = load_trained(open_source(str(run)), layout, PrecisionConfig(), ctx)
+    model = trained.config.model
+    mapping, is_causal = mapping_of(model), family_of(model.kind).causal
+    assert mapping is not None, "read from a folder, or about to be exported"
     outputs: Outputs = {}
 
     def forward(chunk: Transformer, probe: ProbeSamples, x: Tensor | None) -> Tensor:
-        inputs = inputs_of(probe, ctx.device, reads_both_ways=not family.causal)
+        inputs = inputs_of(probe, ctx.device, reads_both_ways=not is_causal)
         head = chunk.config.head
         is_finetuned = head in ("classification", "span")
         y = (chunk.outputs if is_finetuned else chunk.encode)(inputs, None, x)
         if chunk.stage.is_last:
             mask = probe.mask.to(ctx.device)
             logits = {"logits": y[mask] if head == "span" else y}
-            outputs.update(logits if is_finetuned else name_outputs(chunk, y, mask))
+            outputs.update(logits if is_finetuned else mapping.our_outputs(chunk, y, mask))
         return y
 
-    for _ in trained.model.evaluate([ProbeSamples.of(trained.config.model)], forward):
+    for _ in trained.model.evaluate([ProbeSamples.of(model)], forward):
         pass
     return {name: value.cpu() for name, value in outputs.items()}
 

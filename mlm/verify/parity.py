@@ -21,6 +21,7 @@ from mlm.checkpoint.native import exchange
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.data.sampler import MicroBatch
 from mlm.launch.devices import device_kind
+from mlm.models.shape import count_parameters
 from mlm.optim.precision import parameter_dtype
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.runs.corpora import corpus_problems, train_dataset
@@ -130,7 +131,7 @@ def preflight(config: ParityConfig) -> list[str]:
     available = torch.cuda.get_device_properties(0).total_memory if is_gpu else available_memory()
     # weights, gradients, two moments and a record, of one process and of replicas on this host
     models = 5 * (1 + (1 if is_gpu else config.parallel.dp or 1))
-    needed = models * parameter_dtype(config.precision).itemsize * config.model.num_parameters()
+    needed = models * parameter_dtype(config.precision).itemsize * count_parameters(config.model)
     if needed > available:
         problems.append(
             f"model.num_layers={config.model.num_layers}: the whole model beside its layout takes more than "
@@ -185,7 +186,11 @@ def compare_trainers(layout: Trainer, alone: Trainer | None, steps: int) -> Repo
             precision = layout.config.precision.dtype
             record, lr = record_step(layout, batches, precision)
             reference = None if alone is None else record_step(alone, all_batches, precision)[0]
-            ranks = gather_records(record, layout.ctx, tuple(sizes.values()))
+            contents = enumerate(exchange.Ranks.of(layout.ctx).gather_bytes(record.to_bytes()))
+            ranks = {  # by coordinates, on rank 0
+                tuple(map(int, np.unravel_index(rank, tuple(sizes.values())))): Record.of_bytes(content)
+                for rank, content in contents
+            }
             if report is not None and reference is not None:
                 report.add(reference, ranks, lr)
     return report
@@ -208,14 +213,6 @@ def record_step(trainer: Trainer, batches: Sequence[MicroBatch], precision: str)
             own = shard.without_padding(shard.parameter.detach())
             record.tensors[Key(step, "weight", shard.name)] = own.cpu()
     return record, outcome.lr
-
-
-def gather_records(record: Record, ctx: ParallelContext, sizes: tuple[int, ...]) -> Ranks:
-    """Every rank's record by its coordinates, on rank 0; none on the others. Collective."""
-    contents = enumerate(exchange.Ranks.of(ctx).gather_bytes(record.to_bytes()))
-    return {
-        tuple(map(int, np.unravel_index(rank, sizes))): Record.of_bytes(content) for rank, content in contents
-    }
 
 
 def shared_verdict(report: Report | None, ctx: ParallelContext) -> Verdict:

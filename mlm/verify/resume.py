@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mlm.checkpoint.native.compare import CheckpointComparison, compare_checkpoints
-from mlm.checkpoint.native.folders import latest_name, step_name
+from mlm.checkpoint.native.folders import CHECKPOINTS, latest_name, step_name
 from mlm.checkpoint.native.format import Manifest
-from mlm.checkpoint.native.run_state import LINEAGE
+from mlm.checkpoint.native.run_state import LINEAGE, is_weights_only
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.launch.child_run import child_run, command_failure, kill
 from mlm.launch.environment import read_rank_place
@@ -21,7 +21,6 @@ from mlm.runs.corpora import corpus_problems
 from mlm.runs.tokenizer import tokenizer_of
 from mlm.tracking.history import FILE_NAME, read_records
 from mlm.training.loop import composed_yaml
-from mlm.training.state import CHECKPOINTS, is_weights_only
 from mlm.util.errors import CheckFailedError, UserError, attempt, writing_to
 from mlm.util.files import write_atomic
 from mlm.util.lock import single_writer
@@ -76,7 +75,7 @@ def first_step(config: VerifyResumeConfig) -> int:
     if config.ckpt is None:
         return 0
     manifest = read_manifest(resolve(config.ckpt))
-    return 0 if is_weights_only(manifest) else manifest.step
+    return 0 if is_weights_only(manifest.state) else manifest.step
 
 
 def run(config: VerifyResumeConfig) -> None:
@@ -93,7 +92,21 @@ def run(config: VerifyResumeConfig) -> None:
         runs = collect(out, plan)
         verdict = judge(runs)
         what = f"{config.parallel.described}, {config.precision.dtype}, {killed}"
-        write_and_show(out / RESULT, config, verdict, {"killed": killed} | result(runs), what)
+        sides = {STRAIGHT: runs.straight, RESUMED: runs.resumed}
+        facts = {
+            "killed": killed,
+            "plan": plan._asdict(),
+            "starts_of_the_resumed_run": runs.starts,
+            "numbers": [
+                {"step": step, "name": name} | {which: it.get((step, name)) for which, it in sides.items()}
+                for step, name in runs.straight | runs.resumed
+            ],
+            "tensors": {
+                "compared": len(runs.final.tensors),
+                "differing": [asdict(each) for each in runs.final.differing],
+            },
+        }
+        write_and_show(out / RESULT, config, verdict, facts, what)
     if not verdict.equal:
         raise CheckFailedError(f"{verdict.headline} ({out / RESULT})")
 
@@ -160,20 +173,6 @@ def _hint(step: int, name: str, plan: KillPlan) -> str:
     if (step, name) == (plan.kill + 1, "loss"):
         return "suspect the weights that were loaded, the position in the data, or the dropout masks"
     return "the loss after the kill is right: suspect backward, the moments, or the place in the data"
-
-
-def result(runs: Runs) -> dict[str, Any]:
-    """Everything compared."""
-    sides, final = {STRAIGHT: runs.straight, RESUMED: runs.resumed}, runs.final
-    return {
-        "plan": runs.plan._asdict(),
-        "starts_of_the_resumed_run": runs.starts,
-        "numbers": [
-            {"step": step, "name": name} | {which: side.get((step, name)) for which, side in sides.items()}
-            for step, name in runs.straight | runs.resumed
-        ],
-        "tensors": {"compared": len(final.tensors), "differing": [asdict(each) for each in final.differing]},
-    }
 
 
 class Rehearsal:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from bench.equality import Agreement, Reference, agreement
 from bench.shapes import OPTIMIZER, TRANSPOSED, Shape, gpt2_state, make_batches
 from bench.spec import Spec
+from mlm.convert.huggingface.families import mapping_of
 from mlm.data.config import DataConfig
 from mlm.data.sampler import Batch
 from mlm.optim.config import PrecisionConfig, ScheduleConfig
@@ -260,8 +261,9 @@ class TransformersTrainee(TorchTrainee):
 def in_our_names(state: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
     """Weights or gradients of `transformers` by mlm's names, in its layout."""
     model = shape.model()
-    assert model.family.huggingface is not None
-    return model.family.huggingface.to_ours(state, model)
+    mapping = mapping_of(model)
+    assert mapping is not None
+    return mapping.to_ours(state, model)
 
 
 def imported(package: str) -> Any:

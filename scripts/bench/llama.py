@@ -29,6 +29,11 @@ class LlamaShape(Shape):
         shared = next(n for n in (3, 2, 1) if shape.num_heads % n == 0)
         return cls(**asdict(shape), num_kv_heads=shape.num_heads // shared)
 
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.hidden_size // self.num_heads
+
     def model(self) -> ModelConfig:
         """The configuration of `mlm`; no padding rows at any tp."""
         return ModelConfig(
@@ -49,7 +54,7 @@ class LlamaShape(Shape):
     def state(self, seed: int) -> dict[str, Tensor]:
         """Random float32 weights in LlamaForCausalLM's names; those of norms are not 1, so they show."""
         generator, model = torch.Generator().manual_seed(seed), self.model()
-        h, kv = self.hidden_size, self.num_kv_heads * model.head_dim
+        h, kv = self.hidden_size, self.num_kv_heads * self.head_dim
         layer = {
             "input_layernorm": (h,),
             "self_attn.q_proj": (h, h),

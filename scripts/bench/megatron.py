@@ -93,7 +93,7 @@ class MegatronMixtral(TorchTrainee):
         parts = [state[part] for part in self.parts(name)]
         if len(parts) < 3:
             return torch.cat(parts)
-        groups, d = self.shape.num_kv_heads, self.shape.model().head_dim  # [group][queries, key, value]
+        groups, d = self.shape.num_kv_heads, self.shape.head_dim  # [group][queries, key, value]
         return torch.cat([part.view(groups, -1, d, part.shape[1]) for part in parts], 1).flatten(0, 2)
 
     def parts(self, name: str) -> list[str]:
@@ -107,7 +107,7 @@ class MegatronMixtral(TorchTrainee):
     def as_huggingface(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """The gradients by the names of files."""
         found: dict[str, Tensor] = {}
-        groups, d = self.shape.num_kv_heads, self.shape.model().head_dim
+        groups, d = self.shape.num_kv_heads, self.shape.head_dim
         for name, gradient in gradients.items():
             names = self.parts(name)
             pieces: tuple[Tensor, ...] = gradient.chunk(len(names))

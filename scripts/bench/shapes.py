@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mlm.data.sampler import Batch
 from mlm.models.config import ModelConfig
+from mlm.models.shape import flops_per_token
 from mlm.optim.config import OptimizerConfig
 from mlm.util.errors import UserError
 
@@ -64,7 +65,7 @@ class Shape:
 
     def flops_per_token(self) -> float:
         """Model FLOPs of one trained token (see ModelConfig.flops_per_token)."""
-        return self.model().flops_per_token(self.seq_length)
+        return flops_per_token(self.model(), self.seq_length)
 
     def describe(self) -> str:
         """The sizes in words."""

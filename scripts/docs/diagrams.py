@@ -182,8 +182,10 @@ def room_layers() -> tuple[list[list[str]], set[str]]:
 
 
 def purpose(room: str) -> str:
-    """The first line of a room's docstring."""
-    tree = ast.parse((ROOT / "mlm" / room / "__init__.py").read_text())
+    """The first line of a room's docstring; a room is a folder or one file."""
+    folder = ROOT / "mlm" / room
+    file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    tree = ast.parse(file.read_text())
     return (ast.get_docstring(tree) or "").partition("\n")[0]
 
 

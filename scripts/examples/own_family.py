@@ -16,6 +16,7 @@ from torch import Tensor
 from mlm.models.cache import Reading
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
+from mlm.models.family import option
 from mlm.models.gpt2.family import FAMILY as GPT2_FAMILY
 from mlm.models.gpt2.model import GPT2
 from mlm.models.transformer import MLP, TransformerLayer
@@ -28,7 +29,7 @@ class PoweredMLP(MLP):
 
     def __init__(self, config: ModelConfig, *, tp: Axis, sequence_parallel: bool = False) -> None:
         super().__init__(config, tp=tp, sequence_parallel=sequence_parallel)
-        self.power = float(config.option("power"))
+        self.power = float(option(config, "power"))
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, H]."""
@@ -56,4 +57,4 @@ class ParallelGPT2(GPT2):
     layer_type = ParallelLayer
 
 
-FAMILY = replace(GPT2_FAMILY, model=ParallelGPT2, options={"power": 2.0}, huggingface=None, megatron=None)
+FAMILY = replace(GPT2_FAMILY, model=ParallelGPT2, options={"power": 2.0}, converts_as=None)

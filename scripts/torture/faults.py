@@ -7,9 +7,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from mlm.checkpoint.native.folders import LATEST, step_name
+from mlm.checkpoint.native.folders import CHECKPOINTS, LATEST, step_name
 from mlm.checkpoint.native.format import MANIFEST
-from mlm.training.state import CHECKPOINTS
 from torture.children import SAVE, Job, Manner
 from torture.inspection import Trial, last_line, run_folder_writable_by_all
 from torture.runs import HALF, STEPS, start_reshard

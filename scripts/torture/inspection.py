@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mlm.checkpoint.native.folders import checkpoints, latest_checkpoint, latest_name
+from mlm.checkpoint.native.folders import CHECKPOINTS, checkpoints, latest_checkpoint, latest_name
 from mlm.checkpoint.native.verify import verify_checkpoint
-from mlm.training.state import CHECKPOINTS
 from mlm.util.errors import UserError
 from torture.runs import HALF, KEEP, STEPS, Reference, content
 

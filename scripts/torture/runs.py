@@ -15,17 +15,16 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
-from mlm.checkpoint.native.folders import checkpoints
+from mlm.checkpoint.native.folders import CHECKPOINTS, checkpoints
 from mlm.checkpoint.native.format import read_manifest
 from mlm.cli import reshard
 from mlm.cli.compose.arguments import find_command
 from mlm.cli.compose.composition import load_config
-from mlm.cli.conversion_settings import ReshardConfig
 from mlm.cli.entry import report
+from mlm.cli.reshard import ReshardConfig
 from mlm.launch.start import run_job
 from mlm.runs.config import PretrainConfig
 from mlm.training.preflight import preflight
-from mlm.training.state import CHECKPOINTS
 from mlm.util.errors import ConfigError
 from torture.children import LOAD, PLAIN, RESHARD, SAVE, Job, Manner, announced, start
 

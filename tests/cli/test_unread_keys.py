@@ -18,7 +18,8 @@ from mlm.cli.compose.unread import unread_problems
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.tree import flatten, leaves
 from mlm.finetune.config import SHIPPED, FinetuneConfig, PreferenceLoss, TaskConfig
-from mlm.finetune.task_type import TaskType, task_type
+from mlm.finetune.registry import task_type
+from mlm.finetune.task_type import TaskType
 from mlm.runs.config import PretrainConfig
 from tests.cli.doubles import Cli, make_cli, write
 from tests.slow import thinned

@@ -9,10 +9,10 @@ import pytest
 from mlm.cli.commands import COMMANDS
 from mlm.cli.compose.arguments import parse
 from mlm.cli.compose.overrides import prepare
-from mlm.cli.conversion_settings import ReshardConfig
+from mlm.cli.generate.settings import GenerateConfig
+from mlm.cli.reshard import ReshardConfig
 from mlm.config.suggest import foreign_options, keys_meant, plain_name, unknown_key
 from mlm.config.tree import leaves
-from mlm.inference.generate.config import GenerateConfig
 from mlm.plan.config import PlanLayoutsConfig
 from mlm.runs.config import PretrainConfig
 

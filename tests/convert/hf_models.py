@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import GPT2Config
 
 from mlm.cli import export_hf, import_hf
-from mlm.cli.conversion_settings import ExportHFConfig, ImportHFConfig
+from mlm.cli.export_hf import ExportHFConfig
+from mlm.cli.import_hf import ImportHFConfig
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.models.config import ModelConfig
 

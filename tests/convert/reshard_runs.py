@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mlm.cli.conversion_settings import ReshardConfig
-from mlm.cli.reshard import preflight, run
+from mlm.cli.reshard import ReshardConfig, preflight, run
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.runs.config import PretrainConfig

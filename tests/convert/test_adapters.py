@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from mlm.api import export_hf
 from mlm.cli import import_hf
-from mlm.cli.conversion_settings import ImportHFConfig
-from mlm.cli.export_hf import export_hf
-from mlm.finetune import run
+from mlm.cli.import_hf import ImportHFConfig
+from mlm.convert.source import open_source
+from mlm.finetune import training
 from mlm.inference.trained import load_trained
 from mlm.models.config import LoraConfig
 from mlm.optim.config import PrecisionConfig
@@ -36,13 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, targets in (("out", ("all-linear",)), ("qv", ("q_proj", "v_proj"))):
         lora = LoraConfig(rank=4, alpha=32.0, targets=targets, dora=name == "qv")
         config = replace(chatting(made), lora=lora)
-        run.run(replace(config, out=str(made / name)), ParallelContext())
+        training.run(replace(config, out=str(made / name)), ParallelContext())
         export_hf(made / name, made / f"{name}-peft")
     return made
 
 
 def ours(ckpt: Path) -> Tensor:
-    model = load_trained(str(ckpt), ParallelConfig(), PrecisionConfig(), ParallelContext()).model
+    model = load_trained(open_source(str(ckpt)), ParallelConfig(), PrecisionConfig(), ParallelContext()).model
     logits: Tensor = model.chunks[0].logits(TOKENS)  # type: ignore[operator]
     return logits
 

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from mlm.checkpoint.native.format import read_manifest
 from mlm.cli import export_hf
-from mlm.cli.conversion_settings import ExportHFConfig
-from mlm.convert import sources as conversion_sources
+from mlm.cli.export_hf import ExportHFConfig
+from mlm.convert import source as sources
 from mlm.data.tokenizer import Tokenizer
 from tests.convert.hf_berts import FAMILIES, MODEL, add_vocabulary, add_word_pieces, make_bert
 from tests.convert.hf_models import edit_config, export_model, import_model
@@ -71,9 +71,9 @@ def test_vocabulary_is_enough(tmp_path: Path) -> None:
 def test_model_without_token_types_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_bert(tmp_path / "model", "bert", "Model")
     run = import_model(tmp_path / "model", tmp_path / "run", verify=False)
-    found = conversion_sources.resolve_checkpoint(str(run))
-    config = replace(found.config, model=replace(MODEL, token_types=0))
-    monkeypatch.setattr(conversion_sources, "resolve_checkpoint", lambda path: replace(found, config=config))
+    config = replace(sources.open_source(str(run)).config, model=replace(MODEL, token_types=0))
+    monkeypatch.setattr(sources, "trained_config", lambda *_: config)
+    monkeypatch.setattr(sources, "check_stored_parameters", lambda *_: None)
     (problem,) = export_hf.preflight(ExportHFConfig(ckpt=str(run), out=str(tmp_path / "out")))
     assert "model.token_types=0" in problem
 

@@ -13,11 +13,10 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from transformers import AutoTokenizer
 
-from mlm.cli.conversion_settings import ExportGGUFConfig
-from mlm.cli.export_hf import export_hf
-from mlm.cli.import_hf import import_hf
-from mlm.convert.gguf import export as export_gguf
-from mlm.convert.sources import native_source
+from mlm.api import export_hf, import_hf
+from mlm.cli import export_gguf
+from mlm.cli.export_gguf import ExportGGUFConfig
+from mlm.convert.source import open_checkpoint
 from mlm.util.errors import UserError
 from tests.finetune.chats import write_llama
 from tests.finetune.runs import write_model
@@ -50,7 +49,7 @@ def test_tensors_are_those_of_the_model(folder: Path, tmp_path: Path, kind: str)
     reader = read(folder, kind, tmp_path / "model.gguf")
     stored = {t.name: torch.from_numpy(dequantize(t.data, t.tensor_type).copy()) for t in reader.tensors}
     shapes = {t.name: tuple(int(n) for n in t.shape[::-1]) for t in reader.tensors}
-    whole = native_source(str(folder / "run")).whole
+    whole = open_checkpoint(str(folder / "run")).whole
     up = whole("layers.1.mlp.up.weight").unflatten(0, (-1, 2, 12))
     want = {
         "token_embd.weight": whole("token.weight"),

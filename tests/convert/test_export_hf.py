@@ -16,13 +16,15 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from mlm.checkpoint.native.compare import Reader
 from mlm.checkpoint.native.format import TensorEntry, read_manifest
 from mlm.checkpoint.native.stream import write_streamed
-from mlm.cli import convert, export_hf
-from mlm.cli.conversion_settings import ConvertConfig, ExportHFConfig
-from mlm.convert import sources as conversion_sources
+from mlm.cli import export_hf
+from mlm.cli.export_hf import ExportHFConfig
+from mlm.convert import conversion
+from mlm.convert import source as sources
+from mlm.convert.config import ConvertConfig
 from mlm.convert.huggingface.folder import read_model
 from mlm.convert.huggingface.mapping import Location
+from mlm.convert.source import open_source
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.trained import resolve_checkpoint
 from mlm.util.errors import CheckFailedError, UserError
 from mlm.verify.huggingface import reference_outputs
 from tests.convert.hf_models import (
@@ -189,13 +191,12 @@ class TestRefusals:
     def test_a_model_of_mup_is_neither_exported_nor_converted(
         self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        found = conversion_sources.resolve_checkpoint(str(run))
-        model = replace(found.config.model, mup_base_width=8)
-        found = replace(found, config=replace(found.config, model=model))
-        monkeypatch.setattr(conversion_sources, "resolve_checkpoint", lambda path: found)
+        config = open_source(str(run)).config
+        config = replace(config, model=replace(config.model, mup_base_width=8))
+        monkeypatch.setattr(sources, "trained_config", lambda *_: config)
         exported = export_hf.preflight(ExportHFConfig(ckpt=str(run), out=str(tmp_path / "out")))
         to = ConvertConfig(source=str(run), out=str(tmp_path / "out"), to="hf")
-        for (problem,) in (exported, convert.preflight(to)):
+        for (problem,) in (exported, conversion.preflight(to)):
             assert "model.mup_base_width=8 divides what the output layer reads" in problem
 
 
@@ -212,7 +213,7 @@ class TestHeads:
             **({"num_labels": 3} if head == "classification" else {}),
         )
         run = import_model(tmp_path / "model", tmp_path / "run")
-        assert resolve_checkpoint(str(run)).config.model.head == head
+        assert open_source(str(run)).config.model.head == head
         back = type(model).from_pretrained(export_model(run, tmp_path / "out")).state_dict()
         assert all(torch.equal(value, back[key]) for key, value in model.state_dict().items())
 

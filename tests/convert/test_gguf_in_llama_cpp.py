@@ -10,9 +10,10 @@ import transformers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from mlm.cli.conversion_settings import ExportGGUFConfig
-from mlm.cli.import_hf import import_hf
-from mlm.convert.gguf import export as export_gguf
+from mlm.api import import_hf
+from mlm.cli import export_gguf
+from mlm.cli.export_gguf import ExportGGUFConfig
+from mlm.convert.gguf import export as gguf_export
 from mlm.convert.gguf.llama_cpp import LlamaCpp
 from mlm.convert.gguf.vocabulary import GPT2, PATTERNS, PROBE, vocabulary
 from mlm.data.tokenizer import Tokenizer
@@ -111,7 +112,7 @@ def test_a_file_that_llama_cpp_reads_otherwise_is_not_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path, "Llama", {})
-    monkeypatch.setattr(export_gguf, "interleave", lambda value, heads: value)
+    monkeypatch.setattr(gguf_export, "interleave", lambda value, heads: value)
     with pytest.raises(UserError, match="other logits than mlm"):
         export(tmp_path)
     assert not (tmp_path / "model.gguf").exists()

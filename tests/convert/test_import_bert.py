@@ -11,7 +11,8 @@ from transformers import AutoModel, AutoTokenizer
 from mlm.checkpoint.native.format import read_manifest
 from mlm.convert.huggingface.folder import read_model
 from mlm.convert.huggingface.mapping import Outputs, ProbeSamples
-from mlm.inference.hf_source import load_model_folder
+from mlm.convert.source import open_source
+from mlm.convert.weights import fill_parameters
 from mlm.inference.trained import load_trained
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
@@ -107,16 +108,21 @@ class TestFilled:
 
     def test_a_model_folder_says_so_of_itself(self, tmp_path: Path) -> None:
         make_bert(tmp_path, "bert", "ModelWithoutPooler")
-        trained = load_trained(str(tmp_path), ParallelConfig(), PrecisionConfig(), shape_context())
+        trained = load_trained(
+            open_source(str(tmp_path)), ParallelConfig(), PrecisionConfig(), shape_context()
+        )
         assert trained.manifest.state["source"]["filled"] == ["pooler.bias", "pooler.weight"]
 
     def test_a_run_that_continues_from_it_may_keep_its_own(self, tmp_path: Path) -> None:
         make_bert(tmp_path, "bert", "ModelWithoutPooler")
         ctx = shape_context()
-        chunk = load_trained(str(tmp_path), ParallelConfig(), PrecisionConfig(), ctx).model.chunks[0]
+        chunk = load_trained(
+            open_source(str(tmp_path)), ParallelConfig(), PrecisionConfig(), ctx
+        ).model.chunks[0]
         for parameter in chunk.parameters():
             torch.nn.init.constant_(parameter, 3.0)
-        load_model_folder(parameter_shards(chunk, ctx.tp), tmp_path, ctx, fill=False)
+        shards = tuple(parameter_shards(chunk, ctx.tp))
+        fill_parameters(shards, open_source(str(tmp_path)), ctx, initialize=False)
         untouched = {name for name, p in chunk.named_parameters() if bool((p == 3.0).all())}
         assert untouched == {"pooler.weight", "pooler.bias"}
 

@@ -16,13 +16,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 import mlm
 from mlm.checkpoint.native.format import read_manifest
 from mlm.cli import import_hf
-from mlm.cli.conversion_settings import ImportHFConfig
+from mlm.cli.import_hf import ImportHFConfig
 from mlm.convert.huggingface.folder import read_model
 from mlm.convert.huggingface.mapping import Location, ProbeSamples
 from mlm.convert.huggingface.tensors import HFTensors
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.trained import trained_config
 from mlm.parallel.mesh import ParallelContext
+from mlm.runs.saved import trained_config
 from mlm.util.errors import CheckFailedError, CorruptFileError, UserError
 from mlm.verify.huggingface import our_outputs
 from tests.convert.hf_models import (

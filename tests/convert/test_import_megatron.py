@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import GPT2LMHeadModel
 
 from mlm.checkpoint.native.save_load import read_manifest, resolve
-from mlm.cli.conversion_settings import ImportMegatronConfig
-from mlm.cli.convert import preflight, run
+from mlm.cli.import_megatron import ImportMegatronConfig, preflight, run
+from mlm.convert.source import open_source
 from mlm.inference.trained import load_trained
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
@@ -47,7 +47,7 @@ def config(tmp_path: Path, **settings: Any) -> ImportMegatronConfig:
 @torch.no_grad()
 def logits(folder: Path) -> Tensor:
     """Ours, [2, 19, VOCAB], by the way that scores and samples trained models."""
-    trained = load_trained(str(folder), ParallelConfig(), PrecisionConfig(), shape_context())
+    trained = load_trained(open_source(str(folder)), ParallelConfig(), PrecisionConfig(), shape_context())
     model = trained.model.chunks[0]
     hidden = model.hidden_states(TOKENS)  # [S, B, H]
     return full_logits(hidden.flatten(0, 1), model.token).view(19, 2, VOCAB).transpose(0, 1)
@@ -66,7 +66,7 @@ LAYOUTS = [
     Layout(tp=2, pp=2, version=2.0),
     Layout(version=1.0, names="transformer"),
     Layout(tp=4, version=1.0, names="transformer"),
-    Layout(version=None, names="transformer", zipped=False),
+    Layout(version=None, names="transformer"),
     Layout(tp=4, version=0, names="transformer"),
     Layout(tp=2, pp=2, version=0, names="transformer"),
     Layout(tp=2, names="norm", args={"norm_epsilon": 1e-5, "layernorm_epsilon": ...}),

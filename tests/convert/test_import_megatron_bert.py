@@ -9,10 +9,9 @@ import torch
 from transformers import MegatronBertForPreTraining
 
 from mlm.checkpoint.native.save_load import read_manifest, resolve
-from mlm.cli.conversion_settings import ImportMegatronConfig
-from mlm.cli.convert import run
+from mlm.cli.import_megatron import ImportMegatronConfig, run
 from mlm.convert.huggingface.mapping import Outputs, ProbeSamples
-from mlm.inference.trained import resolve_checkpoint
+from mlm.convert.source import open_source
 from mlm.models.config import ModelConfig
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.verify.huggingface import our_outputs, relative_difference
@@ -42,7 +41,7 @@ def imported(
 
 
 def model_of(run: Path) -> ModelConfig:
-    return resolve_checkpoint(str(run)).config.model
+    return open_source(str(run)).config.model
 
 
 @torch.no_grad()

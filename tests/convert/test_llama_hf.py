@@ -16,9 +16,10 @@ from torch import Tensor
 
 import mlm
 from mlm.cli import import_hf
-from mlm.cli.conversion_settings import ImportHFConfig
+from mlm.cli.import_hf import ImportHFConfig
 from mlm.convert.huggingface.folder import read_model
 from mlm.convert.huggingface.llama import MAPPING
+from mlm.convert.huggingface.llama_variants import VARIANTS, model_type
 from mlm.convert.huggingface.tensors import HFTensors
 from mlm.models.llama.settings import LlamaSettings
 from mlm.util.errors import UserError
@@ -318,6 +319,14 @@ def test_an_untied_model_without_its_output_layer_is_rejected(tmp_path: Path) ->
     model.model.save_pretrained(tmp_path / "layers")
     (note,) = read_model(tmp_path / "layers").notes
     assert "without output" in note
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_a_row_of_the_table_is_found_by_its_marks(kind: str) -> None:
+    """From the defaults of its config.json, and it has all that they describe."""
+    model, _ = MAPPING.read({"model_type": kind}, "config.json")
+    assert model_type(model) == kind
+    assert MAPPING.problem(model) is None
 
 
 def test_a_model_that_no_class_computes_is_not_exported() -> None:

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mlm.checkpoint.native.folders import LATEST
-from mlm.cli.ckpt import prune as ckpt_prune
-from mlm.training.state import CHECKPOINTS
+from mlm.checkpoint.native import pruning
+from mlm.checkpoint.native.folders import CHECKPOINTS, LATEST
 from mlm.util.lock import single_writer
 from tests.checkpoints_on_disk import checkpoint, damage, mlm, shorten, write_run
 
@@ -56,8 +55,8 @@ def test_damaged_one_is_not_counted_and_stays_while_it_is_newer(run: Path, capsy
 def test_a_flipped_bit_is_found_in_those_that_count_and_no_other_is_read(
     run: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, problem_of = list[Path](), ckpt_prune.content_problem
-    monkeypatch.setattr(ckpt_prune, "content_problem", lambda path: (read.append(path), problem_of(path))[1])
+    read, problem_of = list[Path](), pruning.content_problem
+    monkeypatch.setattr(pruning, "content_problem", lambda path: (read.append(path), problem_of(path))[1])
     for step in (2, 4, 6):
         damage(checkpoint(run, step))
     assert mlm("ckpt", "prune", run, "keep_last=2") == 0
@@ -100,7 +99,7 @@ def test_folder_that_a_run_uses_is_left_alone(
     def at_once(folder: Path, **options: str) -> object:
         return single_writer(folder, wait_s=0.0, **options)
 
-    monkeypatch.setattr(ckpt_prune, "single_writer", at_once)
+    monkeypatch.setattr("mlm.cli.ckpt.prune.single_writer", at_once)
     with single_writer(run / CHECKPOINTS):
         assert mlm("ckpt", "prune", run) == 2
         assert mlm("ckpt", "prune", run, "--dry-run") == 0
@@ -111,7 +110,7 @@ def test_folder_that_a_run_uses_is_left_alone(
 def test_what_could_not_be_deleted_is_an_error(
     run: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ckpt_prune, "discard", lambda path: False)
+    monkeypatch.setattr(pruning, "discard", lambda path: False)
     assert mlm("ckpt", "prune", run, "keep_last=5") == 2
     captured = capsys.readouterr()
     assert f"{checkpoint(run, 1)}: could not be deleted" in captured.err

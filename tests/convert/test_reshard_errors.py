@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlm.cli import reshard
+from mlm.models import stage
 from mlm.parallel.mesh import shape_context
 from mlm.util.errors import CorruptFileError, UserError
 from tests.checkpoint.native.helpers import edit_manifest
@@ -61,7 +61,7 @@ class TestRefusals:
         trained(shape_context(), tmp_path / "run", spec())
         path = tmp_path / "run" / "checkpoints" / STEP
         edit_manifest(path, lambda body: body["state"]["config"]["model"].update(edit))
-        monkeypatch.setattr(reshard, "stage_ranks_of", lambda *sizes: pytest.fail("made a table of layers"))
+        monkeypatch.setattr(stage, "assign_stages", lambda *sizes: pytest.fail("made a table of layers"))
         with pytest.raises(UserError, match=r"other than the [\d,]+ stored"):
             to(tmp_path / "run", tmp_path / "out", 2)
         assert not (tmp_path / "out").exists()

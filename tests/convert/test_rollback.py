@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlm.checkpoint.native.folders import latest_checkpoint, latest_name, step_name
-from mlm.training.state import CHECKPOINTS
+from mlm.checkpoint.native.folders import CHECKPOINTS, latest_checkpoint, latest_name, step_name
 from mlm.util.lock import single_writer
 from tests.checkpoint.native.helpers import save
 from tests.checkpoints_on_disk import checkpoint, damage, mlm, shorten, tensors, training_state

@@ -161,8 +161,9 @@ def test_no_token_of_a_class_is_declared_that_the_vocabulary_lacks(tmp_path: Pat
 @pytest.mark.parametrize(
     ("declared", "problem"),
     [
-        ({"do_sample": True, "temperature": -1.0}, "temperature=-1.0: must be finite and 0 or more"),
-        ({"repetition_penalty": 0}, "repetition_penalty=0: must be above 0"),
+        ({"do_sample": True, "temperature": -1.0}, "temperature=-1.0 must be 0 or more"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size=-1 must be 0 or more"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0 must be greater than 0"),
     ],
 )
 def test_a_declared_setting_that_is_none_is_named_with_its_file(
@@ -174,7 +175,7 @@ def test_a_declared_setting_that_is_none_is_named_with_its_file(
     capsys.readouterr()
     assert main([*asked]) == 2
     assert capsys.readouterr().err == f"mlm generate: generation_config.json: {problem}\n"
-    assert main([*asked, "temperature=0", "repetition_penalty=1"]) == 0
+    assert main([*asked, "temperature=0", "repetition_penalty=1", "no_repeat_ngram_size=0"]) == 0
 
 
 @pytest.mark.parametrize("id", [-1, 1 << 40])

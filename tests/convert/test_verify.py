@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mlm.checkpoint.native.folders import LATEST
+from mlm.checkpoint.native.folders import CHECKPOINTS, LATEST
 from mlm.checkpoint.native.format import NotFiniteError
-from mlm.training.state import CHECKPOINTS
 from tests.checkpoint.native.helpers import save
 from tests.checkpoints_on_disk import (
     checkpoint,

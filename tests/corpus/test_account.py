@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from mlm.cli import main
+from mlm.cli.data.run import run_inspect, run_verify
+from mlm.cli.data.settings import DataInspectConfig, DataVerifyConfig
 from mlm.corpus.build import run_build
-from mlm.corpus.config import DataInspectConfig, DataVerifyConfig, DecontaminateConfig, FilterConfig
-from mlm.corpus.inspect import run_inspect
+from mlm.corpus.config import DecontaminateConfig, FilterConfig
 from mlm.corpus.stages import clean as clean_stage
 from mlm.corpus.train_tokenizer import train_bpe
-from mlm.corpus.verify import run_verify
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import Receipt
 from mlm.data.tokenizer import Tokenizer

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from mlm.corpus.config import DataTokenizerConfig
-from mlm.corpus.train_tokenizer import run_tokenizer
+from mlm.cli.data.run import run_tokenizer
+from mlm.cli.data.settings import DataTokenizerConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.data.vocabulary_files import BERT_SPECIAL
 from mlm.util.errors import UserError
@@ -27,7 +26,7 @@ print(train_bpe(texts, 400).digest, train_wordpiece(lambda: texts, 400).digest)
 
 def made(source: Path, out: Path, **keys: Any) -> Tokenizer:
     config = DataTokenizerConfig(input=str(source), out=str(out), **{"vocab_size": 300, **keys})
-    return Tokenizer.load(run_tokenizer(config, Console(quiet=True)))
+    return Tokenizer.load(run_tokenizer(config))
 
 
 def write_lines(path: Path, texts: list[str]) -> None:

@@ -10,18 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from mlm.corpus.config import (
-    DataBuildConfig,
-    DecontaminateConfig,
-    DedupConfig,
-    FilterConfig,
-    NormaliseConfig,
-)
+from mlm.corpus.config import DataBuildConfig, DecontaminateConfig, DedupConfig, FilterConfig, NormaliseConfig
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.indexed import IndexedDataset
 from mlm.data.tokenizer import Tokenizer
+from mlm.util.terminal import PlainScreen
 
 SYLLABLES = [a + b for a in "bdfgklmnprst" for b in "aeiou"]
 
@@ -44,9 +38,9 @@ def write_jsonl(path: Path, texts: Sequence[str], **more: Sequence[Any]) -> Path
     return path
 
 
-def quiet() -> Console:
+def quiet() -> PlainScreen:
     """A console nobody reads."""
-    return Console(file=io.StringIO(), width=200)
+    return PlainScreen(file=io.StringIO(), width=200, highlight=False, markup=False, soft_wrap=True)
 
 
 def keep_work(patch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from mlm.data.blend_checks import normalize_weights
 from mlm.data.blend_history import (
     BlendSource,
     History,
+    Segment,
     changed_corpus_problem,
     continue_history,
     decode,
@@ -261,7 +262,8 @@ def test_a_corpus_is_identified_by_the_target_of_its_path(tmp_path: Path) -> Non
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     here, there = (replace(blend(a=1)[0], path=str(tmp_path / name / "train")) for name in ("real", "link"))
-    assert here.has_path_of(there)
+    other = replace(there, digest="xxh3:" + "f" * 32)
+    assert changed_corpus_problem((Segment(0, (here,)),), [other]) is not None
 
 
 def test_hostile_weights_that_nearly_sum_to_1_cost_no_more() -> None:

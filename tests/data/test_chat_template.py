@@ -8,11 +8,10 @@ import pytest
 
 from mlm.data.chat_files import MAX_BYTES, find_chat_template, find_templates, read_template, token_names
 from mlm.data.chat_template import ChatError, ChatTemplate, with_reasoning
-from mlm.data.chat_tokens import Tokens, encode
+from mlm.data.chat_tokens import Tokens, encode, end_of_turn_tokens
 from mlm.data.chat_tokens import encode_prompt as encode_conversation
 from mlm.data.conversation import Conversation, check_messages
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.chat import end_of_turn_tokens
 from mlm.util.errors import CorruptFileError, UserError
 from tests.data.chats import CHATML, INST, MARKED, SPECIAL, TALK, TEMPLATES, theirs, write_tokenizer
 

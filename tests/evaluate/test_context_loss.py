@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from mlm.cli.evaluate import loss
+from mlm.cli.evaluate.settings import EvalLossConfig
 from mlm.data.config import DataConfig
-from mlm.evaluate import loss
-from mlm.evaluate.config import EvalLossConfig
 from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig

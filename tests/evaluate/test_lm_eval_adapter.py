@@ -214,8 +214,8 @@ def test_a_continuation_ends_before_the_first_stop(one_rank: MlmLM) -> None:
     "arguments, problem",
     [
         ({"max_gen_toks": 9, "num_beams": 4}, "num_beams"),
-        ({"max_gen_toks": 9, "no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
-        ({"max_gen_toks": 9, "repetition_penalty": 0}, "repetition_penalty=0 must be"),
+        ({"max_gen_toks": 9, "penalty_alpha": 2}, "penalty_alpha"),
+        ({"max_gen_toks": 9, "repetition_penalty": 0}, "repetition_penalty=0 must be greater"),
         ({"max_gen_toks": 48}, "max_gen_toks=48: use 1 to 47"),
     ],
 )
@@ -249,7 +249,7 @@ def test_a_mistake_in_the_arguments_names_its_key(
 
 
 def test_arguments_say_what_the_flags_of_lm_eval_mean(folder: Path) -> None:
-    config = settings(
+    config, _ = settings(
         {
             "ckpt": str(folder / "run"),
             "tp": 2,
@@ -261,13 +261,13 @@ def test_arguments_say_what_the_flags_of_lm_eval_mean(folder: Path) -> None:
     )
     assert (config.parallel.tp, config.precision.dtype, config.batch_size) == (2, "bf16", 16)
     assert config.dist.device == "cpu"
-    assert settings({"ckpt": str(folder / "run"), "batch_size": "auto:4"}).batch_size == 8
+    assert settings({"ckpt": str(folder / "run"), "batch_size": "auto:4"})[0].batch_size == 8
 
 
 def test_the_device_that_lm_eval_names_by_itself_is_no_choice(folder: Path) -> None:
     """Its command passes cuda:0 on machines without a GPU too."""
     named = EvaluatorConfig.__dataclass_fields__["device"].default
-    assert settings({"ckpt": str(folder / "run"), "device": named}).dist.device == "auto"
+    assert settings({"ckpt": str(folder / "run"), "device": named})[0].dist.device == "auto"
 
 
 @pytest.mark.parametrize("as_text", [False, True])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mlm.cli.compose.composition import load_config
-from mlm.evaluate.loss import corpus_prefix
+from mlm.cli.evaluate.loss import corpus_prefix
 from mlm.runs.config import PretrainConfig
 from mlm.util.errors import UserError
 from tests.cli.doubles import write

@@ -14,7 +14,7 @@ from mlm.checkpoint.native.format import read_manifest
 from mlm.checkpoint.native.run_state import TOKENIZER
 from mlm.config.build import to_dict
 from mlm.data.config import DataConfig
-from mlm.finetune import evaluate, run
+from mlm.finetune import evaluate, training
 from mlm.finetune.batches import make_batcher
 from mlm.finetune.config import (
     EvalTaskConfig,
@@ -26,9 +26,10 @@ from mlm.finetune.config import (
     TaskDataConfig,
 )
 from mlm.finetune.inputs import read_start, tokenize_split
+from mlm.finetune.registry import task_type
 from mlm.finetune.scoring import Finetuning, compute_outputs
 from mlm.finetune.splits import read_split
-from mlm.finetune.task_type import Output, task_type
+from mlm.finetune.task_type import Output
 from mlm.inference.trained import load_trained
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
@@ -180,19 +181,19 @@ def evaluation(folder: Path, kind: str = "classification", **changes: Any) -> Ev
 
 def finetune(config: FinetuneConfig, ctx: ParallelContext | None = None) -> dict[str, Any]:
     """Run it after its preflight; result.json."""
-    assert run.preflight(config) == []
-    run.run(config, ctx or ParallelContext())
+    assert training.preflight(config) == []
+    training.run(config, ctx or ParallelContext())
     return read(Path(config.out, "result.json"))
 
 
 def run_and_look(ctx: ParallelContext, config: FinetuneConfig) -> list[Output]:
     """Run it, and what its best checkpoint then says of each validation example, split as the run was."""
-    run.run(config, ctx)
+    training.run(config, ctx)
     task = config.task
     saved = EvalTaskConfig(ckpt=config.out, task=task)
     start = read_start(saved)
     examples = tokenize_split(task, read_split(task, "validation", path=config.data.path), start).examples
-    model = load_trained(str(start.named.path), config.parallel, config.precision, ctx).model
+    model = load_trained(start.source, config.parallel, config.precision, ctx).model
     objective = Finetuning(task_type(task.kind), ctx, model.dtype)
     return compute_outputs(model, objective, examples, make_batcher(model, 2, start.max_length))
 

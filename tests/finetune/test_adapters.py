@@ -10,10 +10,11 @@ import torch
 
 from mlm.checkpoint.native.save_load import resolve
 from mlm.cli.pretrain import run as pretrain_run
+from mlm.convert.source import open_source
 from mlm.data.config import DataConfig
-from mlm.finetune import run
+from mlm.finetune import training
 from mlm.finetune.config import FinetuneConfig
-from mlm.inference.trained import load_trained, resolve_checkpoint
+from mlm.inference.trained import load_trained
 from mlm.models.config import LoraConfig
 from mlm.optim.config import OptimizerConfig, PrecisionConfig
 from mlm.parallel.config import ParallelConfig
@@ -45,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("adapters")
     write_llama(made / "llama")
     write_chats(made / "chat")
-    run.run(adapting(made), ParallelContext())
+    training.run(adapting(made), ParallelContext())
     return made
 
 
@@ -57,7 +58,7 @@ def adapting(folder: Path, **changes: Any) -> FinetuneConfig:
 def test_a_run_with_adapters_is_the_same_at_every_layout(folder: Path, tmp_path: Path, layout: str) -> None:
     parallel = LAYOUTS[layout]
     config = adapting(folder, parallel=parallel, out=str(tmp_path / "out"))
-    run_on_ranks(command, run.run, config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
+    run_on_ranks(command, training.run, config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
     assert losses(tmp_path / "out") == pytest.approx(losses(folder / "out"), abs=1e-9)
     alone, split = (weights(Path(out, "checkpoints")) for out in (folder / "out", tmp_path / "out"))
     torch.testing.assert_close(split, alone, rtol=0, atol=1e-7)
@@ -83,11 +84,11 @@ def test_a_run_with_adapters_is_the_base_of_another(folder: Path, tmp_path: Path
     tokens = torch.arange(12)[None]
     config = adapting(folder, lora=LoraConfig(rank=2), ckpt=str(folder / "out"), out=str(tmp_path / "out"))
     still = replace(config, optimizer=OptimizerConfig(lr=1e-12), out=str(tmp_path / "still"))
-    run.run(still, ParallelContext())
+    training.run(still, ParallelContext())
     torch.testing.assert_close(
         logits_of(tmp_path / "still", tokens), logits_of(folder / "out", tokens), rtol=0, atol=1e-8
     )
-    run.run(config, ParallelContext())
+    training.run(config, ParallelContext())
     assert not torch.allclose(logits_of(tmp_path / "out", tokens), logits_of(folder / "out", tokens))
 
 
@@ -97,33 +98,33 @@ def logits_of(ckpt: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 def logits_on_ranks(ctx: ParallelContext, ckpt: Path, tokens: torch.Tensor) -> torch.Tensor:
     precision, parallel = PrecisionConfig(dtype="fp64"), ParallelConfig(tp=ctx.tp.size)
-    model = load_trained(str(ckpt), parallel, precision, ctx).model
+    model = load_trained(open_source(str(ckpt)), parallel, precision, ctx).model
     return model.chunks[0].logits(tokens)  # type: ignore[operator]
 
 
 def test_another_base_is_rejected(folder: Path, tmp_path: Path) -> None:
     write_llama(tmp_path / "llama")
     config = adapting(folder, out=str(tmp_path / "out"), ckpt=str(tmp_path / "llama"))
-    run.run(config, ParallelContext())
+    training.run(config, ParallelContext())
     write_llama(tmp_path / "llama", seed=1)
     with pytest.raises(UserError, match=r"its adapters are of the base xxh3:.*; bring that base back"):
         logits_of(tmp_path / "out", torch.arange(4)[None])
     (tmp_path / "llama" / "config.json").unlink()
     with pytest.raises(UserError, match="the base of these adapters is not there"):
-        resolve_checkpoint(str(tmp_path / "out"))
+        open_source(str(tmp_path / "out"))
 
 
 def test_a_target_that_names_no_layer_is_an_error(folder: Path, tmp_path: Path) -> None:
     lora = replace(LORA, targets=("q_proj", "proj"))
-    (problem,) = run.preflight(adapting(folder, lora=lora, out=str(tmp_path / "out")))
+    (problem,) = training.preflight(adapting(folder, lora=lora, out=str(tmp_path / "out")))
     assert problem.startswith('lora.targets=["q_proj","proj"]: no layer is named proj; use ')
     none = replace(LORA, targets=())
-    (problem,) = run.preflight(adapting(folder, lora=none, out=str(tmp_path / "out")))
+    (problem,) = training.preflight(adapting(folder, lora=none, out=str(tmp_path / "out")))
     assert problem.startswith("lora.targets=[]: no layer is named there; use ")
 
 
 def test_in_bfloat16_the_base_has_no_float32_copy(folder: Path) -> None:
-    model = resolve_checkpoint(str(folder / "llama")).config.model
+    model = open_source(str(folder / "llama")).config.model
     made = PipelinedModel(model, ParallelConfig(), PrecisionConfig(dtype="bf16"), ParallelContext(), LORA)
     kinds = {(p.dtype, p.requires_grad) for p in made.chunks[0].parameters()}
     assert kinds == {(torch.bfloat16, False), (torch.float32, True)}
@@ -159,7 +160,7 @@ def pretraining(folder: Path, out: Path, **changes: Any) -> PretrainConfig:
         "name": "tiny",
         "out": str(out),
         "ckpt": str(folder / "llama"),
-        "model": resolve_checkpoint(str(folder / "llama")).config.model,
+        "model": open_source(str(folder / "llama")).config.model,
         "lora": replace(LORA, targets=("q_proj", "v_proj")),
         "precision": PrecisionConfig(dtype="fp64"),
         "data": DataConfig(kind="synthetic", seq_length=16),
@@ -175,4 +176,4 @@ def test_a_base_that_is_the_adapters_themselves_is_one_line(folder: Path, tmp_pa
     step = resolve(str(source))
     edit_manifest(step, lambda manifest: manifest["state"]["lora"].update(base=str(step)))
     with pytest.raises(UserError, match="bring that base back"):
-        resolve_checkpoint(str(step))
+        open_source(str(step))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import transformers
 
 from mlm.cli import main
-from mlm.finetune import run
+from mlm.finetune import training
 from mlm.finetune.batches import Order
 from mlm.finetune.config import FinetuneConfig, FinetuneScheduleConfig, TaskConfig
 from mlm.finetune.inputs import load_body, read_splits, read_start, tokenize_split
@@ -104,7 +104,7 @@ def summed(
     start, ctx = read_start(config), ParallelContext()
     model = PipelinedModel(start.model, ParallelConfig(), PrecisionConfig(dtype="fp64"), ctx)
     shards = [shard for chunk in model.chunks for shard in parameter_shards(chunk, ctx.tp)]
-    load_body(shards, start.named, ctx)
+    load_body(shards, start.source, ctx)
     objective = AnswerLoss(ctx, torch.float64)
     examples = evaluation(config).examples
     order = sorted(range(len(examples)), key=lambda n: -len(examples[n].texts[0]))
@@ -152,7 +152,7 @@ def test_run_is_the_same_at_every_layout(folder: Path, alone: Path, layout: str)
     """Losses, weights and scores, in float64. Steps of 8, 8 and 4 conversations: some ranks have none."""
     parallel = LAYOUTS[layout]
     config = chatting(folder, out=str(folder / layout), parallel=parallel, train=SHORT)
-    run_on_ranks(command, run.run, config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
+    run_on_ranks(command, training.run, config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
     assert losses(Path(config.out)) == pytest.approx(losses(alone), rel=1e-9)
     ours, mine = (read(out / "result.json") for out in (Path(config.out), alone))
     assert ours["best_step"] == mine["best_step"]
@@ -167,7 +167,7 @@ def test_run_with_experts_is_the_same_at_ep_2(folder: Path) -> None:
     for name, parallel in (("mixtral-alone", ParallelConfig()), ("mixtral-ep2", ParallelConfig(dp=2, ep=2))):
         out, ckpt = folder / name, str(folder / "mixtral")
         config = chatting(folder, ckpt=ckpt, out=str(out), parallel=parallel, train=SHORT)
-        run_on_ranks(command, run.run, config, dp=parallel.dp or 1, ep=parallel.ep)
+        run_on_ranks(command, training.run, config, dp=parallel.dp or 1, ep=parallel.ep)
         found.append([*losses(out), read(out / "result.json")["scores"]["validation"]["loss"]])
     assert found[1] == pytest.approx(found[0], rel=1e-9)
 
@@ -232,10 +232,10 @@ def test_answers_beyond_the_context_are_truncated_and_counted(folder: Path, tmp_
 
 def problem_of(config: FinetuneConfig) -> str:
     """The one problem of its preflight, or of making its examples."""
-    problems = run.preflight(config)
+    problems = training.preflight(config)
     if not problems:
         with pytest.raises(UserError) as error:
-            run.prepare(config, read_start(config), read_splits(config))
+            training.prepare(config, read_start(config), read_splits(config))
         problems = list(error.value.problems)
     assert len(problems) == 1
     assert "\n" not in problems[0]
@@ -312,7 +312,7 @@ def rejecting(tmp_path: Path) -> FinetuneConfig:
 
 
 def test_problems_of_rendering_are_listed_with_those_of_reading(rejecting: FinetuneConfig) -> None:
-    found = run.preflight(rejecting)
+    found = training.preflight(rejecting)
     assert [line.split(": ")[0].rpartition(":")[2] for line in found] == ["4", "1", "3", "5"]
     assert "has no message of the assistant" in found[0]
     assert all("chat_template fails (no such talk)" in line for line in found[1:])
@@ -395,7 +395,7 @@ def test_template_is_needed_and_may_be_given(folder: Path, tmp_path: Path) -> No
     config = replace(config, data=replace(config.data, chat_template=str(file)))
     finetune(config)
     file.write_text(CHATML + "{# other #}")  # a run that resumes keeps its template
-    (problem,) = run.preflight(config)
+    (problem,) = training.preflight(config)
     assert "another chat template" in problem
 
 

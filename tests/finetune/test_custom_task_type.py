@@ -9,7 +9,7 @@ import pytest
 
 from mlm.cli import main
 from mlm.config.imports import TRUST
-from mlm.finetune.task_type import task_type
+from mlm.finetune.registry import task_type
 from mlm.util.errors import UserError
 from tests.finetune.material import write_rows
 from tests.finetune.runs import read, words, write_model

@@ -10,7 +10,7 @@ import torch
 
 from mlm.checkpoint.native.folders import checkpoints
 from mlm.checkpoint.native.save_load import read_manifest
-from mlm.finetune import run, training
+from mlm.finetune import training
 from mlm.finetune.classification import Classification
 from mlm.finetune.config import FinetuneCheckpointConfig
 from mlm.finetune.rows import TaskRow
@@ -164,11 +164,13 @@ class TestRows:
     ) -> None:
         seen = []
         monkeypatch.setattr(
-            run, "finetune", lambda config, settings, material, ctx: seen.append(material) or (None, True)
+            training,
+            "finetune",
+            lambda config, settings, material, ctx: seen.append(material) or (None, True),
         )
         for seed, of_rows in ((1, 1), (2, 1), (1, 2)):
             data = {"train_rows": 5, "seed": of_rows}
-            run.run(finetuning(folder, out=str(tmp_path), seed=seed, data=data), ParallelContext())
+            training.run(finetuning(folder, out=str(tmp_path), seed=seed, data=data), ParallelContext())
         ids = [[row.id for row in material.train.split.rows] for material in seen]
         assert ids[0] == ids[1] != ids[2]
         assert len(set(ids[0])) == 5

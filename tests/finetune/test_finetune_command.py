@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mlm.cli import main
-from mlm.finetune import run, training
+from mlm.finetune import training
 from mlm.finetune.config import FinetuneConfig
 from mlm.launch.child_run import child_run
 from mlm.parallel.mesh import ParallelContext
@@ -71,7 +71,7 @@ class TestSeeds:
     def test_continues_with_the_seed_that_is_not_done(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        begun, whole = [], run.finetune
+        begun, whole = [], training.finetune
 
         def stopped(config: FinetuneConfig, *args: Any) -> Any:
             begun.append(config.seed)
@@ -79,10 +79,10 @@ class TestSeeds:
                 raise KeyboardInterrupt
             return whole(config, *args)
 
-        monkeypatch.setattr(run, "finetune", stopped)
+        monkeypatch.setattr(training, "finetune", stopped)
         with pytest.raises(KeyboardInterrupt):
-            run.run(self.config(folder, tmp_path), ParallelContext())
-        monkeypatch.setattr(run, "finetune", lambda c, *args: (begun.append(c.seed), whole(c, *args))[1])
+            training.run(self.config(folder, tmp_path), ParallelContext())
+        monkeypatch.setattr(training, "finetune", lambda c, *args: (begun.append(c.seed), whole(c, *args))[1])
         assert len(finetune(self.config(folder, tmp_path))["results"]) == 3
         assert begun == [5, 6, 6, 7]
 
@@ -97,7 +97,7 @@ class TestSeeds:
                 self.stop.request(signal.SIGINT)
 
         monkeypatch.setattr(training.FinetuneLoop, "count", count)
-        run.run(self.config(folder, tmp_path), ParallelContext())
+        training.run(self.config(folder, tmp_path), ParallelContext())
         assert [path.name for path in tmp_path.glob("seed-*/checkpoints/step-*")] == ["step-00000003"]
         assert not (tmp_path / "seed-6").exists()
         assert not (tmp_path / "result.json").exists()

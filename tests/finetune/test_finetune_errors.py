@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlm.corpus.train_tokenizer import train_bpe
-from mlm.finetune import run
+from mlm.finetune import training
 from mlm.finetune.config import FinetuneCheckpointConfig
 from mlm.optim.config import OptimizerConfig
 from mlm.parallel.config import ParallelConfig
@@ -61,13 +61,13 @@ class TestGoingOn:
         self, folder: Path, changes: dict[str, Any], key: str, value: str, then: str
     ) -> None:
         config = finetuning(folder, **changes)
-        assert run.preflight(config) == [
+        assert training.preflight(config) == [
             f"{key}={value}: out={config.out} was begun with {then}: use {key}={then}, or set another out=…"
         ]
 
     def test_other_weights_are_rejected(self, folder: Path) -> None:
         config = finetuning(folder, ckpt=str(folder / "other"))
-        assert run.preflight(config) == [
+        assert training.preflight(config) == [
             f"ckpt={config.ckpt}: out={config.out} was begun with other weights: name those, or set another "
             "out=…"
         ]
@@ -76,7 +76,7 @@ class TestGoingOn:
         shutil.copytree(folder / "classification", tmp_path / "rows")
         (tmp_path / "rows/validation.jsonl").write_text((tmp_path / "rows/train.jsonl").read_text())
         config = finetuning(folder, data={"path": str(tmp_path / "rows")})
-        assert run.preflight(config) == [
+        assert training.preflight(config) == [
             f"data.path={tmp_path / 'rows'}: out={config.out} was begun with other rows of split validation: "
             "bring them back, or set another out=…"
         ]
@@ -85,7 +85,7 @@ class TestGoingOn:
         shutil.copytree(folder / "classification", tmp_path / "rows")
         shutil.copytree(folder / "bert", tmp_path / "bert")
         assert (
-            run.preflight(
+            training.preflight(
                 finetuning(folder, ckpt=str(tmp_path / "bert"), data={"path": str(tmp_path / "rows")})
             )
             == []
@@ -103,8 +103,8 @@ class TestGoingOn:
             for name in ("one.json", "other.json")
         )
         finetune(one)
-        assert run.preflight(one) == []
-        assert run.preflight(other) == [
+        assert training.preflight(one) == []
+        assert training.preflight(other) == [
             f"data.tokenizer={tmp_path}/other.json: out={one.out} was begun with another vocabulary: name "
             "that tokenizer, or set another out=…"
         ]
@@ -117,22 +117,22 @@ class TestGoingOn:
             checkpoint=FinetuneCheckpointConfig(save_every=1),
             task=replace(task_of("classification"), submission=("mine",), lr=1.0),
         )
-        assert run.preflight(config) == []
+        assert training.preflight(config) == []
 
     def test_all_that_differs_is_named(self, folder: Path) -> None:
-        found = run.preflight(finetuning(folder, seed=5, train={"epochs": 3}))
+        found = training.preflight(finetuning(folder, seed=5, train={"epochs": 3}))
         assert [problem.split("=")[0] for problem in found] == ["seed", "train.epochs"]
 
     @pytest.mark.parametrize("to", ["bert", "other"])
     def test_a_folder_of_another_kind_of_run_is_rejected(self, folder: Path, to: str) -> None:
         config = finetuning(folder, out=str(folder / to))
-        assert run.preflight(config) == [
+        assert training.preflight(config) == [
             f"out={config.out}: holds checkpoints of another type of run: set another out=…"
         ]
 
     def test_resume_false_rejects_a_folder_in_use(self, folder: Path) -> None:
         config = finetuning(folder, checkpoint=FinetuneCheckpointConfig(resume=False))
-        (problem,) = run.preflight(config)
+        (problem,) = training.preflight(config)
         assert problem.startswith(f"out={config.out} already holds step-00000006: set checkpoint.resume=true")
 
     def test_a_finished_run_is_left_alone(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +149,7 @@ class TestGoingOn:
         shutil.copytree(folder / "out", tmp_path / "out")
         shutil.rmtree(tmp_path / "out/best/checkpoints")
         with pytest.raises(UserError, match="best"):
-            run.run(finetuning(folder, out=str(tmp_path / "out")), ParallelContext())
+            training.run(finetuning(folder, out=str(tmp_path / "out")), ParallelContext())
 
     def test_predictions_can_be_asked_for_later(self, folder: Path, tmp_path: Path) -> None:
         """Nothing is trained for them."""
@@ -165,11 +165,11 @@ class TestRefused:
     def test_a_tokenizer_without_the_special_tokens_of_bert(self, folder: Path, tmp_path: Path) -> None:
         write_model(tmp_path / "bert", replace(BERT, vocab_size=384))
         gpt2().save(tmp_path / "bert")
-        (problem,) = run.preflight(finetuning(folder, ckpt=str(tmp_path / "bert")))
+        (problem,) = training.preflight(finetuning(folder, ckpt=str(tmp_path / "bert")))
         assert problem.startswith("the tokenizer has no [CLS] and [SEP]")
 
     def test_more_rows_than_there_are(self, folder: Path) -> None:
-        (problem,) = run.preflight(finetuning(folder, data={"train_rows": 12}))
+        (problem,) = training.preflight(finetuning(folder, data={"train_rows": 12}))
         assert problem == (
             f"data.train_rows=12 is more than the 11 rows of {folder / 'classification'}, split train; use "
             "data.train_rows=11 or less, or null for all"
@@ -182,7 +182,7 @@ class TestRefused:
         config = finetuning(
             folder, ckpt=str(tmp_path / "bert"), out=str(tmp_path / "o"), task=task, parallel=parallel
         )
-        assert run.preflight(config) == [
+        assert training.preflight(config) == [
             "task.max_length=47: sequence_parallel=true pads texts to a multiple of tp=2, and the model "
             "reads 47 tokens: use task.max_length=46 or less"
         ]
@@ -190,5 +190,5 @@ class TestRefused:
     def test_outputs_that_are_no_numbers(self, folder: Path, tmp_path: Path) -> None:
         config = finetuning(folder, out=str(tmp_path), optimizer=OptimizerConfig(lr=1e300))
         with pytest.raises(UserError, match="not finite in precision=fp64:") as error:
-            run.run(config, ParallelContext())
+            training.run(config, ParallelContext())
         assert "\n" not in str(error.value)

@@ -16,11 +16,12 @@ import pytest
 from sklearn.metrics import mean_absolute_error, mean_squared_error, root_mean_squared_error
 
 from mlm.config.build import from_dict
-from mlm.finetune.best import Progress
 from mlm.finetune.classification import REGRESSION
 from mlm.finetune.metrics import OF_LABELS, jackknife
+from mlm.finetune.registry import check_installed, task_type
+from mlm.finetune.results import Progress
 from mlm.finetune.span import SPAN, null_odds, score_span
-from mlm.finetune.task_type import Candidate, Prediction, check_installed, task_type
+from mlm.finetune.task_type import Candidate, Prediction
 from mlm.util.errors import UserError
 from tests.finetune.material import SQUAD, pairs, sentence, shipped, split_of
 from tests.slow import slow_but

@@ -13,8 +13,8 @@ from torch import Tensor
 from mlm.convert.huggingface.gpt2 import MAPPING
 from mlm.finetune.batches import TaskBatch, mask_labels, stack_labels
 from mlm.finetune.examples import Example
+from mlm.finetune.registry import task_type
 from mlm.finetune.scoring import Finetuning
-from mlm.finetune.task_type import task_type
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.parallel.labels import IGNORE_INDEX

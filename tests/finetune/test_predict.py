@@ -11,11 +11,11 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 import mlm
+from mlm.checkpoint.native.run_state import FINETUNING
 from mlm.cli.entry import main
+from mlm.convert.source import open_source
 from mlm.finetune import predict as module
-from mlm.inference.trained import resolve_checkpoint
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.state import FINETUNING
 from tests.convert.hf_berts import make_bert
 from tests.finetune.material import bert
 from tests.finetune.runs import (
@@ -159,7 +159,7 @@ def test_a_model_folder_is_finetuned_without_notes_on_heads_that_are_not_built(
 ) -> None:
     make_bert(tmp_path / "hf", "bert", "ForMaskedLM", vocab_size=128, id2label={0: "a", 1: "b"})
     bert().save(tmp_path / "hf")
-    notes = [str(note) for note in resolve_checkpoint(str(tmp_path / "hf")).notes]
+    notes = [str(note) for note in open_source(str(tmp_path / "hf")).notes]
     assert [note for note in notes if "sop_head" in note or "id2label" in note][1:]
     train = {"epochs": 1}
     finetune(finetuning(folder, out=str(tmp_path / "out"), ckpt=str(tmp_path / "hf"), train=train))

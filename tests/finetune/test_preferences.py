@@ -11,14 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mlm.finetune import run
+from mlm.convert.huggingface.families import mapping_of
+from mlm.convert.source import open_source
+from mlm.convert.weights import fill_parameters
+from mlm.finetune import training
 from mlm.finetune.batches import make_batcher
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import read_start, tokenize_split
-from mlm.finetune.packing import example_tokens
-from mlm.finetune.pairs import PairLoss, PairPacker, set_reference
+from mlm.finetune.packing import PairLoss, PairPacker, example_tokens, set_reference
 from mlm.finetune.splits import read_split
-from mlm.inference.hf_source import load_model_folder
 from mlm.models.config import LoraConfig
 from mlm.optim.config import OptimizerConfig, PrecisionConfig
 from mlm.parallel.config import ParallelConfig
@@ -67,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [pair(draw) for _ in range(14)]
     write_rows(made / "pairs" / "train.jsonl", rows[:10])
     write_rows(made / "pairs" / "validation.jsonl", map(messages, rows[10:]))
-    run.run(preferring(made), ParallelContext())
+    training.run(preferring(made), ParallelContext())
     return made
 
 
@@ -88,9 +89,9 @@ def our_gradients(folder: Path, **task: Any) -> tuple[torch.Tensor, dict[str, to
     objective = PairLoss(ctx, torch.float64, config.task)
     packer = make_batcher(model, 2, POSITIONS, PairPacker)
     shards = tuple(parameter_shards(model.chunks[0], ctx.tp))
-    load_model_folder(shards, folder / "llama", ctx)
+    fill_parameters(shards, open_source(str(folder / "llama")), ctx)
     set_reference(model, objective, examples, packer)
-    load_model_folder(shards, folder / "other", ctx)
+    fill_parameters(shards, open_source(str(folder / "other")), ctx)
     numbers = sorted(range(len(examples)), key=lambda n: -sum(map(len, examples[n].texts)))
     batches = packer.micro_batches(examples, numbers, 0)
     assert len(batches) > 1
@@ -157,7 +158,7 @@ def test_losses_and_gradients_equal_those_of_trl(folder: Path, tmp_path: Path, l
     kl = -(logged["rewards/chosen"] + logged["rewards/rejected"]) / 2 / 0.3
     assert parts[5].item() == pytest.approx(kl, abs=1e-5)
     model = read_start(preferring(folder)).model
-    mapping = model.family.huggingface
+    mapping = mapping_of(model)
     assert mapping is not None
     gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     for name, gradient in mapping.to_ours(gradients, model).items():
@@ -196,7 +197,7 @@ def test_kl_is_the_mean_of_log_ratios_over_both_answers() -> None:
 def test_a_run_is_the_same_at_every_layout(folder: Path, tmp_path: Path, layout: str) -> None:
     parallel = LAYOUTS[layout]
     config = preferring(folder, parallel=parallel, out=str(tmp_path / "out"))
-    run_on_ranks(command, run.run, config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
+    run_on_ranks(command, training.run, config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
     assert losses(tmp_path / "out") == pytest.approx(losses(folder / "out"), abs=1e-9)
     alone, split = (weights(Path(out, "checkpoints")) for out in (folder / "out", tmp_path / "out"))
     torch.testing.assert_close(split, alone, rtol=0, atol=1e-7)
@@ -214,7 +215,7 @@ def test_a_run_logs_rewards_and_starts_at_its_reference(folder: Path) -> None:
 
 def test_beside_adapters_the_frozen_base_is_the_reference(folder: Path, tmp_path: Path) -> None:
     config = preferring(folder, out=str(tmp_path / "out"), lora=LoraConfig(rank=4))
-    run.run(config, ParallelContext())
+    training.run(config, ParallelContext())
     first, *_, last = records(tmp_path / "out", "step")
     assert first["kl"] == 0
     assert last["margin"] > 0
@@ -314,7 +315,7 @@ def test_column_beside_texts_that_is_not_read_is_named(folder: Path, tmp_path: P
 
 def test_replacing_a_setting_of_the_loss_is_another_run(folder: Path) -> None:
     config = preferring(folder)
-    (problem,) = run.preflight(replace(config, task=replace(config.task, beta=0.2)))
+    (problem,) = training.preflight(replace(config, task=replace(config.task, beta=0.2)))
     assert problem.startswith("task.beta=0.2: out=")
 
 

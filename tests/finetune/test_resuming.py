@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from mlm.checkpoint.native.folders import checkpoints
-from mlm.finetune import run, training
+from mlm.checkpoint.native.run_state import FINETUNING
+from mlm.finetune import training
 from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.state import FINETUNING
 from mlm.training.trainer import Trainer
 from tests.finetune.runs import (
     finetune,
@@ -59,7 +59,7 @@ def dies(config: FinetuneConfig, monkeypatch: pytest.MonkeyPatch, owner: Any, na
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, called)
         with pytest.raises(Killed):
-            run.run(config, ParallelContext())
+            training.run(config, ParallelContext())
 
 
 def check_same(folder: Path, out: Path) -> None:

@@ -125,7 +125,7 @@ def test_columns_of_a_file_are_read_by_the_names_of_the_task(tmp_path: Path) -> 
 
 def test_a_column_that_no_row_has_is_one_line(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"ask": "q", "chosen": "a", "rejected": "b"}] * 3)
-    message = r'data\.columns={"prompt":"asked"}: .*a\.jsonl has no column asked: use ask, chosen, rejected'
+    message = r'data\.columns={prompt:"asked"}: .*a\.jsonl has no column asked: use ask, chosen, rejected'
     with pytest.raises(UserError, match=message) as caught:
         read_split(shipped("preferences"), "train", path=str(path), columns={"prompt": "asked"})
     assert len(str(caught.value).splitlines()) == 1

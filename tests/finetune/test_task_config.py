@@ -8,9 +8,8 @@ import yaml
 from mlm.config.build import build
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.tree import leaves
-from mlm.finetune.checks import check_task
 from mlm.finetune.config import SHIPPED, TaskConfig
-from mlm.finetune.task_type import task_type
+from mlm.finetune.registry import check_task, task_type
 from mlm.util.errors import ConfigError
 
 TASKS = groups(CONFIG_DIR)["task"]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mlm.convert.huggingface.mapping import Outputs, ProbeSamples
+from mlm.convert.source import open_source
 from mlm.inference.trained import load_trained
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
@@ -20,7 +21,9 @@ def outputs_on_rank(ctx: ParallelContext, folder: Path) -> Outputs:
 @torch.no_grad()
 def states_of_layers(ctx: ParallelContext, folder: Path, tokens: Tensor, mask: Tensor) -> Tensor:
     """[L, R, H]: hidden states of tokens that are no padding, behind each layer."""
-    model = load_trained(str(folder), ParallelConfig(tp=ctx.tp.size), PrecisionConfig(), ctx).model.chunks[0]
+    model = load_trained(
+        open_source(str(folder)), ParallelConfig(tp=ctx.tp.size), PrecisionConfig(), ctx
+    ).model.chunks[0]
     found: list[Tensor] = []
     for layer in model.layers.values():
         layer.register_forward_hook(lambda layer, args, y: found.append(y.transpose(0, 1)[mask.bool()]))

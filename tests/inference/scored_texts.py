@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from transformers import GPT2LMHeadModel
 
+from mlm.convert.source import open_source
 from mlm.inference.scoring import Request, Score
 from mlm.inference.trained import Trained, load_trained
 from mlm.optim.config import PrecisionConfig
@@ -62,4 +63,4 @@ def assert_close(found: Sequence[Score], want: Sequence[Score], rtol: float = 1e
 
 def load(run: Path, ctx: ParallelContext = ALONE, *, vp: int = 1, dtype: str = "fp32") -> Trained:
     layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size, dp=ctx.dp.size, vp=vp)
-    return load_trained(str(run), layout, PrecisionConfig(dtype=dtype), ctx)  # type: ignore[arg-type]
+    return load_trained(open_source(str(run)), layout, PrecisionConfig(dtype=dtype), ctx)  # type: ignore[arg-type]

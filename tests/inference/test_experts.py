@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from mlm.evaluate.config import AllDataConfig, EvalAllConfig
-from mlm.evaluate.zero_shot import run as zero_shot
-from mlm.inference.generate import run as generate
-from mlm.inference.generate.config import GenerateConfig
-from mlm.inference.generation import Sampling, continuations
+from mlm.cli.evaluate import zero_shot
+from mlm.cli.evaluate.settings import AllDataConfig, EvalAllConfig
+from mlm.cli.generate import run as generate
+from mlm.cli.generate.settings import GenerateConfig
+from mlm.convert.source import open_source
+from mlm.inference.config import Sampling
+from mlm.inference.generation import continuations
 from mlm.inference.trained import load_trained
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
@@ -59,7 +61,7 @@ def test_texts_are_those_of_one_process(folder: Path) -> None:
 
 def read_until_closed(ctx: ParallelContext, folder: Path) -> int:
     """Number of tokens before rank 0's reader leaves, which no other rank sees."""
-    trained = load_trained(str(folder), ParallelConfig(), FP64, ctx)
+    trained = load_trained(open_source(str(folder)), ParallelConfig(), FP64, ctx)
     tokens = list[int]()
     options = Sampling(max_new_tokens=20)
     for _, token in continuations(

@@ -1,5 +1,6 @@
 """Continuations of many texts at a time: those of `transformers`, at every layout and batch size."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,9 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
-from mlm.inference.generation import Sampling, continuations, generate
+from mlm.convert.source import open_source
+from mlm.inference.config import Sampling
+from mlm.inference.generation import continuations, generate
 from mlm.inference.sampling import choose, uniforms
 from mlm.inference.trained import Trained, load_trained
 from mlm.optim.config import PrecisionConfig
@@ -42,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> GPT2LMHeadModel:
 
 @pytest.fixture(scope="module")
 def trained(model: GPT2LMHeadModel) -> Trained:
-    return load_trained(str(model.folder), ParallelConfig(), PrecisionConfig(), shape_context())
+    return load_trained(open_source(str(model.folder)), ParallelConfig(), PrecisionConfig(), shape_context())
 
 
 def ours(trained: Trained, options: Sampling, texts: list[list[int]] | None = None, **how: Any) -> Any:
@@ -52,14 +55,14 @@ def ours(trained: Trained, options: Sampling, texts: list[list[int]] | None = No
 
 def on_ranks(ctx: ParallelContext, folder: Path, options: Sampling, vp: int) -> list[list[int]]:
     layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size, vp=vp)
-    trained = load_trained(str(folder), layout, PrecisionConfig(), ctx)
+    trained = load_trained(open_source(str(folder)), layout, PrecisionConfig(), ctx)
     return ours(trained, options, ctx=ctx)
 
 
-def theirs(model: GPT2LMHeadModel, prompt: list[int], count: int) -> list[int]:
+def theirs(model: GPT2LMHeadModel, prompt: list[int], count: int, **how: Any) -> list[int]:
     """The greedy continuation by transformers, alone and without a cache."""
     tokens = torch.tensor([prompt])
-    how: dict[str, Any] = {"do_sample": False, "use_cache": False, "eos_token_id": None, "pad_token_id": 0}
+    how |= {"do_sample": False, "use_cache": False, "eos_token_id": None, "pad_token_id": 0}
     out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, **how)
     return out[0, len(prompt) :].tolist()
 
@@ -73,8 +76,24 @@ def test_greedy_continuations_equal_those_of_transformers(
     assert ours(trained, Sampling(temperature=0.0, max_new_tokens=12, batch_size=batch_size)) == want
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_greedy_continuations_without_repeated_n_grams_equal_those_of_transformers(
+    model: GPT2LMHeadModel, trained: Trained, size: int
+) -> None:
+    """Prompts that repeat themselves, so that each size forbids a token that another allows."""
+    texts = [prompt[:4] * (len(prompt) // 4 + 1) for prompt in prompts()]
+    want = [theirs(model, text, 24, no_repeat_ngram_size=size) for text in texts]
+    assert want != [theirs(model, text, 24, no_repeat_ngram_size=size + 1) for text in texts]
+    options = Sampling(temperature=0.0, max_new_tokens=24, no_repeat_ngram_size=size, batch_size=3)
+    assert ours(trained, options, texts) == want
+
+
 @pytest.mark.parametrize(("tp", "pp", "vp"), slow_but({0, 2}, [(2, 1, 1), (1, 1, 3), (2, 2, 1)]), ids=str)
-@pytest.mark.parametrize("options", slow_but({2}, [GREEDY, DRAWN]), ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "options",
+    slow_but({2}, [GREEDY, DRAWN, replace(GREEDY, no_repeat_ngram_size=1)]),
+    ids=["greedy", "drawn", "no repeats"],
+)
 def test_every_rank_of_every_layout_has_the_tokens_of_one_process(
     model: GPT2LMHeadModel, trained: Trained, tp: int, pp: int, vp: int, options: Sampling
 ) -> None:
@@ -140,7 +159,7 @@ def test_until_ends_a_text_behind_its_newest_token(trained: Trained) -> None:
 def left(ctx: ParallelContext, folder: Path) -> list[tuple[int, int | None]]:
     """What a rank yields where rank 0 wants no more after two tokens of each text."""
     layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
-    trained = load_trained(str(folder), layout, PrecisionConfig(), ctx)
+    trained = load_trained(open_source(str(folder)), layout, PrecisionConfig(), ctx)
     wanted = iter([True, True, False])
     leave = (lambda: not next(wanted)) if ctx.is_main else (lambda: False)
     some = prompts()[:2]
@@ -159,7 +178,7 @@ def test_all_ranks_end_where_rank_0_wants_no_more(
 def spoilt(ctx: ParallelContext, folder: Path) -> str:
     """The error of a model whose table holds a NaN at token 7."""
     layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
-    trained = load_trained(str(folder), layout, PrecisionConfig(), ctx)
+    trained = load_trained(open_source(str(folder)), layout, PrecisionConfig(), ctx)
     for chunk in trained.model.chunks:
         if chunk.stage.is_last and ctx.tp.rank == 0:
             with torch.no_grad():

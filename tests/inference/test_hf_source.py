@@ -1,6 +1,7 @@
 """`ckpt=` as a model of `transformers`: the same logits, read where it lies, and nothing written there."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,9 @@ from torch import Tensor
 from mlm.checkpoint.native.format import canonical
 from mlm.cli.entry import main
 from mlm.convert.huggingface.folder import read_model
+from mlm.convert.source import open_source
 from mlm.data.files_present import hub_id
-from mlm.inference.trained import (
-    checkpoint_problems,
-    load_tokenizer,
-    load_trained,
-    resolve_checkpoint,
-    result_file,
-)
+from mlm.inference.trained import load_trained, open_for_layout
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
@@ -59,7 +55,7 @@ def test_logits_equal_those_of_transformers_at_every_layout(folder: Path, tp: in
 
 def digest(ctx: ParallelContext, folder: Path) -> str:
     layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
-    return load_trained(str(folder), layout, PrecisionConfig(), ctx).manifest.digest
+    return load_trained(open_source(str(folder)), layout, PrecisionConfig(), ctx).manifest.digest
 
 
 def test_every_rank_has_the_digest_of_the_files(folder: Path) -> None:
@@ -81,27 +77,28 @@ def test_a_model_that_is_not_ours_is_rejected_before_ranks_start(
     folder: Path, settings: dict[str, Any], problem: str
 ) -> None:
     edit_config(folder, **settings)
-    assert any(problem in said for said in checkpoint_problems(str(folder), ParallelConfig()))
+    with pytest.raises(UserError, match=re.escape(problem)):
+        open_for_layout(str(folder), ParallelConfig())
 
 
 def test_a_pickle_is_rejected(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    (said,) = checkpoint_problems(str(folder), ParallelConfig())
-    assert "a pickle" in said
+    with pytest.raises(UserError, match="a pickle"):
+        open_for_layout(str(folder), ParallelConfig())
 
 
 def test_a_run_directory_with_a_config_json_is_still_ours(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / "config.json").write_text("{}")
     with pytest.raises(CorruptFileError, match=r"step-00000003: .* the 24 stored"):  # ours, of two tensors
-        resolve_checkpoint(str(run))
+        open_source(str(run))
 
 
 def test_the_tokenizer_is_the_models(folder: Path) -> None:
-    assert load_tokenizer(None, folder).digest == digest_file(folder / "tokenizer.json")
+    assert open_source(str(folder)).load_tokenizer().digest == digest_file(folder / "tokenizer.json")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"tokenizer=null: .*give tokenizer="):
-        load_tokenizer(None, folder)
+        open_source(str(folder)).load_tokenizer()
 
 
 def test_eval_loss_scores_it_and_writes_nothing_beside_it(
@@ -154,10 +151,10 @@ def test_a_model_of_the_hub_is_read_from_its_cache(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
-    trained = load_trained("someone/tiny", ParallelConfig(), PrecisionConfig(), shape_context())
+    trained = load_trained(open_source("someone/tiny"), ParallelConfig(), PrecisionConfig(), shape_context())
     assert (set(asked), trained.path, trained.config.name) == ({"someone/tiny"}, snapshot, "tiny")
     assert trained.manifest.state["source"]["revision"] == snapshot.name
-    assert result_file(trained.path, "score.json") == Path("tiny-score.json")
+    assert trained.source.result_file("score.json") == Path("tiny-score.json")
 
 
 def test_a_hub_that_does_not_answer_is_one_line_with_a_remedy(
@@ -176,7 +173,7 @@ def test_a_hub_that_does_not_answer_is_one_line_with_a_remedy(
 
 def test_padding_rows_are_zero(folder: Path) -> None:
     """The vocabulary's padding must not hold what the memory held before."""
-    trained = load_trained(str(folder), ParallelConfig(), PrecisionConfig(), shape_context())
+    trained = load_trained(open_source(str(folder)), ParallelConfig(), PrecisionConfig(), shape_context())
     assert not trained.model.chunks[0].token.weight[MODEL.vocab_size :].any()
 
 

@@ -8,11 +8,11 @@ import torch
 
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.checkpoint.parameters import parameters
+from mlm.convert.source import open_source
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.config import DataConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.data.tokenizer_settings import EOD
-from mlm.inference.trained import load_tokenizer
 from mlm.runs.folder import imported_state, run_config, write_run
 from mlm.runs.tokenizer import digests_of_tokenizer, tokenizer_now
 from tests.convert.hf_models import MODEL, TEXT
@@ -39,7 +39,8 @@ def test_an_import_records_tokenizer_and_end_of_document(tokenizer: Path, tmp_pa
         tokenizer=named,
     )
     assert read_manifest(run).state["tokenizer"] == digests_of_tokenizer(named).encode()
-    assert load_tokenizer(None, run).eod_id == load_tokenizer(str(tokenizer), run).eod_id == named.eod_id
+    source = open_source(str(run))
+    assert source.load_tokenizer().eod_id == source.load_tokenizer(str(tokenizer)).eod_id == named.eod_id
 
 
 def test_a_run_takes_the_end_of_document_of_its_corpus(tokenizer: Path, tmp_path: Path) -> None:

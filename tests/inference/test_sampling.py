@@ -9,7 +9,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from mlm.inference.sampling import NOT_FINITE, SHORT_LIST, Sampling, choose, next_tokens, uniforms
+from mlm.inference.config import Sampling
+from mlm.inference.sampling import NOT_FINITE, SHORT_LIST, choose, next_tokens, uniforms
 
 PLAIN = Sampling(temperature=1.0)
 LOGITS = torch.tensor([0.0, 3.0, 2.0, 1.0])  # probabilities 0.03, 0.64, 0.24, 0.09
@@ -113,6 +114,19 @@ def test_logits_that_are_no_numbers_are_distinguished_from_tokens(temperature: f
     rows[1, 3] = value
     found = next_tokens(rows, [0, 1], [0, 0], replace(PLAIN, temperature=temperature, top_k=1), None)
     assert found == [1, NOT_FINITE]
+
+
+@pytest.mark.parametrize(("size", "token"), [(0, 1), (1, 3), (2, 2), (3, 2), (4, 1)])
+def test_no_n_gram_occurs_twice(size: int, token: int) -> None:
+    """By probability the tokens are 1, 2, 3, 0; the text ends with 1, 0 1 and 1 0 1."""
+    options = replace(PLAIN, temperature=0.0, no_repeat_ngram_size=size)
+    text = [2, 0, 1, 1, 0, 1]
+    assert next_tokens(LOGITS.clone().unsqueeze(0), [0], [0], options, None, [text]) == [token]
+
+
+def test_a_text_that_holds_every_token_repeats_one() -> None:
+    options = replace(PLAIN, temperature=0.0, no_repeat_ngram_size=1)
+    assert next_tokens(LOGITS.clone().unsqueeze(0), [0], [0], options, None, [range(4)]) == [1]
 
 
 def test_the_lowest_of_equally_probable_tokens_is_taken() -> None:

@@ -9,13 +9,17 @@ import pytest
 
 from mlm.checkpoint.native.save_load import Manifest
 from mlm.config.build import to_dict
+from mlm.convert import source
+from mlm.convert.source import Checkpoint
 from mlm.data.config import DataConfig
 from mlm.data.corpus_files import tokenizer_beside
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference import trained
-from mlm.inference.trained import continuation_problem, load_tokenizer, split_problems, trained_config
+from mlm.inference.trained import continuation_problem
 from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
+from mlm.runs.checks import split_problems
+from mlm.runs.config import PretrainConfig
+from mlm.runs.saved import trained_config
 from mlm.util.errors import CorruptFileError, UserError
 from tests.checkpoints_on_disk import CONFIG
 
@@ -74,9 +78,11 @@ def test_special_file_in_place_of_a_tokenizer_is_named(
     """A run's, a corpus's and one that was typed: none is reported as missing, none blocks."""
     checkpoint = tmp_path / "checkpoints/step-00000001"
     SPECIAL[kind](tmp_path / "tokenizer.json")
-    monkeypatch.setattr(trained, "read_manifest", lambda path: Manifest(1, "", {}, {}, {}))
+    state = {"config": to_dict(PretrainConfig(name="run", out="run", model=MODEL))}
+    monkeypatch.setattr(source, "read_manifest", lambda path: Manifest(1, "", {}, {}, state))
+    monkeypatch.setattr(source, "check_stored_parameters", lambda *_: None)
     for load in (
-        lambda: load_tokenizer(None, checkpoint),
+        Checkpoint(checkpoint).load_tokenizer,
         lambda: tokenizer_beside(tmp_path),
         lambda: Tokenizer.load(tmp_path),
         lambda: Tokenizer.load(tmp_path / "tokenizer.json"),

@@ -11,8 +11,10 @@ from torch.nn.functional import cross_entropy
 from transformers import DeepseekV3Config, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
+from mlm.convert.huggingface.families import layer_names, mapping_of_kind
 from mlm.convert.huggingface.peft import stored_adapters
 from mlm.models.config import LoraConfig, ModelConfig
+from mlm.models.family import family_of
 from mlm.models.lora import add_adapters, freeze_base
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
@@ -59,12 +61,11 @@ def test_losses_and_gradients_equal_those_of_peft(case: str) -> None:
     kind, changes = CASES[case]
     lora = LoraConfig(rank=3, alpha=5.0, **changes)
     theirs = their_model(kind)
-    mapping = ModelConfig(kind=kind, num_layers=1, hidden_size=4, num_heads=1).family.huggingface
-    assert mapping is not None
+    mapping = mapping_of_kind(kind)
     model, _ = mapping.read(theirs.config.to_dict(), "theirs")
-    ours = model.family.model(model, dtype=torch.float64).double()
+    ours = family_of(model.kind).model(model, dtype=torch.float64).double()
     load_whole(ours, mapping.to_ours(theirs.state_dict(), model), Axis("tp"))
-    add_adapters(ours, lora)
+    add_adapters(ours, lora, layer_names(model))
     ours.double()
     freeze_base(ours, torch.float64)
 
@@ -147,9 +148,9 @@ def test_of_a_mixture_all_but_routed_experts_have_adapters() -> None:
         kind="llama", num_layers=1, hidden_size=16, num_heads=2, vocab_size=64, activation="silu",
         hidden_dropout=0.0, attention_dropout=0.0, ffn_hidden_size=16, options=options,
     )  # fmt: skip
-    ours = model.family.model(model)
+    ours = family_of(model.kind).model(model)
     init_parameters(ours, 0)
-    add_adapters(ours, LoraConfig(rank=2))
+    add_adapters(ours, LoraConfig(rank=2), {})
     init_parameters(ours, 0)
     freeze_base(ours, torch.float32)
     tokens = torch.randint(64, (2, 9))

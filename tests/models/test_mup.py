@@ -54,7 +54,7 @@ def test_initial_values_and_rates_follow_table_8_at_four_times_the_width(kind: s
 
 
 def shards_of(spec: PretrainConfig) -> list:  # type: ignore[type-arg]
-    model = build_model(spec, shape_context())
+    model = build_model(spec, shape_context(), None, torch.device("cpu"), one_shape=True)
     return list(parameter_shards(model.chunks[0], model.ctx.tp))
 
 
@@ -128,7 +128,10 @@ def test_muon_needs_a_factor_only_for_the_scale_that_matches_adamw() -> None:
 
 def test_logits_are_those_of_the_width_over_the_base() -> None:
     tokens = torch.arange(16).view(1, 16)
-    wide, usual = (build_model(spec_of(64, base), shape_context()).chunks[0] for base in (16, None))
+    wide, usual = (
+        build_model(spec_of(64, base), shape_context(), None, torch.device("cpu"), one_shape=True).chunks[0]
+        for base in (16, None)
+    )
     usual.load_state_dict(wide.state_dict())
     torch.testing.assert_close(wide.logits(tokens) * 4, usual.logits(tokens), rtol=1e-12, atol=1e-12)
 

@@ -12,6 +12,9 @@ import torch
 from torch import nn
 
 from mlm.models.config import ModelConfig
+from mlm.models.family import family_of
+from mlm.models.llama.settings import LlamaSettings
+from mlm.models.shape import architecture_of
 from mlm.models.transformer import MLP
 from mlm.parallel.expert.experts import Experts
 from mlm.parallel.mesh import Axis
@@ -32,7 +35,7 @@ RESIDUAL = ("out.weight", "mlp.down.weight", "shared.down.weight", "experts.down
 
 def modules(model: ModelConfig) -> dict[str, nn.Module]:
     with torch.device("meta"):
-        return dict(model.family.model(model, tp=Axis("tp")).named_modules())
+        return dict(family_of(model.kind).model(model, tp=Axis("tp")).named_modules())
 
 
 def stds(model: ModelConfig) -> dict[str, float]:
@@ -115,29 +118,31 @@ def test_a_setting_reaches_every_module_that_it_concerns(
 @pytest.mark.parametrize("case", CASES)
 def test_biases_are_where_the_family_has_them(case: str) -> None:
     model = CASES[case].config().model
-    parts = model.architecture
+    parts = architecture_of(model)
     for name, module in modules(model).items():
         leaf = name.rpartition(".")[2]
         if not name.startswith("layers.") or not hasattr(module, "bias") or leaf == "router":
             continue
-        if isinstance(module, NORMS):
-            expected = parts.norm_bias
+        if leaf in ("query", "kv"):
+            expected = LlamaSettings.of(model).qkv_bias
         else:
-            expected = parts.qkv_bias if leaf in ("qkv", "query", "kv") else parts.bias
+            expected = model.kind != "llama" if isinstance(module, NORMS) else parts.bias
         assert (module.bias is not None) == expected, name
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_width_of_feed_forward_layers_is_the_setting(case: str) -> None:
     model = replace(CASES[case].config().model, ffn_hidden_size=48)
-    gates = 2 if model.architecture.gated else 1
+    gates = 2 if architecture_of(model).gated else 1
     sizes = {
         name: module.up.weight.shape[0] / gates
         for name, module in modules(model).items()
         if isinstance(module, MLP) and not name.endswith("shared")
     }
     assert set(sizes.values()) <= {48}
-    assert len(sizes) == (model.architecture.dense_layers if model.architecture.experts else model.num_layers)
+    assert len(sizes) == (
+        architecture_of(model).dense_layers if architecture_of(model).experts else model.num_layers
+    )
 
 
 TRIED = {

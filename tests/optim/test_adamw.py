@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mlm.optim.adamw import AdamW, adamw, applied_steps, build_optimizer, can_defer, ensure_state, moment
+from mlm.optim.adamw import AdamW, applied_steps, build_optimizer, can_defer, ensure_state, moment
 from mlm.optim.config import OptimizerConfig
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import parameter_shards
@@ -114,7 +114,7 @@ def test_only_our_own_optimizer_may_be_asked_twice_about_a_step() -> None:
         pass
 
     p = torch.nn.Parameter(torch.ones(2))
-    ours = adamw([{"params": [p], "weight_decay": 0.0}], OptimizerConfig())
+    ours = AdamW([{"params": [p], "weight_decay": 0.0}], OptimizerConfig())
     assert can_defer(ours, torch.float32)
     assert not can_defer(ours, torch.float64)
     assert not can_defer(Counting([p], fused=True), torch.float32)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mlm.convert.huggingface.families import layer_names
 from mlm.models.config import LoraConfig, ModelConfig
 from mlm.models.lora import add_adapters
 from mlm.optim import muon
@@ -135,7 +136,13 @@ CASES = [("gpt2", "match_rms_adamw", False), ("llama", "original", False), ("lla
 def test_steps_are_those_of_torch_on_separate_matrices(family: str, scale: Any, per_head: bool) -> None:
     """PyTorch's iterations are in bfloat16: queries, keys, values, gates and the rest as weights apart."""
     spec = spec_of(family=family, scale=scale, dtype="bf16", per_head=per_head)
-    model = build_model(replace(spec, precision=replace(spec.precision, dtype="fp32")), shape_context())
+    model = build_model(
+        replace(spec, precision=replace(spec.precision, dtype="fp32")),
+        shape_context(),
+        None,
+        torch.device("cpu"),
+        one_shape=True,
+    )
     shards = list(parameter_shards(model.chunks[0], Axis("tp")))
     optimizer = build_optimizer(shards, spec.optimizer)
     matrices = [s for s in shards if s.name.startswith("layers.") and s.parameter.dim() == 2]
@@ -162,8 +169,10 @@ def test_steps_are_those_of_torch_on_separate_matrices(family: str, scale: Any, 
 def test_adapters_of_fused_weights_are_those_of_separate_ones() -> None:
     """As of peft's `k_proj` and `v_proj`: by torch.optim.Muon, in bfloat16 both."""
     spec = spec_of(family="llama", dtype="bf16")
-    model = build_model(replace(spec, precision=PrecisionConfig()), shape_context()).chunks[0]
-    add_adapters(model, LoraConfig(rank=3))
+    model = build_model(
+        replace(spec, precision=PrecisionConfig()), shape_context(), None, torch.device("cpu"), one_shape=True
+    ).chunks[0]
+    add_adapters(model, LoraConfig(rank=3), layer_names(spec.model))
     kv = model.layers["0"].attention.kv.lora  # rows of B: two heads of keys and values of width 4
     torch.manual_seed(1)
     for x in (kv.a, kv.b):  # no run has begun that gives them values
@@ -185,7 +194,10 @@ def test_adapters_of_fused_weights_are_those_of_separate_ones() -> None:
 def test_cautious_decay_is_of_elements_that_the_update_moves_towards_zero() -> None:
     """A step without decay gives the update u: x - u - lr decay [u x >= 0] x, of fused matrices too."""
     spec = spec_of(family="llama")
-    initial, moved, found = (build_model(spec, shape_context()).chunks[0] for _ in range(3))
+    initial, moved, found = (
+        build_model(spec, shape_context(), None, torch.device("cpu"), one_shape=True).chunks[0]
+        for _ in range(3)
+    )
     for model, decay in ((moved, 0.0), (found, 0.1)):
         torch.manual_seed(0)
         shards = [s for s in parameter_shards(model, Axis("tp")) if s.parameter.dim() > 1]
@@ -224,7 +236,7 @@ def test_iterations_make_a_matrix_nearly_orthogonal_and_keep_its_bases() -> None
 
 
 def test_owners_share_the_work_and_each_matrix_has_one() -> None:
-    model = build_model(spec_of(family="llama"), shape_context())
+    model = build_model(spec_of(family="llama"), shape_context(), None, torch.device("cpu"), one_shape=True)
     shards = [s for s in parameter_shards(model.chunks[0], Axis("tp")) if s.parameter.dim() == 2]
     matrices = [m for s in shards if s.name.startswith("layers.") for m in matrices_of(s, per_head=False)]
     owners = assign(matrices, 2, 2)

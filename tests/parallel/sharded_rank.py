@@ -11,10 +11,10 @@ from mlm.models.stage import PipelineStage
 from mlm.optim.adamw import build_optimizer, ensure_state
 from mlm.optim.config import OptimizerConfig
 from mlm.parallel.compute_state import DeferredWeightGrads
-from mlm.parallel.gradients import Reducer, ReduceWhen
+from mlm.parallel.config import ZeroReduce
+from mlm.parallel.gradients import Reducer, build_reducer
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import init_parameters
-from mlm.parallel.reducers import build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards
 
 VOCAB, SEQ, BATCH, LAYERS = 61, 5, 2, 2
@@ -44,7 +44,7 @@ class Rank:
         master: torch.dtype = torch.float64,
         recompute: str = "none",
         stage: PipelineStage | None = None,
-        reduce: ReduceWhen = "last",
+        reduce: ZeroReduce = "last",
         late_weights: bool = False,
         model: ModelConfig = MODEL,
     ) -> None:

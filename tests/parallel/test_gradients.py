@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mlm.parallel.gradients import GradientReducer
+from mlm.parallel.gradients import GradientReducer, build_reducer
 from mlm.parallel.mesh import Axis, ParallelContext
-from mlm.parallel.reducers import build_reducer
 from tests.operators import Operators
 from tests.ranks import run_on_ranks
 

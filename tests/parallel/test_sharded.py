@@ -11,7 +11,7 @@ from mlm.models.stage import PipelineStage
 from mlm.optim.clip import gradient_norm
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.compute_state import DeferredWeightGrads
-from mlm.parallel.gradients import ReduceWhen
+from mlm.parallel.config import ZeroReduce
 from mlm.parallel.mesh import ParallelContext
 from tests.parallel.sharded_rank import (
     EXACT,
@@ -162,12 +162,12 @@ def test_a_rank_of_one_is_not_cut() -> None:
 
 
 @pytest.mark.parametrize("reduce", ["last", "every"])
-def test_gradients_that_settle_after_the_last_pass_are_not_left_out(reduce: ReduceWhen) -> None:
+def test_gradients_that_settle_after_the_last_pass_are_not_left_out(reduce: ZeroReduce) -> None:
     """Weight gradients come when all backward passes are over: the last of these must not end the step."""
     run_on_ranks(check_late_weights, reduce, dp=2)
 
 
-def check_late_weights(ctx: ParallelContext, reduce: ReduceWhen) -> None:
+def check_late_weights(ctx: ParallelContext, reduce: ZeroReduce) -> None:
     one, mine = Rank(ParallelContext()), Rank(ctx, 2, reduce=reduce, late_weights=True)
     deferred = defer_weight_grads(mine.model)
     for step in range(2):

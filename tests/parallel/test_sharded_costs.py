@@ -14,7 +14,8 @@ from torch import Tensor
 from mlm.optim.adamw import MOMENTS, moment
 from mlm.parallel import sharded
 from mlm.parallel.compute_state import DeferredWeightGrads
-from mlm.parallel.gradients import Reducer, ReduceWhen
+from mlm.parallel.config import ZeroReduce
+from mlm.parallel.gradients import Reducer
 from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.sharded import ShardedReducer
 from mlm.parallel.watch import LostPeer
@@ -87,7 +88,7 @@ def check_reductions_of_every_micro_batch(ctx: ParallelContext, zero: int) -> No
 @pytest.mark.parametrize("late_weights", [False, True])
 @pytest.mark.parametrize(("reduce", "parts"), slow_but({1}, [("last", 1), ("every", 4)]))
 def test_gradients_between_micro_batches_take_the_whole_or_its_share(
-    reduce: ReduceWhen, parts: int, late_weights: bool
+    reduce: ZeroReduce, parts: int, late_weights: bool
 ) -> None:
     """Bytes of gradients that a rank holds, of a model whose rows four ranks share evenly."""
     for whole, kept in run_on_ranks(bytes_between_micro_batches, reduce, late_weights, dp=4):
@@ -95,7 +96,7 @@ def test_gradients_between_micro_batches_take_the_whole_or_its_share(
 
 
 def bytes_between_micro_batches(
-    ctx: ParallelContext, reduce: ReduceWhen, late_weights: bool
+    ctx: ParallelContext, reduce: ZeroReduce, late_weights: bool
 ) -> tuple[int, list[int]]:
     """Bytes of the whole gradient, and of what the rank holds after the first two micro-batches."""
     mine = Rank(

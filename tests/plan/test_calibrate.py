@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from mlm.cli import main
+from mlm.cli.plan import check_plan_calibrate
 from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan.calibrate import fit, fit_link, measure, of_kind, on_rank
 from mlm.plan.calibrate_measure import Measurements, Timing, Workload
-from mlm.plan.checks import check_plan_calibrate
 from mlm.plan.config import CalibrationJob, PlanCalibrateConfig
 from mlm.plan.cost import CostModel
 from mlm.plan.hardware import EfficiencyConfig, HardwareConfig, PeakConfig, calibration_file, cpu_name

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mlm.cli.compose.composition import load_config
-from mlm.plan.checks import (
+from mlm.cli.plan import (
     MAX_COMPUTATIONS,
     check_plan_layouts,
     check_plan_memory,

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlm.models.config import ModelConfig
+from mlm.models.shape import count_parameters, flops_per_token, layer_weights
 from mlm.optim.config import OptimizerConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.pipeline.actions import Cost
@@ -67,7 +68,7 @@ def test_products_that_are_counted_are_the_models_operations(cp: int) -> None:
     works = [two.work[phase, "0"] for phase in (FORWARD, BACKWARD)]
     events = [event for work in works for event in work.events]
     products = sum(2 * e.times * e.m * e.k * e.n for e in events if isinstance(e, Product))
-    assert products == 6 * tokens * model.layer_weights / 2
+    assert products == 6 * tokens * layer_weights(model) / 2
     attention = sum(e.flops for e in events if isinstance(e, Attention))
     pairs = tokens * 32 / 2  # half of all are masked; each rank has an equal share
     assert attention == pytest.approx(7 * 2 * pairs * 64 / 2)
@@ -210,7 +211,7 @@ def test_sharded_weights_are_gathered_as_often_as_they_are_used(zero: Any, reduc
     """Where nothing hides it: with zero=3 twice a micro-batch, with zero=2 once a step."""
     model, m = cost(software=Software(overlaps_dp=False)), 4
     layout = PlannedLayout(dp=4, zero=zero, zero_reduce=reduce, global_batch=4 * m)
-    elements = MODEL.num_parameters()
+    elements = count_parameters(MODEL)
     gather, scatter = model.gather(2 * elements, 4, 1), model.gather(4 * elements, 4, 1)
     gathers, scatters = 2 * m if zero == 3 else 1, m if reduce == "every" else 1
     assert model.step(layout).parts["dp"] == pytest.approx(gathers * gather + scatters * scatter)
@@ -249,4 +250,4 @@ def test_ranks_of_a_split_sequence_send_their_part_of_a_boundary() -> None:
 
 
 def test_model_operations_equal_those_of_the_training_loop() -> None:
-    assert model_flops(MODEL, 32, 5, 2) == MODEL.flops_per_token(32, tp=2) * 32 * 5
+    assert model_flops(MODEL, 32, 5, 2) == flops_per_token(MODEL, 32, tp=2) * 32 * 5

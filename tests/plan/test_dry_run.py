@@ -17,8 +17,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from mlm.cli.compose.composition import load_config
+from mlm.cli.plan import check_plan_dry_run
 from mlm.parallel.mesh import ParallelContext, shape_context
-from mlm.plan.checks import check_plan_dry_run
 from mlm.plan.config import PlanDryRunConfig
 from mlm.plan.dry_run import flops_of, run
 from mlm.plan.dry_run_memory import ACTIVATIONS, CASTS, GRADIENTS, STATE, TABLES, VOCABULARY, WEIGHTS

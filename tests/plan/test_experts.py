@@ -7,8 +7,8 @@ import pytest
 
 from mlm.cli import main
 from mlm.cli.compose.composition import load_config
+from mlm.cli.plan import check_plan_layouts, check_plan_memory
 from mlm.plan.candidates import layouts, query_of
-from mlm.plan.checks import check_plan_layouts, check_plan_memory
 from mlm.plan.config import PlanDryRunConfig
 from mlm.plan.cost import CostModel, Software
 from mlm.plan.dry_run_rank import DryRun, dry_run

@@ -8,18 +8,15 @@ from pathlib import Path
 import pytest
 
 from mlm.cli import main
+from mlm.models.family import family_of
+from mlm.models.shape import count_parameters
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan import forecast as module
-from mlm.plan.forecast import (
-    Forecast,
-    forecast,
-    lines,
-    most_of_small,
-    summary,
-)
-from mlm.plan.hardware import preset
-from mlm.plan.memory import GIB
+from mlm.plan import run_forecast
+from mlm.plan.forecast import lines, most_of_small
+from mlm.plan.hardware import GIB, preset
 from mlm.plan.report import UNKNOWN_ERROR, format_seconds, spread, time_error
+from mlm.plan.run_forecast import Forecast, forecast, summary
 from mlm.runs.config import PretrainConfig
 from mlm.tracking.runs import RunRecords, read_run
 from mlm.tracking.summary import Predicted, compare_prediction
@@ -88,8 +85,8 @@ def test_a_forecast_of_a_trillion_parameters_takes_seconds(
     words = ["model=gpt2_sc21_1t", "parallel=sc21_1t", "train.global_batch_size=3072", "train.steps=9"]
     config = config_of(*words, "train.micro_batch_size=1")
     hardware = replace(A100, memory_gib=40)  # too little: layouts are searched
-    monkeypatch.setattr(module, "hardware_here", lambda *_: hardware)
-    assert config.model.family.causal  # the run imports its family anyway
+    monkeypatch.setattr(run_forecast, "hardware_here", lambda *_: hardware)
+    assert family_of(config.model.kind).causal  # the run imports its family anyway
     begin = time.process_time()
     found = lines(config, 3072)
     assert time.process_time() - begin < 10
@@ -102,7 +99,7 @@ def test_failures_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(lines(config, 1)) == 1
     own = replace(config, model=replace(config.model, kind="my_package.my_family:FAMILY"))
     assert lines(own, 1) == []
-    monkeypatch.setattr(module, "forecast", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(run_forecast, "forecast", lambda *_, **__: 1 / 0)
     monkeypatch.setattr(module, "most_of_small", lambda *_: 0.0)
     assert lines(config, 1) == []
 
@@ -142,7 +139,7 @@ def test_calibrated_machines_are_asked_for_times_too(monkeypatch: pytest.MonkeyP
 def test_adapters_and_split_sequences_have_a_forecast() -> None:
     """Of a trained weight 18 bytes are held, with gradient, moments and copy; of a frozen one 2."""
     whole, adapted = of_8b(8, "tp=8"), of_8b(8, "tp=8", "lora.rank=8")
-    share = whole.query.run.model.num_parameters() / 8
+    share = count_parameters(whole.query.run.model) / 8
     assert whole.memory - adapted.memory == pytest.approx(16 * share, rel=0.02)
     split = of_8b(16, "tp=8", "cp=2", "model.attention_dropout=0")
     assert split.layout.cp == 2

@@ -15,10 +15,10 @@ from mlm.models.transformer import TransformerLayer
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.dropout import DropoutStream
+from mlm.parallel.gradients import build_reducer
 from mlm.parallel.mesh import Axis, ParallelContext, shape_context
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
-from mlm.parallel.reducers import build_reducer
 from mlm.parallel.sharding import parameter_shards
 from mlm.plan.config import PlanDryRunConfig
 from mlm.plan.dry_run_memory import STATE, WEIGHTS

@@ -9,7 +9,7 @@ from rich.console import Console
 from mlm.parallel.pipeline.actions import Plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
-from mlm.plan.drawing import draw, row
+from mlm.plan.schedule import draw, row
 
 
 def plan(name: str = "1f1b", p: int = 4, v: int = 1, m: int = 8) -> Plan:

@@ -1,4 +1,4 @@
-"""The tables of models and tokenizers in the guide are those that the script makes."""
+"""The tables of models and tokenizers in the record are those that the script makes."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 from compare_conversions import TABLES, row
 from links import ROOT
 
-GUIDE = (ROOT / "scripts/docs/pages/guides/conversion.md").read_text().splitlines()
+RECORD = (ROOT / "scripts/results/conversions.md").read_text().splitlines()
 QUICK = ("Llama, rotary llama3", "Qwen 2, tied, yarn", "Gemma", "Llama 2, LlamaTokenizer")
 
 
@@ -23,8 +23,8 @@ def without_rounding(line: str) -> list[str]:
         for name in rows
     ],
 )
-def test_a_row_of_the_guide_is_made_again(table: int, name: str) -> None:
+def test_a_row_of_the_record_is_made_again(table: int, name: str) -> None:
     head, _, compare = TABLES[table]
-    lines = GUIDE[GUIDE.index(head) :]
+    lines = RECORD[RECORD.index(head) :]
     kept = next(line for line in lines if line.startswith(f"| {name} |"))
     assert without_rounding(row(compare, name)) == without_rounding(kept)

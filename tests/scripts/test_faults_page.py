@@ -1,4 +1,4 @@
-"""The table of faults: every row names a test that is there, or a case of the rehearsal that passed."""
+"""The record of faults: every row names a test that is there, or a case of the rehearsal that passed."""
 
 import ast
 import json
@@ -9,7 +9,7 @@ import pytest
 
 from tests.pages import ROOT
 
-PAGE = ROOT / "scripts/docs/pages/guides/faults.md"
+PAGE = ROOT / "scripts/results/faults.md"
 RECORD = ROOT / "scripts/results/rehearsal/rehearsal.json"
 COLUMNS = "| planted | found within | said | lost | proof |"
 FEWEST = 30

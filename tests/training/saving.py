@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.folders import CHECKPOINTS
 from mlm.checkpoint.native.run_state import Save
 from mlm.checkpoint.native.save_load import save_checkpoint
-from mlm.training.state import CHECKPOINTS, counters, owned_shards
+from mlm.training.state import counters, owned_shards
 from mlm.training.trainer import Trainer
 
 

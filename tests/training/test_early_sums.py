@@ -160,7 +160,7 @@ def test_losses_of_own_families_stay_with_autograd(monkeypatch: pytest.MonkeyPat
     """They may scale the loss, or compute it twice."""
     spec, ctx = spec_of("llama", "fp32"), ParallelContext()
     assert "output" in early_names(ctx, spec)
-    monkeypatch.setattr(of_trainer, "SHIPPED", {})
+    monkeypatch.setattr(of_trainer, "KINDS", {})
     assert early_names(ctx, spec) == []
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mlm.models.config import LoraConfig, ModelConfig
+from mlm.models.family import family_of
 from mlm.models.lora import add_adapters, merged_changes
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.parallel.random import init_parameters, init_shard
@@ -110,10 +111,10 @@ def mixture() -> ModelConfig:
 def test_outputs_and_gradients_are_those_of_the_merged_weights() -> None:
     """With W' = W + s B A: dB = s dW' A^T and dA = s B^T dW', for each expert."""
     config, lora = mixture(), replace(LORA, targets=("experts",))
-    ours, merged = (config.family.model(config, dtype=torch.float64).double() for _ in range(2))
+    ours, merged = (family_of(config.kind).model(config, dtype=torch.float64).double() for _ in range(2))
     for model in (ours, merged):
         init_parameters(model, 0)
-    add_adapters(ours, lora)
+    add_adapters(ours, lora, {})
     ours.double()
     adapters = {name: p for name, p in ours.named_parameters() if ".lora." in name}
     weights = dict(merged.named_parameters())
@@ -121,7 +122,7 @@ def test_outputs_and_gradients_are_those_of_the_merged_weights() -> None:
     with torch.no_grad():
         for p in adapters.values():
             p.normal_(0, 0.1)
-        for name, change_of in merged_changes(config, lora, adapters).items():
+        for name, change_of in merged_changes(config, lora, {}, adapters).items():
             weights[name] += change_of().change
     tokens = torch.randint(64, (2, 9))
     losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (ours, merged)]
@@ -143,4 +144,4 @@ def test_a_dense_model_has_no_experts_to_adapt() -> None:
 
     dense = replace(mixture(), options={})
     with pytest.raises(ConfigError, match="no layer is named experts"):
-        adapted_on_meta(dense, LORA)
+        adapted_on_meta(dense, LORA, {})

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
+from mlm.checkpoint.parameters import model_shards
 from mlm.config.build import to_dict
 from mlm.config.tree import leaves
 from mlm.data.config import DataConfig
@@ -26,7 +27,6 @@ from mlm.training.identity import (
 )
 from mlm.training.preflight import run_start_problems
 from mlm.training.resume import resume
-from mlm.training.state import model_shards
 from mlm.training.trainer import Trainer
 from mlm.util.ownership import claim_folder
 from tests.training.saving import save

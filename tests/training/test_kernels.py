@@ -302,12 +302,10 @@ def test_products_of_a_loaded_model_are_of_the_precision_asked_for(
     """TensorFloat32 is a switch of the process: evaluation and generation set it as training does."""
     set_to: list[str] = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", set_to.append)
-    monkeypatch.setattr(
-        trained, "resolve_checkpoint", lambda _: SimpleNamespace(config=SimpleNamespace(model=0))
-    )
     monkeypatch.setattr(trained, "PipelinedModel", lambda *_: set_to.append("model"))
+    precision, ctx = PrecisionConfig(dtype=dtype), ParallelContext(device=GPU)
     with pytest.raises(AttributeError):  # there is no model
-        trained.load_trained("", ParallelConfig(), PrecisionConfig(dtype=dtype), ParallelContext(device=GPU))
+        trained.load_trained(SimpleNamespace(model=0), ParallelConfig(), precision, ctx)  # type: ignore[arg-type]
     assert set_to == [expected, "model"]
 
 

@@ -1,20 +1,26 @@
 """Observers: when each method is called, what a decision does, and observers of the user's own."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from mlm.checkpoint.native.save_load import read_manifest
 from mlm.cli import main
+from mlm.config.build import from_dict
+from mlm.config.fields import POSITIVE
 from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.runs.config import PretrainConfig
+from mlm.tracking.reporter import Reporter
 from mlm.training.loop import own_code
-from mlm.training.observer import DeferredCheck, Observer, Observers
-from mlm.training.trainer import StepOutcome, Trainer
+from mlm.training.observer import DeferredCheck, Observer, Observers, StepOutcome
+from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.test_gradient_sums import SPEC, batches
 
@@ -85,9 +91,77 @@ def test_what_is_no_observer_is_an_error_that_names_the_key(
     assert "train.observers=builtins:list: makes no" in capsys.readouterr().err
 
 
+@dataclass
+class Counts(Observer):
+    """Counts steps."""
+
+    every: Annotated[int, POSITIVE]
+    name: str = "steps"
+
+    def on_run_start(self, trainer: Trainer[Any], reporter: Reporter) -> None:
+        self.trainer, self.reporter = trainer, reporter
+
+    def after_step(self, outcome: StepOutcome) -> None:
+        step = self.trainer.step
+        if step % self.every == 0:
+            self.reporter.measured(step, {self.name: step})
+
+
+def test_an_observer_takes_fields_and_a_resumed_run_has_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = f"train.observers=[{{use: {__name__}:Counts, every: 2}}]"
+    assert main([*RUN, "train.steps=2", "checkpoint.save_every=1", f"out={tmp_path}", entry]) == 0
+    saved = from_dict(
+        PretrainConfig, read_manifest(tmp_path / "checkpoints" / "step-00000002").state["config"]
+    )
+    assert saved.train.observers == ({"use": f"{__name__}:Counts", "every": 2},)
+    assert len(own_code(saved)) == 1
+    assert main(["pretrain", f"resume={tmp_path}", "train.steps=4"]) == 2
+    typed = capsys.readouterr().err.partition("if you trust it, type '")[2].partition("' or set")[0]
+    assert main(["pretrain", f"resume={tmp_path}", "train.steps=4", typed]) == 0
+    records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [each["steps"] for each in records if each["kind"] == "measured"] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ("every: ten", "every=ten must be a whole number; correct every"),
+        ("every: true", "every=true must be a whole number; correct every"),
+        ("every: 0", "every=0 must be greater than 0; correct every"),
+        ("every: 1, nam: a", "nam=a is no field of it; did you mean name?"),
+        (
+            "name: a",
+            f"its field every is required; write train.observers=[{{use: {__name__}:Counts, every: …}}]",
+        ),
+    ],
+)
+def test_a_wrong_field_is_one_line_before_ranks_start(
+    fields: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = f"train.observers=[{{use: {__name__}:Counts, {fields}}}]"
+    assert main([*RUN, "train.steps=1", f"out={tmp_path / 'run'}", entry]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"mlm pretrain: train.observers={__name__}:Counts: {problem}"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("entry", ["[{every: 2}]", "{use: a:B}", "[{use: a:B, every: [1]}]", "[7]"])
+def test_what_is_no_entry_is_one_line(entry: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RUN, "train.steps=1", f"train.observers={entry}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mlm pretrain: train.observers=")
+
+
 def test_the_command_that_resumes_a_run_names_its_observers() -> None:
-    spec = replace(SPEC, train=replace(SPEC.train, observers=("my_file:GradNorm",)))
-    assert own_code(spec) == ['train.observers=["my_file:GradNorm"]']
+    fields = {"use": "my_file:Mine", "every": 2}
+    for observers, typed in (
+        (("my_file:GradNorm",), '["my_file:GradNorm"]'),
+        ((fields,), '[{use:"my_file:Mine",every:2}]'),
+    ):
+        spec = replace(SPEC, train=replace(SPEC.train, observers=observers))
+        assert own_code(spec) == [f"train.observers={typed}"]
 
 
 class Decides(Observer):

@@ -10,7 +10,9 @@ import pytest
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.cli import main
 from mlm.config.imports import TRUST, OwnCodeError, imported
-from mlm.inference.trained import check_stored_parameters, resolve_checkpoint
+from mlm.convert.source import open_source
+from mlm.models.shape import count_parameters
+from mlm.runs.saved import check_stored_parameters
 from mlm.util.errors import CorruptFileError
 from tests.slow import thinned
 from tests.training.records import losses
@@ -28,6 +30,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 from mlm.data.sampler import SyntheticDataset
+from mlm.models.family import option
 from mlm.models.gpt2 import family as gpt2
 from mlm.models.gpt2.model import GPT2
 from mlm.models.transformer import MLP, TransformerLayer
@@ -54,7 +57,7 @@ class Asking(torch.optim.SGD):
 class Experts(nn.Module):
     def __init__(self, config, *, tp, sequence_parallel=False):
         super().__init__()
-        self.all = nn.ModuleList(MLP(config, tp=tp) for _ in range(config.option("experts")))
+        self.all = nn.ModuleList(MLP(config, tp=tp) for _ in range(option(config, "experts")))
 
     def forward(self, x):
         return sum(expert(x) for expert in self.all)
@@ -65,7 +68,7 @@ class Layer(TransformerLayer):
 class Model(GPT2):
     layer_type = Layer
 
-FAMILY = replace(gpt2.FAMILY, model=Model, options={"experts": 4}, huggingface=None, megatron=None)
+FAMILY = replace(gpt2.FAMILY, model=Model, options={"experts": 4}, converts_as=None)
 
 class Loud(MLP):
     def forward(self, x):
@@ -77,7 +80,7 @@ class LoudLayer(TransformerLayer):
 class LoudModel(GPT2):
     layer_type = LoudLayer
 
-LOUD = replace(gpt2.FAMILY, model=LoudModel, huggingface=None, megatron=None)
+LOUD = replace(gpt2.FAMILY, model=LoudModel, converts_as=None)
 
 def build_of_one(groups): ...
 def build_nothing(groups, config): ...
@@ -158,7 +161,7 @@ def test_saved_import_path_is_followed_only_if_typed_or_trusted(
     assert pretrain(run) == 0
     monkeypatch.delitem(sys.modules, "own_family")
     with pytest.raises(OwnCodeError, match=f"model.kind={KIND}.*{TRUST}=own_family"):
-        resolve_checkpoint(str(run))
+        open_source(str(run))
     assert main(["pretrain", f"resume={run}", "train.steps=5"]) == 2
     *_, line = capsys.readouterr().err.splitlines()  # behind the forecast
     assert f"model.kind={KIND}" in line
@@ -166,9 +169,9 @@ def test_saved_import_path_is_followed_only_if_typed_or_trusted(
 
     assert main(["pretrain", f"resume={run}", "train.steps=5", f"model.kind={KIND}"]) == 0
     with pytest.raises(OwnCodeError):  # typing it once trusts it once
-        resolve_checkpoint(str(run))
+        open_source(str(run))
     monkeypatch.setenv(TRUST, "own_family")
-    assert resolve_checkpoint(str(run)).config.model.kind == KIND
+    assert open_source(str(run)).config.model.kind == KIND
 
 
 def test_own_optimizer_schedule_and_dataset_train_and_resume_as_in_one_run(tmp_path: Path) -> None:
@@ -279,10 +282,10 @@ def test_parameters_of_own_family_are_those_of_its_modules(
     monkeypatch.setenv(TRUST, "mine")
     own = ["model=gpt2_tiny", "data=synthetic", "model.kind=mine:FAMILY", "model.options.experts=3"]
     assert main(["pretrain", *own, *SHORT, "train.steps=1", f"out={tmp_path / 'run'}"]) == 0
-    named = resolve_checkpoint(str(tmp_path / "run"))
+    named = open_source(str(tmp_path / "run"))
     model, plain = named.config.model, replace(named.config.model, kind="gpt2", options={})
     mlp = 2 * 32 * 128 + 128 + 32  # of one layer of width 32
-    assert model.num_parameters() == plain.num_parameters() + 2 * mlp
+    assert count_parameters(model) == count_parameters(plain) + 2 * mlp
     manifest = read_manifest(named.path)
     check_stored_parameters(manifest, model, named.path)
     for other in (replace(model, options={"experts": 4}), replace(model, num_layers=10**9)):

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
+from mlm.checkpoint.parameters import model_shards
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.runs.config import CheckpointConfig, PretrainConfig
 from mlm.training.preflight import run_start_problems
 from mlm.training.resume import claim, resume, start_candidates
-from mlm.training.state import model_shards
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.lock import single_writer

@@ -8,6 +8,7 @@ from types import FrameType
 
 import pytest
 
+import mlm
 from mlm.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -31,8 +32,8 @@ def walks() -> dict[str, list[Stop]]:
     return found
 
 
-def test_four_walks_are_short_and_enter_no_file_twice() -> None:
-    assert len(walks()) == 4
+def test_five_walks_are_short_and_enter_no_file_twice() -> None:
+    assert len(walks()) == 5
     for title, stops in walks().items():
         files = [file for file, _ in stops]
         assert 5 < len(files) <= MOST, title
@@ -41,7 +42,7 @@ def test_four_walks_are_short_and_enter_no_file_twice() -> None:
 
 @pytest.fixture(scope="module")
 def reached(tmp_path_factory: pytest.TempPathFactory) -> set[Stop]:
-    """Functions, and classes that were made, of a small run that saves twice."""
+    """Functions, and classes that were made, of a small run that saves twice and is loaded."""
     seen: set[Stop] = set()
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -58,6 +59,7 @@ def reached(tmp_path_factory: pytest.TempPathFactory) -> set[Stop]:
     sys.setprofile(note)
     try:
         assert main([*words, "checkpoint.save_every=1", "log.live=off", "dist.peak_tflops=1"]) == 0
+        mlm.load(out)
     finally:
         sys.setprofile(before)
         threading.setprofile(None)  # type: ignore[arg-type]

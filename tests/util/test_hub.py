@@ -3,7 +3,7 @@
 import huggingface_hub
 import pytest
 
-from mlm.inference.hf_source import download
+from mlm.convert.huggingface.folder import download
 from mlm.util import extras
 from mlm.util.errors import UserError
 

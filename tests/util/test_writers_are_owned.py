@@ -12,7 +12,7 @@ ALLOWED = {
     "util/files.py": "write_atomic",
     "checkpoint/native/folders.py": "publishes and prunes checkpoints, after foreign_in",
     "convert/targets.py": "files in the folder of a conversion, which it claimed",
-    "cli/convert.py": "the list of what is finished, in that folder",
+    "convert/conversion.py": "the list of what is finished, in that folder",
     "checkpoint/native/retention.py": "renames checkpoints of a run, by their names",
     "checkpoint/native/save_load.py": "names the first state that is not finite, out of its staging folder",
     "checkpoint/native/staging.py": "files of a staging folder",
@@ -26,7 +26,7 @@ ALLOWED = {
     "training/mirror.py": "sparse files in a temporary folder, which stands for the store",
     "runs/folder.py": "names a finished folder, over an empty one at most",
     "util/results.py": "gives an earlier result that is to be kept a name of its own",
-    "evaluate/zero_shot/run.py": "the scores kept until the result is there",
+    "cli/evaluate/zero_shot.py": "the scores kept until the result is there",
 }
 WRITERS = {
     "util/system.py": "/dev/null, where a standard stream is closed",

@@ -34,7 +34,8 @@ from mlm.models.backbone import LearnedTable
 from mlm.optim.config import OptimizerConfig, PrecisionConfig
 from mlm.optim.precision import DTYPES
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.trainer import StepOutcome, Trainer
+from mlm.training.observer import StepOutcome
+from mlm.training.trainer import Trainer
 from mlm.verify.config import ParityConfig, comparable
 from mlm.verify.parity import Difference, Report, compare_trainers, one_process
 from tests.ranks import run_on_ranks

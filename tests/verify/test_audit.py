@@ -7,11 +7,12 @@ import torch.distributed as dist
 from audit import table
 
 from mlm.cli.entry import main
+from mlm.cli.verify import check_audit
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
 from mlm.verify.audit.api import audit
 from mlm.verify.audit.host import Outcome, audit_layouts, load_build
-from mlm.verify.config import AuditConfig, check_audit
+from mlm.verify.config import AuditConfig
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but, thinned
 from tests.verify import audited as audited_code

@@ -13,7 +13,8 @@ from torch import Tensor
 from mlm.models.norms import LayerNorm, RMSNorm
 from mlm.optim.precision import DTYPES
 from mlm.parallel.sharded import _Collective
-from mlm.training.trainer import StepOutcome, Trainer
+from mlm.training.observer import StepOutcome
+from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but, thinned
 from tests.verify.half_precision import (
@@ -123,7 +124,7 @@ def loss_scale_forgotten(trainer: Trainer) -> None:
 def loss_scale_not_applied(trainer: Trainer) -> None:
     forward_backward = trainer.forward_backward
 
-    def without(batches: Any) -> Tensor:
+    def without(batches: Any, objective: Any = None) -> Tensor:
         scale, trainer.scaler.scale = trainer.scaler.scale, torch.ones(())
         try:
             return forward_backward(batches)

@@ -10,10 +10,12 @@ import pytest
 
 from mlm.cli import main
 from mlm.cli.compose.composition import load_config
+from mlm.cli.verify import check_parity
+from mlm.models.shape import count_parameters
 from mlm.parallel.mesh import shape_context
 from mlm.util.errors import UserError
 from mlm.verify import parity as module
-from mlm.verify.config import FIRST_LOSS_SCALE, ParityConfig, check_parity, comparable
+from mlm.verify.config import FIRST_LOSS_SCALE, ParityConfig, comparable
 from mlm.verify.parity import preflight, run
 from tests.cli.doubles import Cli, make_cli
 from tests.verify.parity_layouts import LAYOUTS
@@ -101,7 +103,7 @@ def test_layouts_that_are_proven_equal_can_be_typed() -> None:
 def test_a_model_beyond_the_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parity("model=gpt2_8b", "tp=2", "pp=2")
     # weights, gradients, two moments and a record in float64: whole, and again in the parts of four ranks
-    needed = 2 * 5 * 8 * config.model.num_parameters()
+    needed = 2 * 5 * 8 * count_parameters(config.model)
     monkeypatch.setattr(module, "available_memory", lambda: needed - 1)
     (problem,) = preflight(config)
     assert problem.startswith("model.num_layers=72: the whole model beside its layout takes more than 66")

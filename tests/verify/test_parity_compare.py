@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mlm.data.sampler import RankSampler, SyntheticDataset
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.trainer import StepOutcome, Trainer
+from mlm.training.observer import StepOutcome
+from mlm.training.trainer import Trainer
 from mlm.verify.parity import Report, compare, compare_trainers, judge, one_process
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but, thinned

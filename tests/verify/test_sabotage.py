@@ -22,13 +22,13 @@ from mlm.optim.clip import gradient_norm
 from mlm.optim.precision import parameter_dtype
 from mlm.parallel.collectives import Pending, reduce_scatter
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.expert.capacity import drop_choices
 from mlm.parallel.expert.experts import Experts, grouped_linear
-from mlm.parallel.expert.router import Router, count_choices
+from mlm.parallel.expert.router import Router, count_choices, drop_choices
 from mlm.parallel.layers import RowParallelLinear
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import ParameterShard, parameters_by_axis
-from mlm.training.trainer import StepOutcome, Trainer
+from mlm.training.observer import StepOutcome
+from mlm.training.trainer import Trainer
 from mlm.verify.verdict import Verdict
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
@@ -411,7 +411,7 @@ CASES = {
         "come back from experts",
     ),
     "loads counted on one rank": Sabotage(
-        "mlm.parallel.expert.balance.all_reduce",
+        "mlm.parallel.expert.router.all_reduce",
         same,
         replace(EP, moe="sigmoid"),
         "router.bias",

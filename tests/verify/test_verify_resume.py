@@ -17,13 +17,14 @@ import pytest
 from mlm.checkpoint.native.folders import step_name
 from mlm.cli import main
 from mlm.cli.compose.composition import load_config
+from mlm.cli.verify import check_verify_resume
 from mlm.launch import child_run
 from mlm.optim.schedule import learning_rate
 from mlm.runs.config import PretrainConfig
 from mlm.util.errors import UserError
 from mlm.util.ownership import claim_folder
 from mlm.verify import resume as resume_runs
-from mlm.verify.config import KillPlan, VerifyResumeConfig, check_verify_resume
+from mlm.verify.config import KillPlan, VerifyResumeConfig
 from mlm.verify.resume import Rehearsal, first_step, preflight
 from tests.checkpoint.native.helpers import edit_manifest, save, weights
 from tests.cli.doubles import Cli, make_cli

@@ -190,27 +190,21 @@ def tiling_problem(columns: Columns, names: Sequence[str]) -> str | None:
 
     `names` are those of the tensors. The work is linear in the chunks, however they lie.
     """
-    if (row := _outside(columns)) is not None:
-        number = int(columns.tensor[row])
-        shape = columns.shapes[number]
-        piece = Region(*(tuple(c[row, : len(shape)].tolist()) for c in (columns.offset, columns.size)))
-        return f"{names[number]}: piece {describe(piece)} is not inside shape {list(shape)}"
+    for rows in columns.blocks():
+        offset, size, full = columns.offset[rows], columns.size[rows], columns.full[columns.tensor[rows]]
+        inside = ((offset >= 0) & (size >= 1) & (size <= full) & (offset <= full - size)).all(1)
+        if not inside.all():
+            row = int(inside.argmin())
+            tensor = int(columns.tensor[rows][row])
+            shape = columns.shapes[tensor]
+            piece = Region(*(tuple(c[row, : len(shape)].tolist()) for c in (offset, size)))
+            return f"{names[tensor]}: piece {describe(piece)} is not inside shape {list(shape)}"
     if (untiled := _first_untiled(columns)) is None:
         return None
     sizes = columns.by_tensor(())[untiled].size.tolist()
-    held, full = sum(map(prod, sizes)), prod(columns.shapes[untiled])
-    why = "there is a hole" if held < full else "pieces overlap"
-    return f"{names[untiled]}: its {len(sizes)} pieces hold {held} of {full} elements: {why}"
-
-
-def _outside(columns: Columns) -> int | None:
-    """The first chunk that is empty or not inside its tensor."""
-    for rows in columns.blocks():
-        offset, size, whole = columns.offset[rows], columns.size[rows], columns.full[columns.tensor[rows]]
-        inside = ((offset >= 0) & (size >= 1) & (size <= whole) & (offset <= whole - size)).all(1)
-        if not inside.all():
-            return int(rows.start) + int(inside.argmin())
-    return None
+    held, count = sum(map(prod, sizes)), prod(columns.shapes[untiled])
+    why = "there is a hole" if held < count else "pieces overlap"
+    return f"{names[untiled]}: its {len(sizes)} pieces hold {held} of {count} elements: {why}"
 
 
 def _first_untiled(columns: Columns) -> int | None:

@@ -13,7 +13,6 @@ from mlm.checkpoint.native.format import (
     DTYPE_NAMES,
     RESTORE,
     Manifest,
-    TensorEntry,
     read_manifest,
 )
 from mlm.checkpoint.native.reader import Reader
@@ -112,7 +111,13 @@ def compare_checkpoints(first: Path, second: Path) -> CheckpointComparison:
     with reading_from(first, RESTORE):
         manifests = read_manifest(first), read_manifest(second)
         mine, theirs = (manifest.tensors.keys() for manifest in manifests)
-        forms = {name: [_form(manifest.tensors[name]) for manifest in manifests] for name in mine & theirs}
+        forms = {
+            name: [
+                f"{DTYPE_NAMES[entry.dtype]} {list(entry.shape)}"
+                for entry in (manifest.tensors[name] for manifest in manifests)
+            ]
+            for name in mine & theirs
+        }
         with Reader(first, manifests[0]) as a, Reader(second, manifests[1]) as b:
             alike = sorted(name for name, (here, there) in forms.items() if here == there)
             count = sum(manifests[0].tensors[name].num_bytes for name in alike)
@@ -127,18 +132,19 @@ def compare_checkpoints(first: Path, second: Path) -> CheckpointComparison:
     )
 
 
-def _form(entry: TensorEntry) -> str:
-    return f"{DTYPE_NAMES[entry.dtype]} {list(entry.shape)}"
-
-
 def _compare(first: Reader, second: Reader, name: str, progress: Advance) -> TensorDifference:
     entry = first.manifest.tensors[name]
     differing, largest, scale = 0, 0.0, 0.0
     for block in row_blocks(entry.shape, entry.dtype.itemsize):
         a, b = first.read(name, block), second.read(name, block)
-        count, difference = _difference(a, b)
-        differing, largest = differing + count, max(largest, difference)
-        scale = max(scale, _magnitude(a), _magnitude(b) if count else 0.0)
+        bits = BITS[a.element_size()]
+        scale = max(scale, _magnitude(a))
+        if not torch.equal(a.view(bits), b.view(bits)):
+            differ = a.view(bits) != b.view(bits)
+            by = (a[differ].double() - b[differ].double()).abs()
+            differing += by.numel()
+            largest = max(largest, float(by.nan_to_num(nan=math.inf, posinf=math.inf).max()))
+            scale = max(scale, _magnitude(b))
         progress(a.numel() * a.element_size())
     return TensorDifference(name, differing, prod(entry.shape), largest, scale)
 
@@ -159,16 +165,6 @@ def row_blocks(shape: Shape, itemsize: int) -> Iterator[Region]:
 def are_equal(first: Callable[[Region], Tensor], second: Callable[[Region], Tensor], shape: Shape) -> bool:
     """Return True if two tensors of a shape, read by blocks of rows, have equal numbers."""
     return all(torch.equal(first(region), second(region)) for region in row_blocks(shape, 4))
-
-
-def _difference(a: Tensor, b: Tensor) -> tuple[int, float]:
-    """Elements whose bits differ, and the largest difference of those."""
-    bits = BITS[a.element_size()]
-    if torch.equal(a.view(bits), b.view(bits)):
-        return 0, 0.0
-    differ = a.view(bits) != b.view(bits)
-    by = (a[differ].double() - b[differ].double()).abs()
-    return by.numel(), float(by.nan_to_num(nan=math.inf, posinf=math.inf).max())
 
 
 def _magnitude(x: Tensor) -> float:

@@ -19,7 +19,6 @@ T = TypeVar("T")
 KINDS: dict[str, type[UserError]] = {
     kind.__name__: kind for kind in (CheckpointError, CorruptFileError, NotFiniteError)
 }
-MAX_MESSAGE = 2000  # characters of an error that travel
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class Ranks:
             result = work()
         except Exception as e:  # whatever it is: unshared, it would leave the other ranks waiting forever
             cause, shared = e, e if isinstance(e, UserError) else explain(e)
-        verdicts = self.all_gather(shared and [type(shared).__name__, str(shared)[:MAX_MESSAGE]])
+        verdicts = self.all_gather(shared and [type(shared).__name__, str(shared)[:2000]])
         failed = [verdict for verdict in verdicts if verdict]
         if not failed:
             return result  # type: ignore[return-value]

@@ -40,7 +40,6 @@ SAVING, REPLACED, TRASH, NEW_LATEST = ".saving-", ".replaced-", ".trash-", ".lat
 STEP_NAME = re.compile(r"step-(\d{8,18})")
 ASIDE = re.compile(r"aside-step-(\d{8,18})(-\d+)?")
 """A checkpoint that a roll-back, or the training after it, renamed: nothing loads, counts or deletes it."""
-MAX_POINTER_BYTES = 1 << 10
 LEFT = re.compile(r"\.(?:saving|replaced|trash|latest)-(?:\w+-)?step-\d{8,18}(?:-[\w-]+)?")
 """What killed saves and deletions leave."""
 OURS = re.compile(r"manifest\.json|rank-\d{5,}\.safetensors|\.nfs\w+|\..+\.\d+\.partial")
@@ -85,7 +84,7 @@ def read_pointer(root: Path) -> Pointer:
         if not path.is_file():  # a pipe would block
             return Pointer(None)
         with open(path, "rb") as f:
-            name, *digest = f.read(MAX_POINTER_BYTES).decode("ascii", "replace").strip().split("\n")
+            name, *digest = f.read(1 << 10).decode("ascii", "replace").strip().split("\n")
     except OSError as error:
         return Pointer(None, f"it cannot be read: {error.strerror}")
     if digest and digest != [digest_bytes(name.encode())]:

@@ -46,8 +46,6 @@ DIGEST_BLOCK = 1 << 24
 """Bytes of a shard file that one of its block digests covers: 16 MiB."""
 MAX_DIMS = 32
 MAX_NAME = 500  # characters of a tensor's name
-MAX_STEP = 10**18 - 1  # what a directory's name holds
-MAX_SAVE_ID = 100  # characters
 
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")  # no separator, no "..", not hidden
 
@@ -156,7 +154,17 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "step": manifest.step,
         "save_id": manifest.save_id,
         "files": {name: asdict(entry) for name, entry in manifest.files.items()},
-        "tensors": dict(zip(names, map(_encode_tensor, entries), strict=True)),
+        "tensors": {
+            name: {
+                "shape": list(entry.shape),
+                "dtype": DTYPE_NAMES[entry.dtype],
+                "split": asdict(entry.split),
+                "norms": None
+                if entry.norm is None
+                else list(map(_encode_norm, (entry.norm_before, entry.norm))),
+            }
+            for name, entry in zip(names, entries, strict=True)
+        },
         "chunks": pack(encode_columns(columns)),
         # Through JSON once: keys that are numbers would be sorted otherwise when the digest is checked.
         "state": json.loads(json.dumps(manifest.state, allow_nan=False)),
@@ -183,16 +191,6 @@ def unpack(packed: JSON) -> bytes:
     if len(content) > MAX_CHUNKS_BYTES or not inflate.eof:
         raise ValueError(f"its chunks end early, or have more than {MAX_CHUNKS_BYTES} bytes")
     return content
-
-
-def _encode_tensor(entry: TensorEntry) -> dict[str, JSON]:
-    norms = None if entry.norm is None else [_encode_norm(entry.norm_before), _encode_norm(entry.norm)]
-    return {
-        "shape": list(entry.shape),
-        "dtype": DTYPE_NAMES[entry.dtype],
-        "split": asdict(entry.split),
-        "norms": norms,
-    }
 
 
 def _encode_norm(norm: float | None) -> float | str | None:
@@ -224,7 +222,6 @@ def read_manifest_head(directory: Path) -> Manifest:
 
 
 def _read(directory: Path) -> bytes:
-    """The content of MANIFEST."""
     if not directory.is_dir():
         raise UserError(f"{directory}: no such checkpoint. Set ckpt=… to a step-… or run directory")
     path = directory / MANIFEST
@@ -270,31 +267,24 @@ def decode_manifest(encoded: bytes, path: Path | str, *, with_chunks: bool = Tru
 
 def _build(body: dict[str, JSON], version: int, digest: str, with_chunks: bool) -> Manifest:
     step, save_id = whole_number(body["step"]), body["save_id"]
-    if version != VERSION or step > MAX_STEP:
+    if version != VERSION or step > 10**18 - 1:
         raise ValueError(f"version {version} or step {step} is not in range")
-    if not isinstance(save_id, str) or not save_id.isprintable() or len(save_id) > MAX_SAVE_ID:
+    if not isinstance(save_id, str) or not save_id.isprintable() or len(save_id) > 100:
         raise ValueError(f"save_id {str(save_id)[:40]!r} is not allowed")
     if not all(isinstance(body[name], dict) for name in ("files", "tensors", "state")):
         raise ValueError("files, tensors or state is not an object")
     files = {name: _build_file(name, entry) for name, entry in body["files"].items()}
     tensors = {name: _build_tensor(name, body["tensors"][name]) for name in sorted(body["tensors"])}
-    if with_chunks:
-        tensors = _with_chunks(tensors, files, unpack(body["chunks"]))
+    if with_chunks:  # they tile the tensors and fit into the files
+        entries, names = list(tensors.values()), sorted(files)
+        columns = decode_columns(unpack(body["chunks"]), [entry.shape for entry in entries], len(files))
+        if problem := tiling_problem(columns, list(tensors)):
+            raise ValueError(problem)
+        itemsizes = [entry.dtype.itemsize for entry in entries]
+        check_sizes(columns, itemsizes, {name: files[name].bytes for name in names})
+        chunks = zip(entries, columns.by_tensor(names), strict=True)
+        tensors = {name: replace(entry, chunks=c) for name, (entry, c) in zip(tensors, chunks, strict=True)}
     return Manifest(step, save_id, tensors, files, body["state"], digest)
-
-
-def _with_chunks(
-    tensors: Mapping[str, TensorEntry], files: Mapping[str, FileEntry], content: bytes
-) -> dict[str, TensorEntry]:
-    """Add to sorted tensors their chunks, which tile them and fit into the files."""
-    entries, names = list(tensors.values()), sorted(files)
-    columns = decode_columns(content, [entry.shape for entry in entries], len(files))
-    if problem := tiling_problem(columns, list(tensors)):
-        raise ValueError(problem)
-    itemsizes = [entry.dtype.itemsize for entry in entries]
-    check_sizes(columns, itemsizes, {name: files[name].bytes for name in names})
-    chunks = columns.by_tensor(names)
-    return {n: replace(entry, chunks=c) for (n, entry), c in zip(tensors.items(), chunks, strict=True)}
 
 
 def _build_file(name: str, entry: JSON) -> FileEntry:
@@ -316,7 +306,13 @@ def _build_tensor(name: str, entry: JSON) -> TensorEntry:
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"{name} has unknown dtype {entry['dtype']!r}")
     sizes = tuple(map(whole_number, shape))
-    split = _build_split(name, entry["split"], sizes)
+    value = entry["split"]
+    split = TensorSplit(value["tp_dim"], value["stage"], whole_number(value["multiple"]))
+    dim = split.tp_dim
+    if (dim is not None and whole_number(dim) >= len(shape)) or not split.multiple:
+        raise ValueError(f"{name} cannot be split along dim {dim} by {split.multiple}")
+    if split.stage not in ("first", "last"):
+        whole_number(split.stage)
     before, norm = (None, None) if entry["norms"] is None else map(_build_norm, entry["norms"])
     return TensorEntry(sizes, DTYPES[entry["dtype"]], split, (), norm, before)
 
@@ -327,16 +323,6 @@ def _build_norm(value: JSON) -> float | None:
     if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{str(value)[:40]} is no norm")
     return float(value)
-
-
-def _build_split(name: str, value: JSON, shape: tuple[int, ...]) -> TensorSplit:
-    split = TensorSplit(value["tp_dim"], value["stage"], whole_number(value["multiple"]))
-    dim = split.tp_dim
-    if (dim is not None and whole_number(dim) >= len(shape)) or not split.multiple:
-        raise ValueError(f"{name} cannot be split along dim {dim} by {split.multiple}")
-    if split.stage not in ("first", "last"):
-        whole_number(split.stage)
-    return split
 
 
 def _digest(value: JSON) -> str:

@@ -7,6 +7,7 @@ import os
 import stat
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -29,7 +30,7 @@ OPEN_FILES = 64  # of one checkpoint at a time; a process may have 1024 on most 
 Progress = Callable[[int], None]
 
 
-class CheckedFile:
+class CheckedFile(AbstractContextManager["CheckedFile"]):
     """A shard file open for reading; a context manager. Has what of a binary file `copy_region` uses.
 
     Attributes:
@@ -54,9 +55,6 @@ class CheckedFile:
         if not stat.S_ISREG(status.st_mode) or status.st_size != size:
             os.close(self._descriptor)
             raise CorruptFileError(f"{path}: replaced while it was opened. {RESTORE}")
-
-    def __enter__(self) -> "CheckedFile":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -144,7 +142,7 @@ def plan_reading(manifest: Manifest, wanted: Mapping[str, TensorShard]) -> dict[
     return dict(readings)
 
 
-class Reader:
+class Reader(AbstractContextManager["Reader"]):
     """Reads any region of any tensor of a checkpoint, with a bounded number of open files.
 
     A context manager: leaving it closes the files. All methods raise CorruptFileError and OSError.
@@ -156,9 +154,6 @@ class Reader:
         self._headers: dict[str, dict[str, Stored]] = {}
         self._open: dict[str, CheckedFile] = {}
         self._recent: CheckedFile | None = None
-
-    def __enter__(self) -> "Reader":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         for file in self._open.values():
@@ -217,7 +212,8 @@ def read_header(f: CheckedFile, save_id: str) -> dict[str, Stored]:
 
     Raises CorruptFileError when it is not safetensors, or of another save.
     """
-    metadata, stored = parse_header(f, Path(f.name), f.size, RESTORE)
+    f.seek(0)
+    metadata, stored = parse_header(f.read, Path(f.name), f.size, RESTORE)
     if metadata.get("save_id") != save_id:
         raise CorruptFileError(f"{f.name}: is a shard of another save. {RESTORE}")
     return stored
@@ -247,13 +243,8 @@ def copy_region(
             raise CorruptFileError(f"{f.name}: ends early. {RESTORE}")
         block = torch.frombuffer(buffer, dtype=stored.dtype, count=count * row_items).view(count, *tail)
         piece = block[(slice(None), *columns[1:])]
-        target[first - rows.start : first - rows.start + count].copy_(_converted(piece, target.dtype, f.name))
-
-
-def _converted(piece: Tensor, dtype: torch.dtype, file: str) -> Tensor:
-    if piece.dtype == dtype:
-        return piece
-    converted = piece.to(dtype)
-    if torch.isfinite(piece).sum() != torch.isfinite(converted).sum():
-        raise UserError(f"{file}: holds numbers too large for {dtype}. Load it with a wider precision.dtype")
-    return converted
+        converted = piece.to(target.dtype)
+        if converted is not piece and torch.isfinite(piece).sum() != torch.isfinite(converted).sum():
+            problem = f"holds numbers too large for {target.dtype}"
+            raise UserError(f"{f.name}: {problem}. Load it with a wider precision.dtype")
+        target[first - rows.start : first - rows.start + count].copy_(converted)

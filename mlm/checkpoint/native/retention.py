@@ -133,7 +133,6 @@ def _first_doubt(paths: Sequence[Path], since: int | None) -> int | None:
 
 
 def _is_deletable(path: Path) -> bool:
-    """True if nothing in a checkpoint's directory is the user's, and this process may delete all of it."""
     try:
         return foreign_in(path) is None and os.access(path, os.R_OK | os.W_OK | os.X_OK)
     except OSError:

@@ -40,6 +40,11 @@ MAX_ANCESTORS = 1000
 """Saves of the past that a checkpoint names, the newest ones."""
 
 
+def is_weights_only(state: Mapping[str, Any]) -> bool:
+    """True if a checkpoint holds a model without training state: imported, or reduced to weights."""
+    return state.get("weights_only") is True
+
+
 def check_run_state(state: Mapping[str, Any], step: int, path: Path) -> None:
     """Raise CorruptFileError unless the counters and the loss scale are those of a run at this step."""
     scaler = state.get("scaler")

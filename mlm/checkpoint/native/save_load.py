@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -101,14 +101,20 @@ def save_checkpoint(
     assert staged is None or save_id is not None, "what is staged carries its save id"
     save_id, main_step = ranks.broadcast([save_id or uuid.uuid4().hex, step])
     staging = staging_path(root, step, save_id)
+
+    def prepare() -> dict[str, TensorEntry]:
+        if not ranks.is_main:
+            return {}
+        merged = merge_declared(root, declared)
+        open_staging(root, step, save_id)
+        return merged
+
     try:
         declared = ranks.gather_bytes(
             ranks.together(lambda: declare_shards(shards, step, main_step), explain)
         )
         # Before a byte is written: what would not load is not worth a disk full of it.
-        tensors = ranks.together(
-            lambda: _prepare(root, step, save_id, declared) if ranks.is_main else {}, explain
-        )
+        tensors = ranks.together(prepare, explain)
         written = ranks.together(lambda: write_shards(staging, ranks.rank, shards, save_id, staged), explain)
         parts = {file_name(r): entry for r, entry in enumerate(ranks.gather(written)) if entry}
         files = {name: file_entry(entry) for name, entry in parts.items()}
@@ -143,12 +149,6 @@ def file_entry(written: JSON) -> FileEntry:
     """Return a file entry from what `write_shards` returns."""
     size, digest, blocks, _ = written
     return FileEntry(size, digest, tuple(blocks))
-
-
-def _prepare(root: Path, step: int, save_id: str, declared: list[bytes]) -> dict[str, TensorEntry]:
-    tensors = merge_declared(root, declared)
-    open_staging(root, step, save_id)
-    return tensors
 
 
 def stored_tensors(shards: Mapping[str, TensorShard]) -> dict[str, Tensor]:
@@ -233,7 +233,13 @@ def load_checkpoint(
     """
     path = Path(path)
     explain = partial(_explain_load, path, ranks.rank)
-    manifest = ranks.together(lambda: read_finite(path), explain)
+
+    def read() -> Manifest:
+        manifest = read_manifest(path)
+        check_finite(path, manifest)
+        return manifest
+
+    manifest = ranks.together(read, explain)
     if len(set(ranks.all_gather(manifest.digest))) > 1:
         raise CheckpointError(f"{path}: ranks see different checkpoints there. Load it from a shared disk")
     claimed = ranks.any_of([name in wanted for name in manifest.tensors])
@@ -263,12 +269,10 @@ def load_checkpoint(
     return manifest
 
 
-def read_finite(path: Path) -> Manifest:
-    """The manifest. Raises CorruptFileError too if its norms say that a tensor is not finite."""
-    manifest = read_manifest(path)
+def check_finite(path: Path, manifest: Manifest) -> None:
+    """Raise CorruptFileError if the norms of a checkpoint say that a tensor is not finite."""
     if problem := not_finite_problem(manifest.tensors):
         raise CorruptFileError(f"{path}: {problem}. Load another checkpoint with ckpt=…")
-    return manifest
 
 
 def _explain_load(path: Path, rank: int, error: Exception) -> UserError:
@@ -286,7 +290,6 @@ def _check_fit(
     cast: bool,
     config: Mapping[str, JSON],
 ) -> None:
-    """Raise one UserError that lists the first few names, shapes and dtypes that differ."""
     problems, dtypes = [f"{name} is in it, not here" for name in unwanted], list[str]()
     for name, shard in wanted.items():
         entry, dtype = manifest.tensors.get(name), shard.tensor.dtype
@@ -303,15 +306,11 @@ def _check_fit(
         problems, what, remedy = dtypes, "another precision", "Set precision=… as it was trained"
     if problems:
         more = f"; and {len(problems) - LISTED} more" if problems[LISTED:] else ""
-        settings = "".join(f"; {line}" for line in _differing(config, manifest.state.get("config")))
+        mine, saved = config.get("model"), manifest.state.get("config")
+        theirs = saved.get("model") if isinstance(saved, dict) else None
+        settings = ""
+        if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+            keys = [key for key in mine if key in theirs and mine[key] != theirs[key]]
+            settings = "".join(f"; model.{key} is {mine[key]} here, {theirs[key]} there" for key in keys)
         listed = "; ".join(problems[:LISTED])
         raise UserError(f"{path}: checkpoint of {what}: {listed}{more}{settings}. {remedy}")
-
-
-def _differing(here: Mapping[str, JSON], there: JSON) -> Iterator[str]:
-    """The settings below `model` in which two configs differ."""
-    mine, theirs = here.get("model"), there.get("model") if isinstance(there, dict) else None
-    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
-        for key in mine:
-            if key in theirs and mine[key] != theirs[key]:
-                yield f"model.{key} is {mine[key]} here, {theirs[key]} there"

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import torch
 import xxhash
@@ -57,16 +57,6 @@ class Stored(NamedTuple):
     def form(self) -> Form:
         """Dtype and shape."""
         return Form(self.dtype, self.shape)
-
-
-class Readable(Protocol):
-    """Binary file, as far as the reader of headers uses it."""
-
-    def seek(self, position: int, /) -> object:
-        """Set the place of the next read."""
-
-    def read(self, count: int, /) -> bytes:
-        """At most `count` bytes."""
 
 
 class Digester:
@@ -182,18 +172,17 @@ def read_safetensors_header(
     Raises CorruptFileError, ending in `remedy`, when it is none or holds a dtype we do not know.
     """
     with open(path, "rb") as f:
-        return parse_header(f, path, path.stat().st_size, remedy)
+        return parse_header(f.read, path, path.stat().st_size, remedy)
 
 
 def parse_header(
-    f: Readable, path: Path, size: int, remedy: str
+    read: Callable[[int], bytes], path: Path, size: int, remedy: str
 ) -> tuple[Mapping[str, JSON], dict[str, Stored]]:
-    """`read_safetensors_header` of an open file of `size` bytes; `path` is for messages."""
-    f.seek(0)
-    length = int.from_bytes(f.read(8), "little")
+    """`read_safetensors_header` by what reads an open file from its beginning; `path` is for messages."""
+    length = int.from_bytes(read(8), "little")
     if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
         raise CorruptFileError(f"{path}: not a safetensors file, header of {length} bytes. {remedy}")
-    text = f.read(length)
+    text = read(length)
     try:
         header = parse_json(text)
         metadata = header.pop("__metadata__", {})

@@ -98,7 +98,9 @@ class StagedFile:
     def _allocate(self, size: int, *, page_locked: bool) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
         padded = max(-(-size // ALIGNMENT), 1) * ALIGNMENT
         if self._memory is None or len(self._memory) < padded:
-            self._release()
+            if self._locked is not None:
+                torch.cuda.cudart().cudaHostUnregister(self._locked)
+            self._memory = self._locked = None  # given back before the new one is taken
             self._memory = mmap.mmap(-1, padded)  # begins at a page
             with suppress(OSError):  # a kernel without them
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
@@ -107,12 +109,6 @@ class StagedFile:
                 # without it a GPU copies by way of a small buffer, at a fraction of the speed
                 self._locked = address if _lock_pages(address, padded) else None
         return np.frombuffer(self._memory, np.uint8, padded)
-
-    def _release(self) -> None:
-        """Give the memory back."""
-        if self._locked is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._locked)
-        self._memory = self._locked = None
 
     def _write(self, path: Path, flags: int) -> FileEntry:
         assert self._memory is not None

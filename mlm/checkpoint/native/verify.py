@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from mlm.checkpoint.native.folders import checkpoint_problem
 from mlm.checkpoint.native.format import MANIFEST, RESTORE, CheckpointError, Manifest, read_manifest
 from mlm.checkpoint.native.norms import not_finite_problem
 from mlm.checkpoint.native.reader import CheckedFile, read_header
@@ -12,6 +13,7 @@ from mlm.checkpoint.native.run_state import TOKENIZER_FILE, check_run_tokenizer,
 from mlm.checkpoint.native.shard_file import Form
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import READABLE
+from mlm.util.terminal import progress_bar
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,18 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
         for chunk in tensor.chunks:
             forms[chunk.file][name] = Form(tensor.dtype, chunk.region.size)
     for name in sorted(manifest.files):
-        problems += _file_problems(directory / name, manifest, forms[name], progress)
+        path, listed = directory / name, forms[name]
+        try:
+            with CheckedFile(path, manifest.files[name]) as f:
+                stored = {key: tensor.form for key, tensor in read_header(f, manifest.save_id).items()}
+                f.check_all(progress)
+        except (UserError, OSError) as error:
+            problems.append(_problem(path, error))
+            continue
+        if unlike := sorted(
+            key for key in listed.keys() | stored.keys() if listed.get(key) != stored.get(key)
+        ):
+            problems.append(FileProblem(name, f"does not hold {unlike[0]} as listed"))
     if not_finite := not_finite_problem(manifest.tensors):
         problems.append(NotFinite(MANIFEST, not_finite))
     loads = not problems
@@ -107,22 +120,21 @@ def shard_bytes(directory: Path) -> int:
         return 0
 
 
-def _file_problems(
-    path: Path, manifest: Manifest, forms: dict[str, Form], progress: Callable[[int], None]
-) -> list[FileProblem]:
-    try:
-        with CheckedFile(path, manifest.files[path.name]) as f:
-            stored = {name: tensor.form for name, tensor in read_header(f, manifest.save_id).items()}
-            f.check_all(progress)
-    except (UserError, OSError) as error:
-        return [_problem(path, error)]
-    unlike = sorted(name for name in forms.keys() | stored.keys() if forms.get(name) != stored.get(name))
-    return [FileProblem(path.name, f"does not hold {unlike[0]} as listed")] if unlike else []
-
-
 def _problem(path: Path, error: UserError | OSError) -> FileProblem:
     """Return an error about `path` without its path and remedy, which are reported once for all."""
     if isinstance(error, OSError):
         return Unreadable(path.name, f"cannot be read: {error.strerror}")
     why = str(error).removeprefix(f"{path}: ").removesuffix(f". {RESTORE}")
     return FileProblem(path.name, why)
+
+
+def content_problem(path: Path) -> str | None:
+    """Return why a checkpoint is not whole, every byte read; None if it is."""
+    if problem := checkpoint_problem(path):
+        return problem
+    try:
+        with progress_bar(f"verifying {path.name}", shard_bytes(path), in_bytes=True) as advance:
+            check_whole(path, advance)
+    except CorruptFileError as error:
+        return str(error)
+    return None

@@ -1,28 +1,44 @@
 """`mlm ckpt diff`: how two checkpoints differ in state and tensors, whatever their layouts."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mlm.checkpoint.native.compare import CheckpointComparison, compare_checkpoints
-from mlm.checkpoint.native.format import JSON, Manifest
 from mlm.checkpoint.native.run_state import LINEAGE
-from mlm.checkpoint.native.save_load import resolve
-from mlm.cli.conversion_settings import CkptDiffConfig
-from mlm.cli.result import versions, write_result
+from mlm.cli.command import Command, check_out_file
+from mlm.config.fields import InputPath, ResultFile
 from mlm.config.tree import flatten
 from mlm.util.errors import CheckFailedError
-from mlm.util.terminal import add_row, console, table
+
+if TYPE_CHECKING:  # which need torch
+    from mlm.checkpoint.native.compare import CheckpointComparison
+    from mlm.checkpoint.native.format import Manifest
 
 SHOWN = 10  # tensors a table lists
 ABSENT = "—"
 
-Differences = dict[str, dict[str, JSON]]
+Differences = dict[str, dict[str, Any]]
 """Key of the state that differs -> its value in the first and in the second; None where one lacks it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CkptDiffConfig:
+    """The run spec of `mlm ckpt diff`: how two checkpoints differ, whatever their layouts."""
+
+    first: InputPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
+    second: InputPath
+    """The one to compare it with."""
+    out: ResultFile | None = None
+    """JSON file for every tensor's difference; null writes none."""
 
 
 def run(config: CkptDiffConfig) -> None:
     """Compare, print tables, write out. Raises CheckFailedError unless all tensors are equal bit for bit."""
+    from mlm.checkpoint.native.compare import compare_checkpoints
+    from mlm.checkpoint.native.folders import resolve
+    from mlm.cli.result import write_result
+
     first, second = resolve(config.first, "first"), resolve(config.second, "second")
     comparison = compare_checkpoints(first, second)
     differences = state_differences(comparison.first, comparison.second)
@@ -33,7 +49,7 @@ def run(config: CkptDiffConfig) -> None:
         raise CheckFailedError(f"{second} is not {first}: {comparison.sentence}")
 
 
-def state_differences(first: Manifest, second: Manifest) -> Differences:
+def state_differences(first: "Manifest", second: "Manifest") -> Differences:
     """Return what differs in step and state, but the saves they descend from, which two runs never share."""
     here, there = (
         {"step": manifest.step} | flatten({k: v for k, v in manifest.state.items() if k != LINEAGE})
@@ -47,7 +63,7 @@ def state_differences(first: Manifest, second: Manifest) -> Differences:
 
 
 def result_of(
-    first: Path, second: Path, comparison: CheckpointComparison, differences: Differences
+    first: Path, second: Path, comparison: "CheckpointComparison", differences: Differences
 ) -> dict[str, Any]:
     """Every difference, and every tensor's, for machines."""
     sides = {"first": (first, comparison.first), "second": (second, comparison.second)}
@@ -63,12 +79,13 @@ def result_of(
         "only_second": list(comparison.only_second),
         "forms": [asdict(form) for form in comparison.forms],
         "tensors": [asdict(tensor) | {"relative": tensor.relative} for tensor in comparison.tensors],
-        "versions": versions(),
     }
 
 
-def show(first: Path, second: Path, comparison: CheckpointComparison, differences: Differences) -> None:
+def show(first: Path, second: Path, comparison: "CheckpointComparison", differences: Differences) -> None:
     """Print the tables: state, tensors that cannot be compared, and those that differ most."""
+    from mlm.util.terminal import add_row, console, table
+
     out = console()
     out.print(f"first   {first}\nsecond  {second}")
     made = table("state that differs" if differences else "state: the same", "", "first", "second")
@@ -92,3 +109,18 @@ def show(first: Path, second: Path, comparison: CheckpointComparison, difference
         out.print(made)
     if comparison.equal:
         out.print(f"tensors: {comparison.sentence}")
+
+
+DIFF = Command(
+    words=("ckpt", "diff"),
+    spec=CkptDiffConfig,
+    target="mlm.cli.ckpt.diff:run",
+    local_check=check_out_file,
+    positional=("first", "second"),
+    summary="compare two checkpoints: step, state, tensors",
+    about=(
+        "Compares two checkpoints tensor by tensor, whatever layouts wrote them. Ends with 0 if all "
+        "tensors are equal bit for bit, 1 if not."
+    ),
+    examples=(("Compare the latest checkpoints of two runs", "mlm ckpt diff runs/shakespeare runs/longer"),),
+)

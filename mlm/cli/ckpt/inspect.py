@@ -1,30 +1,24 @@
 """`mlm ckpt inspect`: what is in a checkpoint, from its manifest alone."""
 
-from dataclasses import asdict, dataclass
-from math import prod
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from mlm.checkpoint.native.folders import best_note
-from mlm.checkpoint.native.format import DTYPE_NAMES, FORMAT, JSON, Manifest, TensorEntry, read_manifest
-from mlm.checkpoint.native.save_load import resolve
-from mlm.checkpoint.native.slices import describe
-from mlm.cli.conversion_settings import CkptInspectConfig
-from mlm.cli.result import versions, write_result
-from mlm.util.terminal import add_row, console, format_bytes, one_line, table
+from mlm.cli.command import Command, check_out_file
+from mlm.config.fields import CheckpointPath, ResultFile
 
-MODEL_KEYS = ("kind", "num_layers", "hidden_size", "num_heads", "vocab_size")
 LAYOUT_KEYS = ("tp", "pp", "vp", "dp", "cp", "ep", "zero")
 
 
-@dataclass
-class Group:
-    """Tensors of one purpose: "model", "optimizer.exp_avg"."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CkptInspectConfig:
+    """The run spec of `mlm ckpt inspect`: what is in a checkpoint, from its manifest alone."""
 
-    tensors: int = 0
-    elements: int = 0
-    bytes: int = 0
-    dtypes: tuple[str, ...] = ()
+    ckpt: CheckpointPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
+    tensors: bool = False
+    """List every tensor with its shape, dtype and pieces, optimizer state too."""
+    out: ResultFile | None = None
+    """JSON file for all of it; null writes none."""
 
 
 def run(config: CkptInspectConfig) -> None:
@@ -32,76 +26,25 @@ def run(config: CkptInspectConfig) -> None:
 
     Raises UserError when there is no checkpoint, CorruptFileError when its manifest is damaged.
     """
+    from mlm.checkpoint.native.folders import best_note, resolve
+    from mlm.checkpoint.native.format import read_manifest
+    from mlm.checkpoint.native.inspection import checkpoint_facts
+    from mlm.cli.result import write_result
+    from mlm.util.terminal import console
+
     path = resolve(config.ckpt)
-    manifest = read_manifest(path)
-    result = result_of(path, manifest)
+    result = checkpoint_facts(path, read_manifest(path))
     if config.out is not None:
         write_result(config.out, result)
-    show(result, manifest, with_tensors=config.tensors)
+    show(result, with_tensors=config.tensors)
     if note := best_note(config.ckpt, path):
         console().print(f"note: {note}")
 
 
-def result_of(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """All facts for machines; null where the checkpoint does not record one."""
-    state, grouped = manifest.state, groups(manifest)
-    samples, length = dig(state, "consumed_samples"), dig(state, "config", "data", "seq_length")
-    parameters = grouped["model"].elements if "model" in grouped else None
-    return {
-        "task": "ckpt inspect",
-        "path": str(path),
-        "format": FORMAT,
-        "step": manifest.step,
-        "consumed_samples": samples,
-        "consumed_tokens": samples * length if type(samples) is type(length) is int else None,
-        "model": {key: dig(state, "config", "model", key) for key in MODEL_KEYS} | {"parameters": parameters},
-        "layout": dig(state, "config", "parallel"),
-        "resharded_to": dig(state, "reshard", "layout"),
-        "loss_scale": dig(state, "scaler", "scale"),
-        "bytes": sum(file.bytes for file in manifest.files.values()),
-        "groups": {name: asdict(group) for name, group in grouped.items()},
-        "files": {name: asdict(file) for name, file in sorted(manifest.files.items())},
-        "tensors": {name: _tensor(entry) for name, entry in manifest.tensors.items()},
-        "state": {key: value for key, value in state.items() if key not in ("config", "versions")},
-        "config": state.get("config"),
-        "written_by": state.get("versions"),
-        "save_id": manifest.save_id,
-        "digest": manifest.digest,
-        "versions": versions(),
-    }
-
-
-def dig(value: JSON, *keys: str) -> JSON:
-    """value[key][key]…; None where one is not there, for a state may be anything."""
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
-
-
-def groups(manifest: Manifest) -> dict[str, Group]:
-    """Tensors by purpose: `optimizer.exp_avg.X` belongs to optimizer.exp_avg, `model.X` to model."""
-    grouped: dict[str, Group] = {}
-    for name, entry in manifest.tensors.items():
-        words = name.split(".")
-        group = grouped.setdefault(".".join(words[: 2 if words[0] == "optimizer" else 1]), Group())
-        group.tensors += 1
-        group.elements += prod(entry.shape)
-        group.bytes += entry.num_bytes
-        group.dtypes = tuple(sorted({*group.dtypes, DTYPE_NAMES[entry.dtype]}))
-    return dict(sorted(grouped.items()))
-
-
-def _tensor(entry: TensorEntry) -> dict[str, Any]:
-    return {
-        "shape": list(entry.shape),
-        "dtype": DTYPE_NAMES[entry.dtype],
-        "split": asdict(entry.split),
-        "pieces": {chunk.file: describe(chunk.region) for chunk in entry.chunks},
-    }
-
-
-def show(result: dict[str, Any], manifest: Manifest, *, with_tensors: bool) -> None:
+def show(result: dict[str, Any], *, with_tensors: bool) -> None:
     """Print the tables."""
+    from mlm.util.terminal import add_row, console, format_bytes, one_line, table
+
     out = console()
     facts = table(f"ckpt inspect · {result['path']}", "", "")
     for name, fact in facts_of(result).items():
@@ -119,18 +62,19 @@ def show(result: dict[str, Any], manifest: Manifest, *, with_tensors: bool) -> N
     if not with_tensors:
         return
     made = table("tensors", "", "shape", "dtype", "split", "pieces")
-    for name, entry in manifest.tensors.items():
-        pieces = [
-            f"{chunk.file.removesuffix('.safetensors')}{describe(chunk.region)}" for chunk in entry.chunks
-        ]
+    for name, tensor in result["tensors"].items():
+        pieces = [f"{file.removesuffix('.safetensors')}{region}" for file, region in tensor["pieces"].items()]
         shown = pieces if len(pieces) <= 4 else [*pieces[:3], f"… {len(pieces) - 3} more"]
-        cells = list(entry.shape), DTYPE_NAMES[entry.dtype], split_text(entry), one_line(", ".join(shown))
-        add_row(made, name, *cells)
+        split = split_text(**tensor["split"])
+        add_row(made, name, tensor["shape"], tensor["dtype"], split, one_line(", ".join(shown)))
     out.print(made)
 
 
 def facts_of(result: dict[str, Any]) -> dict[str, str]:
-    """Name and value of facts listed once; those that the checkpoint does not record are left out."""
+    """Return name and value of facts listed once; those that the checkpoint does not record are left out."""
+    from mlm.checkpoint.native.inspection import dig
+    from mlm.util.terminal import format_bytes
+
     source = dig(result, "state", "source")
     has_moments = any(name.startswith("optimizer.") for name in result["groups"])
     facts = {
@@ -152,29 +96,46 @@ def facts_of(result: dict[str, Any]) -> dict[str, str]:
     return {name: fact for name, fact in facts.items() if fact}
 
 
-def number_text(value: JSON) -> str:
-    """A whole number; empty for anything else."""
+def number_text(value: Any) -> str:
+    """Return a whole number; empty for anything else."""
     return f"{value:,}" if type(value) is int else ""
 
 
-def settings_text(settings: JSON) -> str:
+def settings_text(settings: Any) -> str:
     """{"tp": 2, "pp": 1} as `tp=2 pp=1`."""
     if not isinstance(settings, dict):
         return "" if settings is None else str(settings)
     return " ".join(f"{key}={value}" for key, value in settings.items() if value is not None)
 
 
-def data_text(segments: JSON) -> str:
+def data_text(segments: Any) -> str:
     """Name and share of each corpus of the newest blend: `wiki 30.00%, web 70.00%`."""
+    from mlm.checkpoint.native.inspection import dig
+
     sources = dig(segments[-1], "sources") if isinstance(segments, list) and segments else None
     shares = [(dig(s, "name"), dig(s, "weight")) for s in (sources if isinstance(sources, list) else [])]
     return ", ".join(f"{name} {share:.2%}" for name, share in shares if isinstance(share, float))
 
 
-def split_text(entry: TensorEntry) -> str:
-    """`dim 0 over tp, layer 3`: the split of a tensor over layouts."""
-    dim, stage = entry.split.tp_dim, entry.split.stage
-    over = "whole on each tp rank" if dim is None else f"dim {dim} over tp"
-    if entry.split.multiple > 1:
-        over += f" by {entry.split.multiple} rows"
+def split_text(tp_dim: int | None, stage: int | str, multiple: int) -> str:
+    """Return `dim 0 over tp, layer 3`: the split of a tensor over layouts."""
+    over = "whole on each tp rank" if tp_dim is None else f"dim {tp_dim} over tp"
+    if multiple > 1:
+        over += f" by {multiple} rows"
     return f"{over}, {f'layer {stage}' if isinstance(stage, int) else f'{stage} stage'}"
+
+
+INSPECT = Command(
+    words=("ckpt", "inspect"),
+    also=("checkpoint",),
+    spec=CkptInspectConfig,
+    target="mlm.cli.ckpt.inspect:run",
+    local_check=check_out_file,
+    positional=("ckpt",),
+    summary="show a checkpoint: step, tokens, model, layout, tensors, files, configuration",
+    about="Reads the manifest of a checkpoint, no tensor.",
+    examples=(
+        ("Describe the latest checkpoint of a run", "mlm ckpt inspect runs/shakespeare"),
+        ("Every tensor of one", "mlm ckpt inspect runs/shakespeare/checkpoints/step-00000900 --tensors"),
+    ),
+)

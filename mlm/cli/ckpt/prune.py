@@ -1,44 +1,31 @@
-"""`mlm ckpt prune`: delete old checkpoints of a run, and what killed saves left.
-
-Kept: the newest keep_last whole checkpoints, multiples of keep_every, the one `latest` names and newer ones,
-and what a roll-back set aside: that is its owner's to delete by hand. Of those that count as kept every byte
-is read; others are whole as names and sizes tell, and `mlm ckpt verify` reads them. A damaged checkpoint
-never counts as kept. It is deleted when keep_last whole ones are newer, as a whole one would be; a newer one
-stays until its owner has looked at it: it may be the only trace of those steps.
-"""
+"""`mlm ckpt prune`: delete old checkpoints of a run, and what killed saves left."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from mlm.checkpoint.native.folders import (
-    candidates,
-    checkpoint_problem,
-    checkpoints,
-    clear_up,
-    discard,
-    leftovers,
-    locate,
-)
-from mlm.checkpoint.native.format import RESTORE, CheckpointError
-from mlm.checkpoint.native.retention import checkpoint_doubt, outdated
-from mlm.cli.ckpt.verify import content_problem
-from mlm.cli.conversion_settings import CkptPruneConfig
-from mlm.tracking.history import FILE_NAME, diverged_since
+from mlm.cli.command import Command
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, CheckpointPath
 from mlm.util.errors import UserError
 from mlm.util.lock import single_writer
-from mlm.util.terminal import add_row, console, format_bytes, table
+
+if TYPE_CHECKING:  # which needs torch
+    from mlm.checkpoint.native.pruning import Item
 
 
-@dataclass(frozen=True)
-class Item:
-    """A checkpoint, or what a killed save left."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CkptPruneConfig:
+    """The run spec of `mlm ckpt prune`: delete old checkpoints of a run."""
 
-    path: Path
-    bytes: int
-    what: str
-    """ "whole", "damaged: …" or "left by a killed save"."""
-    is_outdated: bool
+    ckpt: CheckpointPath
+    """Run directory, or folder of checkpoints."""
+    keep_last: Annotated[int, POSITIVE] = 2
+    """Newest whole checkpoints kept; the one to continue from always is."""
+    keep_every: Annotated[int, NOT_NEGATIVE] = 0
+    """Checkpoints at multiples of this step are kept too; 0 keeps none for that."""
+    dry_run: bool = False
+    """Only list what would be deleted."""
 
 
 def run(config: CkptPruneConfig) -> None:
@@ -47,12 +34,18 @@ def run(config: CkptPruneConfig) -> None:
     Raises UserError when the folder is in use or has no checkpoint, CheckpointError when something could not
     be deleted.
     """
+    from mlm.checkpoint.native.folders import locate
+    from mlm.checkpoint.native.format import CheckpointError
+    from mlm.checkpoint.native.pruning import delete, list_items
+    from mlm.tracking.history import FILE_NAME, diverged_since
+
     root, alone = locate(config.ckpt)
     if alone:
         raise UserError(f"ckpt={config.ckpt}: is one checkpoint; set ckpt=… to its run directory")
     with nullcontext() if config.dry_run else single_writer(root, setting="ckpt"):
         try:
-            items = list_items(root, config)
+            since = diverged_since(root.parent / FILE_NAME)
+            items = list_items(root, keep_last=config.keep_last, keep_every=config.keep_every, since=since)
             left = [] if config.dry_run else delete(root, items)
         except OSError as error:
             raise CheckpointError(
@@ -63,48 +56,10 @@ def run(config: CkptPruneConfig) -> None:
         raise CheckpointError(f"{left[0]}: could not be deleted: make it and its folder writable")
 
 
-def list_items(root: Path, config: CkptPruneConfig) -> list[Item]:
-    """All items of the folder, checkpoints first, to keep or delete. Raises OSError and CheckpointError."""
-    since, counted, read = diverged_since(root.parent / FILE_NAME), candidates(root), dict[Path, str | None]()
-
-    def problem_of(path: Path) -> str | None:
-        return read.setdefault(path, content_problem(path))
-
-    last, every = config.keep_last, config.keep_every
-    old = outdated(root, keep_last=last, keep_every=every, since=since, problem_of=problem_of)
-    items = []
-    for path in checkpoints(root).values():
-        if problem := read[path] if path in read else checkpoint_problem(path):
-            what = f"damaged: {problem.removeprefix(f'{path}/').removesuffix(f'. {RESTORE}')}"
-        else:
-            doubt = checkpoint_doubt(path, since)
-            what = f"whole, doubtful: {doubt}" if doubt else "whole"
-        if path not in counted:
-            what += ", newer than latest: kept and not counted"
-        items.append(Item(path, bytes_of(path), what, path in old))
-    return items + [Item(path, bytes_of(path), "left by a killed save", True) for path in leftovers(root)]
-
-
-def bytes_of(path: Path) -> int:
-    """Bytes of a checkpoint's files, or of a file."""
-    return sum(each.lstat().st_size for each in (path.iterdir() if path.is_dir() else [path]))
-
-
-def delete(root: Path, items: list[Item]) -> list[Path]:
-    """Delete the items to delete, oldest first, and rename back what a killed save moved aside.
-
-    Returns what could not be deleted. Raises OSError.
-    """
-    killed = leftovers(root)
-    failed = [
-        item.path for item in items if item.is_outdated and item.path not in killed and not discard(item.path)
-    ]
-    clear_up(root)
-    return failed + leftovers(root)
-
-
-def show(config: CkptPruneConfig, root: Path, items: list[Item], left: list[Path]) -> None:
+def show(config: CkptPruneConfig, root: Path, items: list["Item"], left: list[Path]) -> None:
     """Print the table."""
+    from mlm.util.terminal import add_row, console, format_bytes, table
+
     goes = "would be deleted" if config.dry_run else "deleted"
     made = table(f"ckpt prune · {root}", "", "size#", "", "")
     for item in items:
@@ -117,3 +72,25 @@ def show(config: CkptPruneConfig, root: Path, items: list[Item], left: list[Path
     damaged = [item for item in items if item.what.startswith("damaged") and not item.is_outdated]
     if damaged:
         out.print(f"damaged, kept and not counted: {len(damaged)}. Restore from a copy, or delete by hand")
+
+
+PRUNE = Command(
+    words=("ckpt", "prune"),
+    spec=CkptPruneConfig,
+    target="mlm.cli.ckpt.prune:run",
+    positional=("ckpt",),
+    summary="delete old checkpoints of a run",
+    about=(
+        "Keeps the newest whole checkpoints, multiples of keep_every, and the one `latest` names, and "
+        "clears up after killed saves. A damaged checkpoint never counts as kept (those that count are "
+        "read to the last byte): it is deleted when keep_last whole ones are newer. Rejected while a run "
+        "uses the folder."
+    ),
+    examples=(
+        (
+            "List the checkpoints that pruning would delete",
+            "mlm ckpt prune runs/shakespeare keep_last=1 --dry-run",
+        ),
+        ("Every ten thousandth, and the last", "mlm ckpt prune runs/longer keep_last=1 keep_every=10000"),
+    ),
+)

@@ -1,35 +1,43 @@
 """`mlm ckpt verify`: whether checkpoints are whole, every byte read and compared with its digest."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mlm.checkpoint.native.folders import (
-    BEST,
-    CHECKPOINTS,
-    LATEST,
-    candidates,
-    checkpoint_problem,
-    checkpoints,
-    locate,
-    read_pointer,
-)
-from mlm.checkpoint.native.format import CheckpointError
-from mlm.checkpoint.native.verify import (
-    Unreadable,
-    Verified,
-    check_whole,
-    shard_bytes,
-    verify_checkpoint,
-)
-from mlm.cli.conversion_settings import CkptVerifyConfig
-from mlm.cli.result import versions, write_result
+from mlm.cli.command import Command, check_out_file
+from mlm.config.fields import CheckpointPath, ResultFile
 from mlm.util.errors import CorruptFileError
-from mlm.util.terminal import add_row, console, format_bytes, one_line, progress_bar, table
+
+if TYPE_CHECKING:  # which needs torch
+    from mlm.checkpoint.native.verify import Verified
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CkptVerifyConfig:
+    """The run spec of `mlm ckpt verify`: whether checkpoints are whole, every byte read."""
+
+    ckpt: CheckpointPath
+    """Checkpoint (step-…), or run directory: then every checkpoint in it."""
+    out: ResultFile | None = None
+    """JSON file for the result; null writes none."""
 
 
 def run(config: CkptVerifyConfig) -> None:
     """Verify, print a table, write out. Raises CorruptFileError for one damaged or not finite, UserError."""
+    from mlm.checkpoint.native.folders import (
+        BEST,
+        CHECKPOINTS,
+        LATEST,
+        candidates,
+        checkpoints,
+        locate,
+        read_pointer,
+    )
+    from mlm.checkpoint.native.format import CheckpointError
+    from mlm.checkpoint.native.verify import Unreadable, shard_bytes, verify_checkpoint
+    from mlm.cli.result import write_result
+    from mlm.util.terminal import one_line, progress_bar
+
     place, alone = locate(config.ckpt)
     paths, best = [place], place.parent / BEST / CHECKPOINTS
     if not alone:
@@ -56,19 +64,7 @@ def run(config: CkptVerifyConfig) -> None:
         raise CorruptFileError(f"{place / LATEST}: {problem}. Write the name of a step-… there, or delete it")
 
 
-def content_problem(path: Path) -> str | None:
-    """Why a checkpoint is not whole, every byte read; None if it is."""
-    if problem := checkpoint_problem(path):
-        return problem
-    try:
-        with progress_bar(f"verifying {path.name}", shard_bytes(path), in_bytes=True) as advance:
-            check_whole(path, advance)
-    except CorruptFileError as error:
-        return str(error)
-    return None
-
-
-def result_of(ckpt: str, results: list[Verified], start: Path | None) -> dict[str, Any]:
+def result_of(ckpt: str, results: list["Verified"], start: Path | None) -> dict[str, Any]:
     """All findings, for machines."""
     return {
         "task": "ckpt verify",
@@ -87,12 +83,14 @@ def result_of(ckpt: str, results: list[Verified], start: Path | None) -> dict[st
             }
             for each in results
         ],
-        "versions": versions(),
     }
 
 
-def show(ckpt: str, results: list[Verified], start: Path | None, *, in_run: bool) -> None:
+def show(ckpt: str, results: list["Verified"], start: Path | None, *, in_run: bool) -> None:
     """Print a line per checkpoint, and one per further problem."""
+    from mlm.checkpoint.native.folders import BEST
+    from mlm.util.terminal import add_row, console, format_bytes, table
+
     made = table(f"ckpt verify · {ckpt}", "checkpoint", "step#", "files#", "size#", "")
     for each in results:
         manifest = each.manifest
@@ -111,3 +109,15 @@ def show(ckpt: str, results: list[Verified], start: Path | None, *, in_run: bool
         out.print(
             f"a run continues from {start}" if start else "a run would not start: none of them can be loaded"
         )
+
+
+VERIFY = Command(
+    words=("ckpt", "verify"),
+    spec=CkptVerifyConfig,
+    target="mlm.cli.ckpt.verify:run",
+    local_check=check_out_file,
+    positional=("ckpt",),
+    summary="check that checkpoints are whole: every byte is read and compared with its digest",
+    about="Reads every file of one checkpoint, or of all in a run. Ends with 0 if all are whole, else 1.",
+    examples=(("Check every checkpoint of a run", "mlm ckpt verify runs/shakespeare"),),
+)

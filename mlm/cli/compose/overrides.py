@@ -28,7 +28,7 @@ from mlm.config.imports import is_path
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.plain_yaml import parse, problem_of, read_text
 from mlm.config.suggest import foreign_option, foreign_options, nearest, nearest_key, unknown_key
-from mlm.config.tree import MISSING_VALUE, describe_values, flatten, leaves, other_names, sections
+from mlm.config.tree import MISSING_VALUE, OPTIONS, describe_values, flatten, leaves, other_names, sections
 from mlm.runs.config import PretrainConfig
 from mlm.util.errors import Problem, UserError, escape_controls, show
 
@@ -176,12 +176,14 @@ def _value_problem(
 ) -> Problem | None:
     """The problem of a value that Hydra cannot parse, of a sweep, of a choice, of the keys in a section."""
     key, override = text.partition("=")[0], _parsed(text)
+    leaf = leaves(command.spec).get(key)
     if override is None:
-        leaf = leaves(command.spec).get(key)
         if leaf is None or leaf.type in (str, str | None):
             return Problem((key,), f"cannot read '{text}'", f"quote the value: \"{key}='…'\"")
         example = "" if leaf.default in (None, MISSING_VALUE) else f", such as '{key}={show(leaf.default)}'"
         return Problem((key,), f"cannot read '{text}': {key} must be {describe_values(leaf)}{example}")
+    if leaf is not None and isinstance(override.value(), dict) and key.rpartition(".")[2] not in OPTIONS:
+        return Problem((key,), f"{text} must be {describe_values(leaf)}")
     if override.is_sweep_override() and not multirun:
         return Problem((key,), f"{text} is a sweep: add --multirun, or quote the value")
     value = override.value()

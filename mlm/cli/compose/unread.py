@@ -6,6 +6,7 @@ from typing import Any
 
 from mlm.config.fields import OnlyIf
 from mlm.config.tree import Leaf, leaves, values_of
+from mlm.models.family import family_of, option
 from mlm.util.errors import Problem, show
 
 
@@ -14,8 +15,8 @@ def unread_problems(config: Any, typed: Set[str], written: Set[str]) -> Iterator
     spec: type = type(config)
     known, values = dict(leaves(spec)), values_of(config)
     if "model.kind" in known:  # the options of its family too
-        prefix, family = "model.options.", config.model.family
-        values |= {f"{prefix}{name}": config.model.option(name) for name in family.options}
+        prefix, family = "model.options.", family_of(config.model.kind)
+        values |= {f"{prefix}{name}": option(config.model, name) for name in family.options}
         for name, leaf in leaves(family.settings).items() if family.settings else ():
             known[prefix + name] = replace(leaf, only_if=leaf.only_if and leaf.only_if.within(prefix))
     for key in [key for key in known if key in typed or key in written]:

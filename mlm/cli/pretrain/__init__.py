@@ -3,6 +3,17 @@
 from mlm.cli.command import Command
 from mlm.runs.checks import check_pretrain
 from mlm.runs.config import PretrainConfig
+from mlm.util.errors import Problem
+from mlm.util.system import resolve
+
+
+def check(config: PretrainConfig, *, world_size: int | None, local_devices: int | None) -> list[Problem]:
+    """Problems of a run and of its observers, which import torch. Arguments as of `check_pretrain`."""
+    problems = check_pretrain(config, world_size=world_size, local_devices=local_devices)
+    if config.train.observers:
+        problems += resolve("mlm.training.named_observers:observer_problems")(config.train.observers)
+    return problems
+
 
 COMMANDS = (
     Command(
@@ -10,7 +21,7 @@ COMMANDS = (
         also=("train", "fit"),
         spec=PretrainConfig,
         target="mlm.cli.pretrain.run:run",
-        check=check_pretrain,
+        check=check,
         preflight="mlm.training.preflight:preflight",
         model_of_ckpt="mlm.cli.pretrain.run:model_of_ckpt",
         settles={"schedule.cooldown": "mlm.cli.pretrain.cooldown:settle_cooldown"},

@@ -15,21 +15,21 @@ from typing import Any
 from rich.text import Text
 
 from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.folders import CHECKPOINTS
 from mlm.checkpoint.native.retention import newest_good
-from mlm.checkpoint.native.run_state import LORA, TOKENIZER, VALIDATION_DUE
+from mlm.checkpoint.native.run_state import INCIDENTS, LORA, TOKENIZER, VALIDATION_DUE
 from mlm.cli.pretrain.samples import PromptSampler
 from mlm.config.build import config_digest
 from mlm.config.fields import expand_home
 from mlm.config.imports import is_path
-from mlm.convert.huggingface.folder import read_settings
+from mlm.convert.source import open_source
+from mlm.convert.weights import fill_parameters
 from mlm.data.blend import BlendedDataset
 from mlm.data.blend_checks import normalize_weights
 from mlm.data.blend_history import trained_on
 from mlm.data.sampler import Dataset, FromCorpus, Loader, MicroBatch, eval_batches, first_of_step
-from mlm.inference.base import Base, base_name, load_any_weights
-from mlm.inference.hf_source import load_model_folder
-from mlm.inference.trained import resolve_checkpoint
 from mlm.launch.doctor.folder import check_start
+from mlm.models.family import family_of
 from mlm.optim.config import STABLE_DECAYS
 from mlm.optim.schedule import warmup_warning
 from mlm.parallel.mesh import ParallelContext
@@ -64,9 +64,8 @@ from mlm.training.loop import (
 from mlm.training.memory import reuse_large_blocks, torch_errors_as_user_errors
 from mlm.training.mirror import mirroring
 from mlm.training.observer import Observer
-from mlm.training.resume import claim, continue_data, model_folder, resume
+from mlm.training.resume import claim, continue_data, resume
 from mlm.training.saver import SaveFailedError
-from mlm.training.state import CHECKPOINTS, INCIDENTS
 from mlm.training.trainer import Trainer
 from mlm.training.upcycle import dense_config, start_from_dense
 from mlm.util.errors import UserError, writing_to
@@ -94,29 +93,33 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> int:
         if config.lora.rank:
             load_base(trainer)
         start = resume(trainer)
-        if start is None and not config.lora.rank and (start := model_folder(config)) is not None:
-            start_from_folder(trainer, start)
+        if start is None and config.ckpt is not None and not config.lora.rank:
+            start = start_from_folder(trainer, config.ckpt)
         return train(trainer, out, start, mirror)
 
 
-def start_from_folder(trainer: Trainer, source: Path) -> None:
-    """Fill a trainer's parameters from a model folder of `transformers`, maybe as experts. Collective."""
-    config, ctx = trainer.config, trainer.ctx
-    fill = partial(load_model_folder, folder=source, ctx=ctx, fill=False)
-    if dense_config(config, {"model": asdict(read_settings(source)[2])}) is None:
+def start_from_folder(trainer: Trainer, ckpt: str) -> Path:
+    """Fill a trainer's parameters from a model folder of `transformers`, maybe as experts; return it.
+
+    Collective.
+    """
+    config, ctx, source = trainer.config, trainer.ctx, open_source(ckpt)
+    fill = partial(fill_parameters, source=source, ctx=ctx, initialize=False)
+    if dense_config(config, {"model": asdict(source.model)}) is None:
         fill(trainer.shards)
     else:
         start_from_dense(config.model, trainer.shards, fill)
+    return source.path
 
 
 def load_base(trainer: Trainer) -> None:
     """Load the frozen weights that adapters are trained beside, from `ckpt`. Collective; raises UserError."""
     ckpt = trainer.config.ckpt
     assert ckpt is not None, "checked with the settings"
-    named = resolve_checkpoint(ckpt)
+    source = open_source(ckpt)
     frozen = [shard for shard in trainer.shards if not shard.is_trained]
-    manifest = load_any_weights(frozen, named.path, trainer.ctx, fill=False)
-    trainer.extra_state[LORA] = Base(base_name(ckpt, named.path), manifest.digest).encode()
+    manifest = fill_parameters(frozen, source, trainer.ctx, initialize=False)
+    trainer.extra_state[LORA] = {"base": source.name, "digest": manifest.digest}
 
 
 def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Path], None]) -> int:
@@ -133,7 +136,7 @@ def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Pat
     peak = peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops)
     rows = header(trainer, out, peak, samples)
     warnings = [
-        config.model.family.warning(config.model),
+        family_of(config.model.kind).warning(config.model),
         warmup_warning(config.optimizer, config.schedule, config.train.steps),
         epochs_warning(samples, config.train.steps) if left > 0 else None,
     ]
@@ -159,7 +162,7 @@ def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Pat
             peak=peak,
             tokens_per_step=config.train.global_batch_size * config.data.seq_length,
             seq_length=config.data.seq_length,
-            loss_unit=config.model.family.loss_unit,
+            loss_unit=family_of(config.model.kind).loss_unit,
             mirror=mirror,
         ) as session,
     ):
@@ -347,7 +350,7 @@ def finish_directory(
 ) -> None:
     """Write the run's summary. A full disk then is no failed training."""
     config = trainer.config
-    generates = config.model.family.causal and (out / "tokenizer.json").exists()
+    generates = family_of(config.model.kind).causal and (out / "tokenizer.json").exists()
     kind, scaler = config.model.kind, trainer.scaler
     if scaler.dynamic and 0 < trainer.step == scaler.skipped.item():
         why = "precision.initial_loss_scale=%g: all %d steps overflowed, no weight has changed; set it to %g"
@@ -360,7 +363,7 @@ def finish_directory(
             header=rows,
             total_steps=config.train.steps,
             decays=config.schedule.decay not in STABLE_DECAYS,
-            unit=config.model.family.loss_unit,
+            unit=family_of(config.model.kind).loss_unit,
             prompt="The" if generates else None,
             trusted=kind.partition(":")[0] if is_path(kind) else None,
             validation=[str(prefix) for prefix in validation_prefixes(config.data).values()],
@@ -384,6 +387,6 @@ def model_of_ckpt(ckpt: Any) -> dict[str, Any] | None:
     if not isinstance(ckpt, str) or not Path(expand_home(ckpt)).is_dir():
         return None
     try:
-        return asdict(resolve_checkpoint(expand_home(ckpt)).config.model)
+        return asdict(open_source(expand_home(ckpt)).model)
     except (UserError, OSError):
         return None

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.sampling import NOT_FINITE, Sampling, next_tokens
+from mlm.inference.config import Sampling
+from mlm.inference.sampling import NOT_FINITE, next_tokens
 from mlm.models.backbone import Transformer
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import broadcast

@@ -21,32 +21,19 @@ import torch
 from mlm.checkpoint.native.columns import Chunk, columns_of, tiling_problem
 from mlm.checkpoint.native.format import DTYPES, MAX_DIMS, MAX_NAME
 from mlm.checkpoint.native.slices import Region
-from mlm.convert.dcp.unpickled import PickleError, Record, read_pickle
+from mlm.convert.dcp.unpickled import Name, PickleError, Record, read_pickle
 from mlm.util.errors import CorruptFileError, reading_from
 from mlm.util.files import read_bounded
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 1 << 28
-MAX_OBJECT_BYTES = 1 << 24
-PACKAGE = "torch.distributed.checkpoint"
-CLASSES = f"{PACKAGE}.metadata"
-STORAGE_INFO = f"{PACKAGE}.filesystem._StorageInfo"
+CLASSES = "torch.distributed.checkpoint.metadata"
+STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 FILE_NAME = re.compile(r"[\w-][\w.-]{0,200}\.distcp", re.ASCII)
 DTYPES_BY_NAME = {str(dtype): dtype for dtype in DTYPES.values()}
 COPY_AGAIN = "Copy the whole folder again"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's, by PyTorch's names."""
-
-_DATA = re.compile(
-    r"torch\.distributed\.checkpoint\.(metadata|planner|filesystem|_fsspec_filesystem)\.\w+"
-    r"|torch\.distributed\._shard\.(metadata|sharded_tensor\.metadata)\.\w+"  # before torch 2.3
-    r"|megatron\.core\.dist_checkpointing\.[\w.]+"
-    r"|torch\.(Size|device|strided|u?int\d+|b?float\d+\w*|bool|complex\d+)"
-    r"|torch\.serialization\._get_layout|collections\.(OrderedDict|defaultdict)"
-    r"|pathlib(\._local)?\.(Posix|Pure\w*)?Path|datetime\.timedelta",
-    re.ASCII,
-)
-"""Names that a `.metadata` may hold. None of them is imported."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +56,15 @@ class StoredTensor:
     """They tile it."""
 
 
+@dataclass(frozen=True)
+class DCPTensor:
+    """A tensor to write, in the pieces of which each becomes an item."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    regions: tuple[Region, ...]
+
+
 def read_metadata(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, StoredTensor]:
     """Return the tensors whose names are wanted; of others, and of what is no tensor, nothing is checked.
 
@@ -78,14 +74,12 @@ def read_metadata(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, S
     with _reading(folder) as fields:
         wanted = {
             _name(name): entry
-            for name, entry in _dict(fields.get("state_dict_metadata")).items()
-            if type(entry) is Record
-            and entry.name == f"{CLASSES}.TensorStorageMetadata"
-            and is_wanted(_name(name))
+            for name, entry in fields["state_dict_metadata"].items()
+            if entry.name == f"{CLASSES}.TensorStorageMetadata" and is_wanted(_name(name))
         }
-        infos = _storage_infos(fields.get("storage_data"), wanted)
+        infos = _storage_infos(fields["storage_data"], wanted)
         tensors = {name: _tensor(name, entry, infos) for name, entry in wanted.items()}
-        _check_items(folder, tensors)
+        _check_sizes(folder, tensors)
         _check_tiled(tensors)
     return tensors
 
@@ -94,18 +88,14 @@ def read_objects(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
     """Return items that are no tensors, as torch.save wrote them. Raises as `read_metadata`."""
     found: dict[str, bytes] = {}
     with _reading(folder) as fields:
-        for index, info in _dict(fields.get("storage_data")).items():
-            place = index.fields(f"{CLASSES}.MetadataIndex") if type(index) is Record else {}
-            name = str(place.get("fqn"))
-            if name not in names or place.get("offset") is not None:
-                continue
-            file, begin, length = _storage_info(name, info)
-            _check_regular(folder / file)
-            if length > MAX_OBJECT_BYTES:
-                raise PickleError(f"{name}: {length} bytes, {MAX_OBJECT_BYTES} is the limit")
-            with open(folder / file, "rb") as f:
-                f.seek(begin)
-                found[name] = f.read(length)
+        for index, info in fields["storage_data"].items():
+            place = index.fields(f"{CLASSES}.MetadataIndex")
+            if place["fqn"] in names and place.get("offset") is None:
+                file, begin, length = _storage_info(place["fqn"], info)
+                _regular_size(folder / file)
+                with open(folder / file, "rb") as f:
+                    f.seek(begin)
+                    found[place["fqn"]] = f.read(length)
     return found
 
 
@@ -115,29 +105,20 @@ def _reading(folder: Path) -> Iterator[dict[str, Any]]:
     path = folder / METADATA
     try:
         with reading_from(path, COPY_AGAIN):
-            _check_regular(path)
-            value = read_pickle(read_bounded(path, MAX_METADATA_BYTES, COPY_AGAIN), _is_data)
-            if type(value) is not Record:
-                raise PickleError("holds no Metadata")
+            _regular_size(path)
+            value = read_pickle(read_bounded(path, MAX_METADATA_BYTES, COPY_AGAIN))
             yield value.fields(f"{CLASSES}.Metadata")
-    except PickleError as error:
-        raise CorruptFileError(f"{path}: {error}; nothing was executed. {COPY_AGAIN}") from error
+    except (PickleError, AttributeError, LookupError, TypeError) as error:
+        reason = error if isinstance(error, PickleError) else "is no Metadata as PyTorch writes it"
+        raise CorruptFileError(f"{path}: {reason}; nothing was executed. {COPY_AGAIN}") from error
 
 
-def _is_data(name: str) -> bool:
-    return _DATA.fullmatch(name) is not None
-
-
-def _check_regular(path: Path) -> None:
-    """Raise PickleError for a link, a device or a FIFO, which could lead anywhere."""
-    if not stat.S_ISREG(path.lstat().st_mode):
+def _regular_size(path: Path) -> int:
+    """Return the bytes of a file. Raises PickleError for a link, a device or a FIFO, which lead anywhere."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
         raise PickleError(f"{path.name} is a link or no plain file")
-
-
-def _dict(value: Any) -> dict[Any, Any]:
-    if type(value) is not dict:
-        raise PickleError("lists no tensors")
-    return value
+    return status.st_size
 
 
 def _name(value: Any) -> str:
@@ -148,17 +129,15 @@ def _name(value: Any) -> str:
 
 def _numbers(value: Any) -> tuple[int, ...]:
     """Return the whole numbers of a torch.Size."""
-    if type(value) is not Record or value.name != "torch.Size" or len(value.args) != 1:
-        raise PickleError("a shape is no torch.Size")
     numbers = value.args[0]
-    if type(numbers) not in (tuple, list) or len(numbers) > MAX_DIMS:
+    if value.name != "torch.Size" or type(numbers) not in (tuple, list) or len(numbers) > MAX_DIMS:
         raise PickleError(f"a shape is no list of at most {MAX_DIMS} numbers")
     return tuple(map(_whole, numbers))
 
 
 def _whole(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
-        raise PickleError(f"{str(value)[:40]} is not a whole number in range")
+        raise PickleError("an offset, a size or a length is not a whole number in range")
     return value
 
 
@@ -167,76 +146,60 @@ def _storage_infos(
 ) -> dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]:
     """Return (tensor, offset) -> (file, first byte, bytes) of the wanted tensors."""
     infos: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
-    for index, info in _dict(value).items():
-        if type(index) is not Record or type(info) is not Record:
-            raise PickleError("storage_data holds no indices")
+    for index, info in value.items():
         fields = index.fields(f"{CLASSES}.MetadataIndex")
-        name, offset = _name(fields.get("fqn")), fields.get("offset")
-        if name not in wanted:
-            continue
-        if offset is None:
-            raise PickleError(f"{name}: an index has no offset")
-        key = name, _numbers(offset)
-        if key in infos:
-            raise PickleError(f"{name}: two items at offset {list(key[1])}")
-        infos[key] = _storage_info(name, info)
+        if (name := _name(fields["fqn"])) in wanted:
+            key = name, _numbers(fields["offset"])
+            if key in infos:
+                raise PickleError(f"{name}: two items at offset {list(key[1])}")
+            infos[key] = _storage_info(name, info)
     return infos
 
 
 def _storage_info(name: str, info: Record) -> tuple[str, int, int]:
     place = info.fields(STORAGE_INFO)
-    file = place.get("relative_path")
+    file = place["relative_path"]
     if type(file) is not str or not FILE_NAME.fullmatch(file):
         raise PickleError(f"{name}: the file name {ascii(file)[:60]} is not allowed")
     if place.get("transform_descriptors"):
         raise PickleError(f"{name}: is compressed or encrypted by an extension, which is not supported")
-    return file, _whole(place.get("offset")), _whole(place.get("length"))
+    return file, _whole(place["offset"]), _whole(place["length"])
 
 
 def _tensor(name: str, entry: Record, infos: Mapping[Any, tuple[str, int, int]]) -> StoredTensor:
     fields = entry.fields(f"{CLASSES}.TensorStorageMetadata")
-    properties, chunks = fields.get("properties"), fields.get("chunks")
-    state = properties.state if type(properties) is Record else None
-    dtype = state[0] if type(state) is tuple and state else None
-    if type(state) is dict:
-        dtype = state.get("dtype")
-    if str(dtype) not in DTYPES_BY_NAME:
-        raise PickleError(f"{name} has the dtype {str(dtype)[:40]}, which is not supported")
+    state, chunks = fields["properties"].state, fields["chunks"]
+    named = state["dtype"] if type(state) is dict else state[0]
+    if type(named) is not Name or named not in DTYPES_BY_NAME:
+        raise PickleError(f"{name} has a dtype which is not supported")
+    dtype, shape = DTYPES_BY_NAME[named], _numbers(fields["size"])
     if type(chunks) is not list or len(chunks) > len(infos):
         raise PickleError(f"{name}: has no list of chunks, or more than are stored")
-    shape = _numbers(fields.get("size"))
     pieces = []
     for chunk in chunks if 0 not in shape else []:
-        if type(chunk) is not Record:
-            raise PickleError(f"{name}: a chunk is no object")
         place = chunk.fields(f"{CLASSES}.ChunkStorageMetadata")
-        region = Region(_numbers(place.get("offsets")), _numbers(place.get("sizes")))
+        region = Region(_numbers(place["offsets"]), _numbers(place["sizes"]))
         if len(region.offset) != len(shape) or len(region.size) != len(shape):
             raise PickleError(f"{name}: a chunk has other dims than its shape {list(shape)}")
         if (name, region.offset) not in infos:
             raise PickleError(f"{name}: the chunk at {list(region.offset)} is not stored")
         piece = StoredPiece(region, *infos[name, region.offset])
-        if region.volume * DTYPES_BY_NAME[str(dtype)].itemsize > piece.length:
+        if region.volume * dtype.itemsize > piece.length:
             raise PickleError(f"{name}: {piece.length} bytes are stored of the chunk {list(region.size)}")
         pieces.append(piece)
-    return StoredTensor(shape, DTYPES_BY_NAME[str(dtype)], tuple(pieces))
+    return StoredTensor(shape, dtype, tuple(pieces))
 
 
-def _check_items(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise PickleError unless items lie in files of the folder and share no byte."""
-    by_file: dict[str, list[tuple[int, int, str]]] = {}
+def _check_sizes(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise PickleError for an item that ends beyond its file."""
+    sizes: dict[str, int] = {}
     for name, tensor in tensors.items():
         for piece in tensor.pieces:
-            by_file.setdefault(piece.file, []).append((piece.begin, piece.length, name))
-    for file, items in by_file.items():
-        _check_regular(folder / file)
-        end, bytes_there = 0, (folder / file).stat().st_size
-        for begin, length, name in sorted(items):
-            if begin < end:
-                raise PickleError(f"{name}: its item at byte {begin} of {file} overlaps another")
-            end = begin + length
-            if end > bytes_there:
-                raise PickleError(f"{name}: its item ends at byte {end} of {file}, of {bytes_there}")
+            if piece.file not in sizes:
+                sizes[piece.file] = _regular_size(folder / piece.file)
+            end = piece.begin + piece.length
+            if end > sizes[piece.file]:
+                raise PickleError(f"{name}: its item ends at byte {end} of {piece.file}, which is shorter")
 
 
 def _check_tiled(tensors: Mapping[str, StoredTensor]) -> None:

@@ -1,8 +1,8 @@
 """Llama 3 and Qwen 3 as torchtitan names and orders them in a DCP folder, read and written.
 
 Such a folder records no sizes of heads and no settings: its model comes from a config.json. A tied output
-layer is stored too. Written are the names of torchtitan 0.2, `TORCHTITAN` in mlm/convert/megatron/llama.py;
-those of 2026, attention.qkv_linear.wq and lm_head, are read.
+layer is stored too. Written are the names of torchtitan 0.2; those of 2026, attention.qkv_linear.wq and
+lm_head, are read. Source: pytorch/torchtitan, state_dict_adapter.py of models/llama3 and models/qwen3.
 """
 
 from collections.abc import Callable
@@ -16,34 +16,87 @@ from torch import Tensor
 from mlm.checkpoint.native.compare import are_equal
 from mlm.checkpoint.native.slices import Read, Region
 from mlm.checkpoint.parameters import parameters
-from mlm.convert.dcp.metadata import MOMENTS, read_metadata
+from mlm.convert.dcp.metadata import MOMENTS, DCPTensor, read_metadata
 from mlm.convert.dcp.storage import DCPReader
-from mlm.convert.dcp.writer import DCPTensor
-from mlm.convert.megatron.llama import TORCHTITAN, torchtitan_problem, torchtitan_weaves
-from mlm.convert.megatron.mapping import split_layer
-from mlm.convert.woven import reweave
+from mlm.convert.megatron.model import stored_parameters
+from mlm.convert.row_layouts import RowLayout, RowLayouts, reorder_rows, short_name, split_layer
 from mlm.models.config import ModelConfig
+from mlm.models.llama.settings import LlamaSettings, num_blocks
+from mlm.models.shape import is_tied
 from mlm.util.errors import CorruptFileError, UserError
 
+TORCHTITAN = {
+    "token.weight": "tok_embeddings.weight",
+    "final_norm.weight": "norm.weight",
+    "output.weight": "output.weight",
+    "attention_norm.weight": "attention_norm.weight",
+    "attention.q.weight": "attention.wq.weight",
+    "attention.k.weight": "attention.wk.weight",
+    "attention.v.weight": "attention.wv.weight",
+    "attention.query_norm.weight": "attention.q_norm.weight",
+    "attention.key_norm.weight": "attention.k_norm.weight",
+    "attention.out.weight": "attention.wo.weight",
+    "mlp_norm.weight": "ffn_norm.weight",
+    "mlp.gate.weight": "feed_forward.w1.weight",
+    "mlp.up.weight": "feed_forward.w3.weight",
+    "mlp.down.weight": "feed_forward.w2.weight",
+}
+"""Names in Megatron's manner, queries, keys, values, gates and inputs apart -> torchtitan's."""
 TOKEN_TABLE = TORCHTITAN["token.weight"]
 OUTPUT = TORCHTITAN["output.weight"]
 STATE = "optimizer.state."
 _OTHER = ("optimizer.", "lr_scheduler", "dataloader", "train_state", "freqs_cis")
 
 
+def row_layouts(model: ModelConfig) -> RowLayouts:
+    """Return the tensors of attention and MLP, ours and theirs.
+
+    Its Llama turns dimensions 2i and 2i + 1 of a head, ours i and i + D/2; its Qwen 3 is like ours.
+    """
+    settings = LlamaSettings.of(model)
+    half, kv = settings.head_dim // 2, settings.num_kv_heads
+
+    def halves(name: str, heads: int) -> tuple[tuple[str, int], ...]:
+        return ((f"{name}.first", heads * half), (f"{name}.second", heads * half))
+
+    def layout(name: str, heads: int) -> RowLayout:
+        return RowLayout(halves(name, heads), heads if settings.qk_norm else heads * half)
+
+    q, k, v = halves("q", model.num_heads), halves("k", kv), ("v", kv * settings.head_dim)
+    gate, up = ("gate", model.ffn_size), ("up", model.ffn_size)
+    ours = {
+        "attention.query.weight": RowLayout(q, model.num_heads),
+        "attention.kv.weight": RowLayout((*k, v), kv),
+        "mlp.up.weight": RowLayout((gate, up), num_blocks(model)),
+    }
+    theirs = {
+        "attention.q.weight": layout("q", model.num_heads),
+        "attention.k.weight": layout("k", kv),
+        "attention.v.weight": RowLayout((v,), 1),
+        "mlp.gate.weight": RowLayout((gate,), 1),
+        "mlp.up.weight": RowLayout((up,), 1),
+    }
+    return RowLayouts(ours, theirs)
+
+
+def problem(model: ModelConfig) -> str | None:
+    """Return why torchtitan has no such model."""
+    settings = LlamaSettings.of(model)
+    if settings.num_experts:
+        return "it has experts, which are converted to hf alone"
+    if settings.qkv_bias or settings.window or settings.rotary_fraction != 1:
+        return "it has biases, a window or a rotary fraction, which torchtitan's Llama 3 and Qwen 3 lack"
+    return None
+
+
 def stored_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of torchtitan's tensors by our names for them. Raises UserError if it has none."""
     if model.kind != "llama":
         raise UserError(f"model.kind={model.kind}: torchtitan's names are of Llama 3 and Qwen 3")
-    if problem := torchtitan_problem(model):
-        raise UserError(f"torchtitan has no such model: {problem}")
-    weaves = torchtitan_weaves(model)
-    ours = {name: one.shape for name, one in parameters(model).items()}
-    kept = {name: shape for name, shape in ours.items() if split_layer(name)[1] not in weaves.ours}
-    for layer in range(model.num_layers):
-        for short, woven in weaves.theirs.items():
-            kept[f"layers.{layer}.{short}"] = (woven.rows, model.hidden_size)
-    return kept
+    if reason := problem(model):
+        raise UserError(f"torchtitan has no such model: {reason}")
+    stored = stored_parameters(model, row_layouts(model))
+    return {name: one.shape for name, one in stored.items()}
 
 
 def torchtitan_name(name: str) -> str:
@@ -64,11 +117,11 @@ class TorchtitanReader:
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         """Compare names and shapes. Raises UserError and CorruptFileError."""
         self.model, self.shapes = model, stored_shapes(model)
-        self.weaves = torchtitan_weaves(model)
+        self.layouts = row_layouts(model)
         tensors = read_metadata(folder, lambda name: not name.startswith(_OTHER))
         stored = {usual_name(name): name for name in tensors}
         wanted = {torchtitan_name(name): shape for name, shape in self.shapes.items()}
-        if model.is_tied and OUTPUT in stored:
+        if is_tied(model) and OUTPUT in stored:
             wanted[OUTPUT] = self.shapes["token.weight"]
         for theirs in sorted({*stored, *wanted}):
             held = list(tensors[stored[theirs]].shape) if theirs in stored else "missing"
@@ -80,17 +133,17 @@ class TorchtitanReader:
                 )
         self.names = {name: stored[torchtitan_name(name)] for name in self.shapes}
         self.reader = DCPReader(folder, tensors)
-        if model.is_tied and OUTPUT in stored:
+        if is_tied(model) and OUTPUT in stored:
             self._check_tied(stored[OUTPUT])
 
     def read(self, name: str, region: Region) -> Tensor:
         """Return those elements of a parameter, float32."""
-        if split_layer(name)[1] not in self.weaves.ours:
+        if short_name(name) not in self.layouts.ours:
             return self._load(name, region)
-        value = reweave(
+        value = reorder_rows(
             name,
-            self.weaves.theirs,
-            self.weaves.ours,
+            self.layouts.theirs,
+            self.layouts.ours,
             lambda one: self._load(one, Region.whole(self.shapes[one])),
         )
         return value[region.within(Region.whole(value.shape))]
@@ -130,18 +183,20 @@ def torchtitan_tensors(
     model: ModelConfig, read: Read, dtype: torch.dtype
 ) -> tuple[dict[str, DCPTensor], Callable[[str, Region], Tensor]]:
     """Return torchtitan's tensors for a DCP folder, and what makes them of ours. Raises UserError."""
-    shapes, weaves = stored_shapes(model), torchtitan_weaves(model)
+    shapes, layouts = stored_shapes(model), row_layouts(model)
     ours = {name: one.shape for name, one in parameters(model).items()}
     names = {torchtitan_name(name): name for name in shapes}
 
     def make(theirs: str, region: Region) -> Tensor:
         name = names[theirs]
-        if split_layer(name)[1] not in weaves.theirs:
+        if short_name(name) not in layouts.theirs:
             return read(name, region).to(dtype)
-        value = reweave(name, weaves.ours, weaves.theirs, lambda one: read(one, Region.whole(ours[one])))
+        value = reorder_rows(
+            name, layouts.ours, layouts.theirs, lambda one: read(one, Region.whole(ours[one]))
+        )
         return value.to(dtype)
 
-    if model.is_tied:
+    if is_tied(model):
         names[OUTPUT] = "token.weight"
     forms = {theirs: DCPTensor(shapes[n], dtype, (Region.whole(shapes[n]),)) for theirs, n in names.items()}
     return forms, make

@@ -1,4 +1,4 @@
-"""`mlm export gguf`: a Llama, Mistral, Qwen or mixture as one file for llama.cpp and what is built on it.
+"""A Llama, Mistral, Qwen or mixture as one file for llama.cpp and what is built on it.
 
 Keys and names of tensors are those of the `gguf` package, what they hold is what llama.cpp's converter
 writes. Matrices are of the chosen type, norms, biases and routers float32. Before the file is named, the
@@ -17,14 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-import mlm
-from mlm.cli.conversion_settings import ExportGGUFConfig
-from mlm.cli.result import show_table
 from mlm.convert.gguf.llama_cpp import LlamaCpp, is_installed
 from mlm.convert.gguf.vocabulary import compare_tokens, composes, vocabulary
-from mlm.convert.huggingface.llama import model_type
-from mlm.convert.huggingface.target import hf_mapping, token_ids
-from mlm.convert.sources import Source, native_source
+from mlm.convert.huggingface.export import hf_mapping, token_ids
+from mlm.convert.huggingface.llama_variants import VARIANTS, model_type
+from mlm.convert.source import Source, open_checkpoint
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
 from mlm.models.llama.rope import frequencies
@@ -32,7 +29,7 @@ from mlm.models.llama.settings import LlamaSettings
 from mlm.runs.folder import GB
 from mlm.util.errors import UserError
 from mlm.util.extras import load_extra
-from mlm.util.results import CREATOR, is_stream, result_problems, target_name, write_result
+from mlm.util.results import CREATOR, is_stream, write_result
 
 EXTRA = "gguf"
 ARCHITECTURES = {
@@ -53,11 +50,12 @@ LLAMA_CPP_YARN = {"rope_beta_fast": 32.0, "rope_beta_slow": 1.0, "rope_truncate"
 EXPERT = re.compile(r"(?<=\.experts)\.\d+")
 
 
-def preflight(config: ExportGGUFConfig) -> list[str]:
-    """Return what is wrong with the checkpoint and `out`; no tensor is read."""
+def export_problems(ckpt: str) -> list[str]:
+    """Return why a checkpoint cannot become a file for llama.cpp; no tensor is read."""
     try:
         load_extra("gguf", "mlm export gguf", EXTRA)
-        source = native_source(config.ckpt)
+        source = open_checkpoint(ckpt)
+        source.check()
         hf_mapping(source)
         if problem := model_problem(source):
             return [f"{source.path}: {problem}"]
@@ -65,7 +63,7 @@ def preflight(config: ExportGGUFConfig) -> list[str]:
             vocabulary(source.tokenizer, source.model.vocab_size)
     except UserError as error:
         return list(error.problems)
-    return result_problems(config.out)
+    return []
 
 
 def model_problem(source: Source) -> str | None:
@@ -92,23 +90,23 @@ def model_problem(source: Source) -> str | None:
     return None
 
 
-def run(config: ExportGGUFConfig) -> None:
-    """Write the file, try it in llama.cpp and print a table. Raises UserError."""
+def export_gguf(
+    source: Source, out: str, kind: str, *, logits: Callable[[Tensor], Tensor] | None
+) -> tuple[dict[str, object], list[str]]:
+    """Write the file, whose matrices are of type `kind`, and try it in llama.cpp; return columns and notes.
+
+    `logits` returns those of the model for tokens [B, S]; None tries nothing. Raises UserError.
+    """
     gguf: Any = load_extra("gguf", "mlm export gguf", EXTRA)
-    source = native_source(config.ckpt)
     source.digests()
-    writer = prepare(gguf, source, config.type)
-    is_tried = is_installed() and config.verify and not is_stream(config.out)
-    check = partial(check_in_llama_cpp, source, config) if is_tried else None
-    write_result(config.out, partial(write, gguf, writer, check))
+    writer = prepare(gguf, source, kind)
+    check = None
+    if logits is not None and is_installed() and not is_stream(out):
+        check = partial(check_in_llama_cpp, source, out, kind, logits)
+    write_result(out, partial(write, gguf, writer, check))
     size = sum(tensor.nbytes for tensors in writer.tensors for tensor in tensors.values())
-    columns: dict[str, object] = {
-        "architecture#": writer.arch,
-        "type#": config.type,
-        "GB#": f"{size / GB:.3g}",
-    }
-    notes = notes_of(source, is_tried=is_tried)
-    show_table(f"export gguf · {source.path}", columns, notes, f"written to {target_name(config.out)}")
+    columns = {"architecture#": writer.arch, "type#": kind, "GB#": f"{size / GB:.3g}"}
+    return columns, notes_of(source, is_tried=check is not None)
 
 
 def notes_of(source: Source, *, is_tried: bool) -> list[str]:
@@ -175,19 +173,21 @@ def write(gguf: Any, writer: Any, check: Callable[[BinaryIO], None] | None, file
         check(file)
 
 
-def check_in_llama_cpp(source: Source, config: ExportGGUFConfig, file: BinaryIO) -> None:
+def check_in_llama_cpp(
+    source: Source, out: str, kind: str, logits: Callable[[Tensor], Tensor], file: BinaryIO
+) -> None:
     """Compare tokens and logits in llama.cpp. Raises UserError if they differ."""
     llama = LlamaCpp(Path(file.name))
     if source.tokenizer is not None:
         compare_tokens(source.tokenizer, llama.tokens)
     count = min(PROBED_TOKENS, context_length(source.model))
     ids = torch.arange(count).mul(PRIME).remainder(source.model.vocab_size)
-    want = mlm.load(config.ckpt).logits(ids[None])[0].float()
+    want = logits(ids[None])[0].float()
     error = ((llama.logits(ids.tolist()) - want).square().mean().sqrt() / want.std()).item()
-    if not error <= LOGIT_ERRORS[config.type]:
+    if not error <= LOGIT_ERRORS[kind]:
         raise UserError(
-            f"out={config.out}: llama.cpp computes other logits than mlm, by {error:.3g} standard deviations "
-            f"({LOGIT_ERRORS[config.type]:g} is what type={config.type} rounds); nothing is written"
+            f"out={out}: llama.cpp computes other logits than mlm, by {error:.3g} standard deviations "
+            f"({LOGIT_ERRORS[kind]:g} is what type={kind} rounds); nothing is written"
         )
 
 
@@ -218,7 +218,7 @@ def add_settings(gguf: Any, writer: Any, source: Source, kind: str) -> None:
     writer.add_context_length(context_length(model))
     writer.add_embedding_length(model.hidden_size)
     writer.add_block_count(model.num_layers)
-    is_all_experts = model_type(model) in ("mixtral", "olmoe")
+    is_all_experts = VARIANTS[model_type(model)].is_all_experts
     writer.add_feed_forward_length(settings.expert_ffn_size if is_all_experts else model.ffn_size)
     if settings.num_experts:
         writer.add_expert_count(settings.num_experts)

@@ -7,7 +7,7 @@ config.json and their defaults: the documentation of BertConfig and MegatronBert
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from mlm.data.vocabulary_files import UNK
 from mlm.models.backbone import Transformer
 from mlm.models.bert.model import BERT
 from mlm.models.config import ModelConfig
+from mlm.models.shape import is_tied
 from mlm.util.errors import ConfigError, UserError
 
 PREFIX = "bert."
@@ -151,9 +152,8 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
 def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
     """Return the config.json that the class of the model's head loads."""
     return {
-        **_KEYS[model.norm].write(model, architecture(model)),
+        **_KEYS[model.norm].write({**asdict(model), "ffn_hidden_size": model.ffn_size}, architecture(model)),
         "model_type": "bert" if model.norm == "post" else "megatron-bert",
-        "intermediate_size": model.ffn_size,
         "pad_token_id": ids.pad,
         **(hf.label_entries(model, ids.labels) if model.head == "classification" else {}),
     }
@@ -224,7 +224,7 @@ def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> hf.Outputs:
     assert isinstance(stage, BERT)
     rows = y.transpose(0, 1)[mask]  # [R, H]
     pooled = stage.pool(y)
-    if not stage.config.is_tied:
+    if not is_tied(stage.config):
         return {"hidden states": rows, "pooled states": pooled[0]}
     return {"token logits": stage.token_logits(rows), "order logits": stage.sop_head(pooled)[0]}
 
@@ -254,7 +254,7 @@ MAPPING = hf.HuggingFaceMapping(
     prefix=PREFIX,
     head_prefixes=("cls.", "classifier.", "qa_outputs."),
     plain=plain_name,
-    tied={  # the output layer is the token table, with a separate bias
+    copies=lambda model: {  # the output layer is the token table, with a separate bias
         "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },

@@ -1,4 +1,4 @@
-"""A model folder of `transformers`, read without it: settings, files and the tensors they hold.
+"""A model folder of `transformers`, or of the Hub, read without it: settings, files, names of tensors.
 
 Only JSON and safetensors are read. Nothing in the folder is executed, sizes are bounded before anything is
 read, and no file outside it is opened: links are followed only as the Hub's cache makes them (snapshots/… ->
@@ -10,10 +10,13 @@ import re
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from mlm.checkpoint.native.format import JSON
 from mlm.checkpoint.native.shard_file import Stored, read_safetensors_header
+from mlm.convert.huggingface.families import mapping_of_kind
 from mlm.convert.huggingface.mapping import (
     FolderContent,
     HuggingFaceMapping,
@@ -22,9 +25,9 @@ from mlm.convert.huggingface.mapping import (
     show,
     token_ids_to_keep,
 )
-from mlm.models.config import ModelConfig
-from mlm.models.family import SHIPPED, family_of
+from mlm.models.config import KINDS, ModelConfig
 from mlm.util.errors import CorruptFileError, UserError, reading_from
+from mlm.util.extras import go_offline_without_hub
 from mlm.util.files import parse_json, read_bounded
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -40,10 +43,15 @@ SMALL_FILES = (
 """All files that are read in addition to the tensors."""
 EXPORTED_AGAIN = ("README.md", "additional_chat_templates/*.jinja")
 """Files that decide nothing, and which an export has again."""
+TENSOR_FILES = ("model.safetensors", "model-*-of-*.safetensors")
+"""Patterns of the tensors to fetch from the Hub: no pickle, no code."""
+EXTRA = "pip install 'mlm[hf]'"
 ADAPTER = "adapter_config.json"
 
 MAX_BYTES = {CONFIG: 1 << 20, ADAPTER: 1 << 20, INDEX: 1 << 26} | dict.fromkeys(TOKENIZER, 1 << 28)
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\.safetensors")  # no separator, not hidden
+COMMIT = re.compile(r"[0-9a-f]{40}")
+NOT_CACHED = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 SAVE_AGAIN = "Download or save it again"
 WRAPPERS = ("module.", "_orig_mod.")
@@ -156,10 +164,10 @@ def read_settings(folder: Path) -> tuple[HuggingFaceMapping, dict[str, JSON], Mo
             f"{folder}: {ADAPTER}: holds an adapter, whose weights are not in the model. Merge it "
             f"(merge_and_unload of peft), save the model, and name that folder"
         )
-    mappings = [mapping for kind in SHIPPED if (mapping := family_of(kind).huggingface)]
-    mapping = next((each for each in mappings if raw.get("model_type") in each.model_types), None)
+    known = [mapping_of_kind(kind) for kind in KINDS]
+    mapping = next((each for each in known if raw.get("model_type") in each.model_types), None)
     if mapping is None:
-        supported = ", ".join(name for each in mappings for name in each.model_types)
+        supported = ", ".join(name for each in known for name in each.model_types)
         raise UserError(
             f"{path}: model_type={show(raw.get('model_type'))} is not a model of ours; supported: {supported}"
         )
@@ -267,3 +275,49 @@ def _no_weights(folder: Path) -> str:
         f"{other}: only {WEIGHTS} and {INDEX} are read: a pickle could run any code. Is there a safetensors "
         "version? Else load it where you trust it, by transformers, and name what save_pretrained writes"
     )
+
+
+def fetch(repository: str, revision: str | None, setting: str) -> Path:
+    """Download a model's settings, tokenizer and tensors; `setting` is the key for messages.
+
+    Raises UserError in one line for any failure.
+    """
+    read_settings(download(repository, revision, SMALL_FILES, setting))  # before gigabytes in vain
+    return download(repository, revision, (*SMALL_FILES, *TENSOR_FILES, *EXPORTED_AGAIN), setting)
+
+
+def download(repository: str, revision: str | None, patterns: tuple[str, ...], setting: str) -> Path:
+    """Download the files that match, and return their folder in the Hub's cache. Raises UserError."""
+    go_offline_without_hub()
+    try:
+        hub: Any = import_module("huggingface_hub")  # optional
+    except ImportError as error:
+        raise UserError(
+            f"{setting}={repository}: no such folder; to ask the Hub for it, {EXTRA} (huggingface_hub)"
+        ) from error
+    try:
+        folder = hub.snapshot_download(repository, revision=revision, allow_patterns=list(patterns))
+    except Exception as error:  # the library raises many kinds, those of its HTTP client too
+        lines = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        if type(error).__name__ in NOT_CACHED:
+            reason = "out of reach from here, and its cache does not hold it"
+        at = "" if revision is None else f" revision={revision}"
+        raise UserError(
+            f"{setting}={repository}{at}: no such folder, and the Hub does not give it ({reason}). "
+            f"Fix the id or the connection, or give a folder with config.json and model.safetensors"
+        ) from error
+    return Path(folder)
+
+
+def commit_of(folder: Path) -> str | None:
+    """Return the commit that a folder of the Hub's cache is a snapshot of."""
+    return folder.name if COMMIT.fullmatch(folder.name) else None
+
+
+def model_name(folder: Path) -> str:
+    """Return the name of a model folder: its last component, or its name on the Hub."""
+    resolved = folder.resolve()
+    if resolved.parent.name == "snapshots":  # models--OWNER--NAME/snapshots/COMMIT
+        return resolved.parents[1].name.rpartition("--")[2]
+    return resolved.name

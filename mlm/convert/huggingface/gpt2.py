@@ -6,7 +6,7 @@ Keys of config.json and their defaults: the documentation of GPT2Config
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -107,7 +107,7 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
 def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
     """Return the config.json that the class of the model's head loads."""
     return {
-        **_KEYS.write(model, ARCHITECTURES[model.head]),
+        **_KEYS.write(asdict(model), ARCHITECTURES[model.head]),
         "model_type": "gpt2",
         "bos_token_id": ids.eod,
         "eos_token_id": ids.eod,
@@ -172,7 +172,7 @@ MAPPING = hf.HuggingFaceMapping(
     prefix=PREFIX,
     head_prefixes=("score.", "qa_outputs."),
     plain=lambda name: name.removeprefix(PREFIX),
-    tied={"lm_head.weight": "wte.weight"},
+    copies=lambda model: {"lm_head.weight": "wte.weight"},
     ignored=re.compile(r"h\.\d+\.attn\.(bias|masked_bias)"),  # causal masks, stored by old versions
     read=read_config,
     content=content,

@@ -1,178 +1,100 @@
-"""Llama, Mistral, Qwen 2, Qwen 3 and mixtures of experts as `transformers` stores them.
+"""The Llama family as `transformers` stores it: Llama, Mistral, Qwen, OLMoE, DeepSeek-V3 (llama_variants.py).
 
-Keys of config.json and their defaults: the documentation of LlamaConfig, MistralConfig, Qwen2Config and
-Qwen3Config (https://huggingface.co/docs/transformers/model_doc/llama, …/mistral, …/qwen2, …/qwen3). What
-mixtures of experts have beyond them: huggingface_moe.py.
+Each expert has tensors of its own there, one of all experts here.
 """
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 
+from mlm.config.tree import leaves
 from mlm.convert.huggingface import mapping as hf
 from mlm.convert.huggingface.gpt2 import hf_outputs, our_outputs
-from mlm.convert.huggingface.llama_moe import (
-    EXPERT_KEYS,
-    expert_problem,
-    mlp_locations,
-    predictors,
-)
 from mlm.convert.huggingface.llama_rope import read_rope, write_rope
+from mlm.convert.huggingface.llama_variants import VARIANTS, Variant, model_type
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
-from mlm.models.llama.settings import DEFAULTS, LlamaSettings, model_problem
+from mlm.models.llama.settings import DEFAULTS, LlamaSettings, is_of_experts, model_problem, num_blocks
 from mlm.util.errors import ConfigError, UserError
 
 PREFIX = "model."
-NAMES = {
-    **{"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"},
-    **{"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe", "deepseek_v3": "DeepseekV3"},
-}
-"""model_type -> prefix of its classes."""
-MOST_LAYERS = 10_000
 NO_LOSS = "output_router_logits=true: a loss of balance is not kept; to train, choose model.options.balance"
 QUANTISED = (
     "quantization_config: quantised weights, such as fp8 with block scales, are not supported; save them in "
     "bfloat16, without quantization_config"
 )
-
-_NO_BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
-_NO_EXPERTS = {
-    **{"num_experts": (None, 0, 1), "num_local_experts": (None, 0, 1)},
-    "n_routed_experts": (None, 0),
-}
-_FIXED = hf.UNSUPPORTED | {
-    "is_causal": (True,),
-    "hidden_act": (*hf.SILU, *hf.EXACT_GELU, *hf.TANH_GELU),
-    "logit_scale": (None, 1.0),
-    "attention_multiplier": (None,),
-}
-_TYPES = hf.TYPES | {
-    "rope_parameters": (dict, hf.NULL),
-    "sliding_window": (int, hf.NULL),
-    "use_sliding_window": (bool,),
-    "max_window_layers": (int,),
-    "mlp_only_layers": (list, hf.NULL),
-    "norm_topk_prob": (bool,),
-}
-_NUMBERS = {
-    "rms_norm_eps": hf.NumberKey("layer_norm_eps", 1e-6),
-    "initializer_range": hf.NumberKey("init_std", 0.02, below=1e3),
-    "attention_dropout": hf.NumberKey("attention_dropout", 0.0),
-}
-
-
-def _keys(
-    ffn: int,
-    kv_heads: int | None,
-    positions: int,
-    vocabulary: int,
-    head_dim: int | None,
-    *,
-    experts: str | None = None,
-) -> hf.ConfigKeys:
-    """Keys of config.json with the defaults of one of the model types; `experts` names that of a mixture."""
-    more = EXPERT_KEYS[experts] if experts else None
-    return hf.ConfigKeys(
-        activation="hidden_act",
-        fixed={**_FIXED, **_NO_BIASES, **(more.fixed if more else _NO_EXPERTS)},
-        sizes={
-            "vocab_size": hf.SizeKey("vocab_size", vocabulary, 1 << 24),
-            "hidden_size": hf.SizeKey("hidden_size", 4096, 1 << 20),
-            "num_hidden_layers": hf.SizeKey("num_layers", 32, MOST_LAYERS),
-            "num_attention_heads": hf.SizeKey("num_heads", 32, 1 << 20),
-            "num_key_value_heads": hf.SizeKey("", kv_heads, 1 << 20),
-            "intermediate_size": hf.SizeKey("ffn_hidden_size", ffn, 1 << 24),
-            "max_position_embeddings": hf.SizeKey("max_positions", positions, 1 << 30),
-            "head_dim": hf.SizeKey("", head_dim, 1 << 16),
-            **({key: size._replace(ours="") for key, size in more.sizes.items()} if more else {}),
-        },
-        numbers={**_NUMBERS, **(more.numbers if more else {})},
-        types=_TYPES,
-    )
-
-
-_KEYS = {
-    "llama": _keys(11008, None, 2048, 32000, None),
-    "mistral": _keys(14336, 8, 4096 * 32, 32000, None),
-    "qwen2": _keys(22016, 32, 32768, 151936, None),
-    "qwen3": _keys(22016, 32, 32768, 151936, 128),
-    "mixtral": _keys(14336, 8, 4096 * 32, 32000, None, experts="mixtral"),
-    "qwen3_moe": _keys(6144, 4, 32768, 151936, None, experts="qwen3_moe"),
-    "olmoe": _keys(2048, None, 4096, 50304, None, experts="olmoe"),
-    "deepseek_v3": _keys(18432, None, 4096, 129280, None, experts="deepseek_v3"),
-}
-
-
-def model_type(model: ModelConfig) -> str:
-    """Return the model_type that computes a model. One without biases, norms of heads and window is llama."""
-    settings = LlamaSettings.of(model)
-    if settings.kv_lora_rank:
-        return "deepseek_v3"
-    if settings.num_experts:
-        return "olmoe" if settings.qk_norm_whole else "qwen3_moe" if settings.qk_norm else "mixtral"
-    if settings.qk_norm:
-        return "qwen3"
-    if settings.qkv_bias:
-        return "qwen2"
-    return "mistral" if settings.window else "llama"
+TRAINING_ONLY = ("balance", "balance_rate", "balance_coefficient", "z_loss", "capacity_factor")
+"""Settings that do not change what a model computes."""
 
 
 def architecture(model: ModelConfig) -> str:
     """Return the class that holds such a model with its head."""
-    return NAMES[model_type(model)] + ("ForCausalLM" if model.head == "language_model" else "Model")
+    return VARIANTS[model_type(model)].classes + (
+        "ForCausalLM" if model.head == "language_model" else "Model"
+    )
 
 
 def problem(model: ModelConfig) -> str | None:
-    """Return why `transformers` has no such model."""
-    settings, known = LlamaSettings.of(model), f"supported: {', '.join(NAMES)}"
-    if settings.qk_norm and settings.qkv_bias:
-        return f"has both model.options.qk_norm and qkv_bias, as no model of transformers; {known}"
-    if settings.rotary_fraction != 1:
-        fraction = f"its model.options.rotary_fraction={settings.rotary_fraction:g}"
-        return f"{fraction}, and theirs turn whole heads; {known}"
+    """Return why `transformers` has no such model: a setting that its config.json would be read without."""
     if model.head not in ("language_model", "none"):
         return f"its head={model.head} has a bias, which theirs lack: only a language model is exported"
-    kind = model_type(model)
-    if kind in EXPERT_KEYS:
-        again, _ = read_config(write_config(model, hf.TokenIds()), "config.json")
-        return expert_problem(model, again, kind)
-    if settings.qk_norm_whole:
-        return "has model.options.qk_norm_whole without experts, as no model of transformers"
+    again, _ = read_config(write_config(model, hf.TokenIds()), "config.json")
+    mine, theirs = LlamaSettings.of(model), LlamaSettings.of(again)
+    for name, leaf in leaves(LlamaSettings).items():
+        is_read = leaf.only_if is None or leaf.only_if.holds(getattr(mine, leaf.only_if.key))
+        value, other = (getattr(settings, name) for settings in (mine, theirs))
+        if name == "router_bias":
+            value, other = mine.has_router_bias, theirs.has_router_bias
+        if is_read and name not in TRAINING_ONLY and value != other:
+            return (
+                f"its model.options.{name}={hf.show(value)} is not what {model_type(model)} of transformers "
+                f"computes, which has {hf.show(other)}"
+            )
     return None
 
 
-def locations(model: ModelConfig) -> Iterator[tuple[str, hf.Location]]:
+Locations = Iterator[tuple[str, hf.Location]]
+"""(our name, location) of parameters."""
+
+
+def locations(model: ModelConfig) -> Locations:
     """Yield (our name, location) of every parameter, in the order of the model."""
-    settings, kind = LlamaSettings.of(model), model_type(model)
-    yield "token.weight", hf.Location(("embed_tokens.weight",))
-    for layer in range(model.num_layers):
-        ours, stored = f"layers.{layer}", f"layers.{layer}"
-        yield f"{ours}.attention_norm.weight", hf.Location((f"{stored}.input_layernorm.weight",))
-        if settings.kv_lora_rank:
-            yield from _latent_locations(f"{ours}.attention", f"{stored}.self_attn", settings)
+    settings, row = LlamaSettings.of(model), VARIANTS[model_type(model)]
+    yield _same("token", "embed_tokens")
+    for number in range(model.num_layers):
+        layer = f"layers.{number}"  # in both
+        ours, stored = f"{layer}.attention", f"{layer}.self_attn"
+        yield _same(f"{layer}.attention_norm", f"{layer}.{row.norms[0]}")
+        yield from (_latent_locations if settings.kv_lora_rank else _query_locations)(ours, stored, settings)
+        yield _same(f"{ours}.out", f"{stored}.o_proj")
+        yield _same(f"{layer}.mlp_norm", f"{layer}.{row.norms[1]}")
+        if settings.has_experts(number):
+            yield from _expert_locations(f"{layer}.mlp", f"{layer}.{row.block}", model, settings, row)
         else:
-            yield from _query_locations(f"{ours}.attention", f"{stored}.self_attn", settings)
-        yield f"{ours}.attention.out.weight", hf.Location((f"{stored}.self_attn.o_proj.weight",))
-        yield f"{ours}.mlp_norm.weight", hf.Location((f"{stored}.post_attention_layernorm.weight",))
-        yield from mlp_locations(ours, stored, layer, model, settings, kind)
-    yield "final_norm.weight", hf.Location(("norm.weight",))
+            yield from _gated_locations(f"{layer}.mlp", f"{layer}.mlp", num_blocks(model))
+    yield _same("final_norm", "norm")
     if model.head == "language_model" and not settings.tied:
-        yield "output.weight", hf.Location(("lm_head.weight",))
+        yield _same("output", "lm_head")
 
 
-def _query_locations(ours: str, stored: str, settings: LlamaSettings) -> Iterator[tuple[str, hf.Location]]:
+def _same(ours: str, stored: str) -> tuple[str, hf.Location]:
+    """(our name, location) of a weight that is stored as it is here."""
+    return f"{ours}.weight", hf.Location((f"{stored}.weight",))
+
+
+def _query_locations(ours: str, stored: str, settings: LlamaSettings) -> Locations:
     """Yield (our name, location) of queries, keys and values, and of their norms."""
     for part in ("weight", "bias") if settings.qkv_bias else ("weight",):
         q, k, v = (f"{stored}.{name}_proj.{part}" for name in "qkv")
         yield f"{ours}.query.{part}", hf.Location((q,))
         yield f"{ours}.kv.{part}", hf.Location((k, v), num_heads=settings.num_kv_heads, parts=2)
     if settings.qk_norm:
-        yield f"{ours}.query_norm.weight", hf.Location((f"{stored}.q_norm.weight",))
-        yield f"{ours}.key_norm.weight", hf.Location((f"{stored}.k_norm.weight",))
+        yield _same(f"{ours}.query_norm", f"{stored}.q_norm")
+        yield _same(f"{ours}.key_norm", f"{stored}.k_norm")
 
 
-def _latent_locations(ours: str, stored: str, settings: LlamaSettings) -> Iterator[tuple[str, hf.Location]]:
+def _latent_locations(ours: str, stored: str, settings: LlamaSettings) -> Locations:
     """Yield (our name, location) of latent attention.
 
     Turned dimensions are stored in pairs, and after the others of a head; here in halves, and first.
@@ -183,117 +105,155 @@ def _latent_locations(ours: str, stored: str, settings: LlamaSettings) -> Iterat
     order = (*(plain + place for place in halves), *range(plain))
     query = f"{stored}.q_proj.weight"
     if settings.q_lora_rank:
-        yield f"{ours}.query_down.weight", hf.Location((f"{stored}.q_a_proj.weight",))
-        yield f"{ours}.query_down_norm.weight", hf.Location((f"{stored}.q_a_layernorm.weight",))
+        yield _same(f"{ours}.query_down", f"{stored}.q_a_proj")
+        yield _same(f"{ours}.query_down_norm", f"{stored}.q_a_layernorm")
         query = f"{stored}.q_b_proj.weight"
     yield f"{ours}.query.weight", hf.Location((query,), rows=order)
     order = (*range(latent), *(latent + place for place in halves))
     yield f"{ours}.kv_down.weight", hf.Location((f"{stored}.kv_a_proj_with_mqa.weight",), rows=order)
-    yield f"{ours}.kv_down_norm.weight", hf.Location((f"{stored}.kv_a_layernorm.weight",))
-    yield f"{ours}.kv.weight", hf.Location((f"{stored}.kv_b_proj.weight",))
+    yield _same(f"{ours}.kv_down_norm", f"{stored}.kv_a_layernorm")
+    yield _same(f"{ours}.kv", f"{stored}.kv_b_proj")
+
+
+def _expert_locations(
+    ours: str, stored: str, model: ModelConfig, settings: LlamaSettings, row: Variant
+) -> Locations:
+    """Yield (our name, location) of a layer's router and experts."""
+    count = settings.num_experts
+    yield _same(f"{ours}.router", f"{stored}.gate")
+    if settings.has_router_bias:
+        yield f"{ours}.router.bias", hf.Location((f"{stored}.gate.e_score_correction_bias",))
+    gate, up, down = row.projections
+    each = [f"{stored}.experts.{expert}" for expert in range(count)]
+    pairs = tuple(f"{expert}.{part}.weight" for expert in each for part in (gate, up))
+    yield f"{ours}.experts.up", hf.Location(pairs, stacked=(count, 2))
+    yield f"{ours}.experts.down", hf.Location(tuple(f"{e}.{down}.weight" for e in each), stacked=(count,))
+    if settings.shared_experts:
+        width = settings.shared_experts * settings.expert_ffn_size
+        blocks = num_blocks(replace(model, ffn_hidden_size=width))
+        yield from _gated_locations(f"{ours}.shared", f"{stored}.shared_experts", blocks)
+
+
+def _gated_locations(ours: str, stored: str, blocks: int) -> Locations:
+    """Yield (our name, location) of an MLP."""
+    gate, up = (f"{stored}.{name}_proj.weight" for name in ("gate", "up"))
+    yield f"{ours}.up.weight", hf.Location((gate, up), num_heads=blocks, parts=2)
+    yield _same(f"{ours}.down", f"{stored}.down_proj")
 
 
 def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, list[str]]:
     """Return our settings for one of the configurations, and notes. Raises ConfigError."""
-    kind = str(config["model_type"])
-    experts = EXPERT_KEYS.get(kind)
-    if kind == "deepseek_v3":
-        config = {"q_lora_rank": 1536, **config}  # null is none
-    elif kind == "qwen3_moe" and "num_local_experts" in config:  # its name since transformers 5
-        config = {"num_experts": config["num_local_experts"], **config}
+    row = VARIANTS[str(config["model_type"])]
+    renamed = {key: config[alias] for alias, key in row.aliases.items() if alias in config}
+    config = {**row.absent, **renamed, **config}
     if isinstance(config.get("quantization_config"), dict):
         raise ConfigError([f"{path}: {QUANTISED}"])
-    values = _KEYS[kind].read(config, path, NAMES[kind])
-    theta = 1e6 if kind == "mixtral" else 1e4
-    latent = kind == "deepseek_v3"
-    options, problems = read_rope(
-        config, path, values["max_position_embeddings"], theta, scales_scores=latent
-    )
-    window, more = _window(config, values["num_hidden_layers"], kind, path)
-    if problems or more:
-        raise ConfigError([*problems, *more])
-    heads, width = values["num_attention_heads"], values["hidden_size"] // values["num_attention_heads"]
-    options |= {
-        "num_kv_heads": values["num_key_value_heads"] or heads,
-        "head_dim": values["head_dim"] or width,
-        "qk_norm": kind in ("qwen3", "qwen3_moe", "olmoe"),
-        "qkv_bias": kind == "qwen2",
-        "tied": config.get("tie_word_embeddings", False) is True,
-        "window": window,
-    }
-    notes = []
-    if experts:
-        found, more = experts.read(config, values, path)
-        if more:
-            raise ConfigError(more)
-        options |= found
-        if config.get("output_router_logits", False):
-            notes.append(NO_LOSS)
+    values = row.keys.read(config, path, row.classes)
+    layers, positions = values["num_hidden_layers"], values["max_position_embeddings"]
+    latent = "kv_lora_rank" in values
+    options, problems = read_rope(config, path, positions, row.defaults.theta, scales_scores=latent)
+    window, wrong = _window(config, layers, row, path)
+    dense, wrong_layers = _dense_layers(config, layers, row, path)
+    if problems := [*problems, *wrong, *wrong_layers]:
+        raise ConfigError(problems)
+    settings = row.keys.settings(values)
+    heads, width = settings["num_heads"], settings["hidden_size"] // settings["num_heads"]
     usual = DEFAULTS | {"num_kv_heads": heads, "head_dim": width}
+    options |= {name: settings.pop(name) or usual[name] for name in DEFAULTS if name in settings}
+    options |= {"tied": config.get("tie_word_embeddings", False) is True, "window": window, **row.options}
+    if latent:
+        options["head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+    if row.normalises is not None:
+        options["router_normalise"] = config.get("norm_topk_prob", row.normalises) is True
+    options["dense_layers"] = dense
+    if dense >= layers:
+        options = {name: value for name, value in options.items() if not is_of_experts(name)}
     model = ModelConfig(
-        **_KEYS[kind].settings(values),
+        **settings,
         kind="llama",
         hidden_dropout=0.0,
         options={name: value for name, value in options.items() if value != usual[name]},
     )
     if wrong_model := model_problem(model):
         raise ConfigError([f"{path}: {wrong_model}"])
-    return model, notes
+    has_loss = row.has_experts and config.get("output_router_logits", False)
+    return model, [NO_LOSS] if has_loss else []
 
 
-def _window(config: Mapping[str, hf.JSON], layers: int, kind: str, path: str) -> tuple[int, list[str]]:
+def _window(config: Mapping[str, hf.JSON], layers: int, row: Variant, path: str) -> tuple[int, list[str]]:
     """Return the sliding window of all layers, 0 for none, and what is wrong with it."""
-    is_qwen, has_none = kind.startswith("qwen"), kind in ("llama", "olmoe", "deepseek_v3")
-    size = config.get("sliding_window", None if has_none or kind == "mixtral" else 4096)
-    if is_qwen and not config.get("use_sliding_window", False):
+    is_switched = "use_sliding_window" in row.window_keys
+    size = config.get("sliding_window", row.window)
+    if is_switched and not config.get("use_sliding_window", False):
         size = None
-    if size is not None and (not 0 < size < 1 << 31 or has_none):
-        name = NAMES[kind]
-        return 0, [f"{path}: sliding_window={hf.show(size)} is not what our {name} computes; supported: null"]
-    first = config.get("max_window_layers", 28) if is_qwen and kind != "qwen3_moe" else 0
-    full = max(first, 0)
-    sliding = 0 if size is None else max(layers - full, 0)
+    if size is not None and (not 0 < size < 1 << 31 or not row.window_keys):
+        given = f"sliding_window={hf.show(size)}"
+        return 0, [f"{path}: {given} is not what our {row.classes} computes; supported: null"]
+    first = 0 if row.full_layers is None else config.get("max_window_layers", row.full_layers)
+    sliding = 0 if size is None else max(layers - max(first, 0), 0)
     usual = ["full_attention"] * (layers - sliding) + ["sliding_attention"] * sliding
     types = usual if config.get("layer_types") is None else config["layer_types"]
     if types not in (["full_attention"] * layers, ["sliding_attention"] * layers):
         listed = hf.show(types if types != usual else sorted(set(usual)))
         return 0, [f"{path}: layer_types={listed}: supported: one type of attention for all {layers} layers"]
     is_sliding = types[0] == "sliding_attention"
-    if (is_sliding and size is None) or (types != usual and not is_qwen):
+    if (is_sliding and size is None) or (types != usual and not is_switched):
         return 0, [f"{path}: layer_types={types[0]} does not go with sliding_window={hf.show(size)}; fix one"]
     return size if is_sliding else 0, []
+
+
+def _dense_layers(
+    config: Mapping[str, hf.JSON], layers: int, row: Variant, path: str
+) -> tuple[int, list[str]]:
+    """Return the first layers without experts, and what is wrong with them."""
+    if row.dense_key == "mlp_only_layers":
+        only = config.get("mlp_only_layers") or []
+        if only != list(range(len(only))):
+            listed = hf.show(only)
+            return 0, [f"{path}: mlp_only_layers={listed}: supported: the first layers, [0, 1, …], or []"]
+        return min(len(only), layers), []
+    if row.dense_key == "first_k_dense_replace":
+        first = config.get("first_k_dense_replace", 3)
+        if type(first) is not int or first < 0:
+            return 0, [f"{path}: first_k_dense_replace={hf.show(first)} must be a whole number from 0"]
+        return min(first, layers), []
+    return 0, []
 
 
 def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
     """Return the config.json that the class of the model's head loads."""
     settings, kind = LlamaSettings.of(model), model_type(model)
-    experts = EXPERT_KEYS.get(kind)
-    windowed: dict[str, hf.JSON] = {}
-    if kind in ("mistral", "mixtral"):
-        windowed = {"sliding_window": settings.window or None}
-    elif kind.startswith("qwen"):
-        windowed = {"use_sliding_window": settings.window > 0, "sliding_window": settings.window or None}
-        windowed["max_window_layers"] = 0 if settings.window else model.num_layers
-    biases = {} if kind in ("mistral", "qwen2", "mixtral") else {"attention_bias": False}
-    biases |= {"mlp_bias": False} if kind == "llama" else {}
-    has_usual = settings.head_dim == model.hidden_size // model.num_heads
-    leaves_head_dim = kind in ("olmoe", "deepseek_v3") or (kind == "qwen2" and has_usual)
-    is_all_experts = kind in ("mixtral", "olmoe")
-    return {
-        **_KEYS[kind].write(model, architecture(model)),
+    row, width = VARIANTS[kind], settings.window
+    ffn = settings.expert_ffn_size if row.is_all_experts else model.ffn_size
+    known = {**asdict(model), **asdict(settings), "ffn_hidden_size": ffn}
+    window = {
+        "sliding_window": width or None,
+        "use_sliding_window": width > 0,
+        "max_window_layers": 0 if width else model.num_layers,
+    }
+    config = {
+        **row.keys.write(known, architecture(model)),
+        **{key: supported[0] for key, supported in row.fixed.items()},
+        **row.written,
         "model_type": kind,
-        "num_key_value_heads": settings.num_kv_heads,
-        **({} if leaves_head_dim else {"head_dim": settings.head_dim}),
-        "intermediate_size": settings.expert_ffn_size if is_all_experts else model.ffn_size,
-        **(experts.write(model, settings) if experts else {}),
-        **write_rope(model, settings),
-        **windowed,
-        **biases,
+        **write_rope(settings),
+        **{key: window[key] for key in row.window_keys},
         "bos_token_id": ids.bos,
         "eos_token_id": ids.eod,
         "pad_token_id": ids.pad,
         "tie_word_embeddings": settings.tied,
     }
+    is_usual = settings.head_dim == model.hidden_size // model.num_heads
+    if row.writes_head_dim == "never" or (row.writes_head_dim == "unusual" and is_usual):
+        del config["head_dim"]
+    if settings.kv_lora_rank:
+        config["qk_nope_head_dim"] = settings.head_dim - settings.rope_head_dim
+    if row.normalises is not None:
+        config["norm_topk_prob"] = settings.router_normalise
+    if row.dense_key:
+        dense = settings.dense_layers if settings.num_experts else model.num_layers
+        config[row.dense_key] = list(range(dense)) if row.dense_key == "mlp_only_layers" else dense
+    return config
 
 
 def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str) -> hf.FolderContent:
@@ -304,7 +264,12 @@ def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str
     other = next((name for name in shapes if name.startswith(("score.", "qa_outputs."))), None)
     if other is not None:
         raise UserError(f"{path}: holds {other}, a head that is not supported. Save the model with lm_head")
-    left_out, notes = predictors(model, shapes), tuple[hf.Note, ...]()
+    # layers of multi-token prediction come after the model's (arXiv:2412.19437, section 2.2)
+    numbers = itertools.takewhile(
+        lambda layer: f"layers.{layer}.eh_proj.weight" in shapes, itertools.count(model.num_layers)
+    )
+    prefixes = tuple(f"layers.{layer}." for layer in numbers)
+    left_out, notes = frozenset(name for name in shapes if name.startswith(prefixes)), tuple[hf.Note, ...]()
     if left_out:
         notes = (hf.Note(f"multi-token prediction is left out: {len(left_out)} tensors"),)
     if "lm_head.weight" in shapes or LlamaSettings.of(model).tied:
@@ -322,13 +287,12 @@ def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: hf.TokenIds) -
 
 
 MAPPING = hf.HuggingFaceMapping(
-    model_types=tuple(NAMES),
+    model_types=tuple(VARIANTS),
     architecture=architecture,
     prefix=PREFIX,
     head_prefixes=("lm_head.",),
     plain=lambda name: name.removeprefix(PREFIX),
-    tied={"lm_head.weight": "embed_tokens.weight"},
-    ties=lambda model: LlamaSettings.of(model).tied,
+    copies=lambda model: {"lm_head.weight": "embed_tokens.weight"} if LlamaSettings.of(model).tied else {},
     ignored=re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),  # stored by old versions
     read=read_config,
     content=content,

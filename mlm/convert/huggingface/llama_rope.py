@@ -8,11 +8,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from mlm.config.fields import Options
 from mlm.convert.huggingface.mapping import JSON, show
-from mlm.models.config import ModelConfig
 from mlm.models.llama.settings import ROPE_TYPES, LlamaSettings
-
-Options = dict[str, bool | int | float | str]
 
 _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _ORIGINAL = "original_max_position_embeddings"
@@ -140,7 +138,7 @@ def _is_number(value: JSON) -> bool:
     return type(value) in (int, float) and 0 < value < 1 << 31
 
 
-def write_rope(model: ModelConfig, settings: LlamaSettings) -> dict[str, JSON]:
+def write_rope(settings: LlamaSettings) -> dict[str, JSON]:
     """Return the keys of config.json, which old and new versions read."""
     scaling = settings.rope_scaling
     if scaling == "default":

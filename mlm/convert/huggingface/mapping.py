@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mlm.models.config import ModelConfig
+from mlm.models.family import family_of
 from mlm.util.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ class ProbeSamples:
         shape = (PROBE_BATCH, min(model.max_positions, PROBE_LENGTH))
         tokens = torch.randint(model.vocab_size, shape, generator=generator)
         lengths = torch.full((PROBE_BATCH,), shape[1])
-        if not model.family.causal or model.head == "classification":
+        if not family_of(model.kind).causal or model.head == "classification":
             lengths[-1] -= shape[1] // 3
         types = torch.randint(model.token_types, shape, generator=generator) if model.token_types else None
         return cls(tokens, lengths, types)
@@ -226,10 +227,8 @@ class HuggingFaceMapping:
     """Prefixes of the heads' tensors."""
     plain: Callable[[str], str]
     """Return a tensor's name without prefix, in today's spelling."""
-    tied: Mapping[str, str]
-    """Tensors that may be stored a second time -> the tensor they must equal."""
-    ties: Callable[[ModelConfig], bool] = lambda model: True
-    """True if a model has those of `tied` once; else they are parameters of their own."""
+    copies: Callable[[ModelConfig], Mapping[str, str]]
+    """Return tensors that may be stored a second time -> the tensor they must equal."""
     ignored: "re.Pattern[str]"
     """Stored tensors that are no parameters."""
     read: Callable[[Mapping[str, JSON], str], tuple[ModelConfig, list[str]]]
@@ -254,28 +253,16 @@ class HuggingFaceMapping:
     hf_outputs: Callable[[Any, ProbeSamples, FolderContent], Outputs]
     """Run a model of `transformers` on a probe; parameters that the folder lacks are not compared."""
 
-    def copies(self, model: ModelConfig) -> Mapping[str, str]:
-        """Return `tied` for a model that ties them."""
-        return self.tied if self.ties(model) else {}
-
     def stored_name(self, name: str, head: str) -> str:
         """Plain name as the class with this head stores it; the base model alone has no prefix."""
         return name if head == "none" or name.startswith(self.head_prefixes) else f"{self.prefix}{name}"
 
     def to_ours(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-        """Convert the state of a class of `transformers` to whole (unsplit) parameters.
-
-        Raises KeyError for an unknown name or a missing one.
-        """
+        """Convert the state of a class of `transformers` to whole (unsplit) parameters."""
         found = {self.plain(theirs): value for theirs, value in state.items()}
-        locations = dict(self.locations(model))
-        known = {name for location in locations.values() for name in location.names}
-        for name in found:
-            if name not in known and name not in self.copies(model) and not self.ignored.fullmatch(name):
-                raise KeyError(f"{name!r} is not a parameter of {self.architecture(model)}")
         return {
             ours: location.to_ours([found[name] for name in location.names])
-            for ours, location in locations.items()
+            for ours, location in self.locations(model)
         }
 
 
@@ -339,7 +326,7 @@ class SizeKey(NamedTuple):
     """A whole number from 1 in a config.json; null too if that is the default."""
 
     ours: str
-    """Field of ModelConfig; "" for none."""
+    """Field of ModelConfig, or an option; "" for none."""
     default: int | None
     most: int
 
@@ -348,7 +335,7 @@ class NumberKey(NamedTuple):
     """A number in a config.json."""
 
     ours: str
-    """Field of ModelConfig; "" for none."""
+    """The same."""
     default: float
     least: float = 0.0
     below: float = 1.0
@@ -369,21 +356,20 @@ class ConfigKeys:
     """Key -> types of its value, if it is there, for keys that are read elsewhere."""
 
     def settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return fields of ModelConfig for the values that `read` returned."""
+        """Return our fields and options for the values that `read` returned."""
         sizes = {key.ours: values[theirs] for theirs, key in self.sizes.items() if key.ours}
         numbers = {key.ours: float(values[theirs]) for theirs, key in self.numbers.items() if key.ours}
         name = values[self.activation]
         activation = next(ours for ours, names in ACTIVATIONS.items() if name in names)
         return {**sizes, **numbers, "activation": activation}
 
-    def write(self, model: ModelConfig, architecture: str) -> dict[str, JSON]:
-        """Return the entries of config.json that any of its classes has."""
-        keys = {theirs: key.ours for theirs, key in self.sizes.items() if key.ours}
-        keys |= {theirs: key.ours for theirs, key in self.numbers.items() if key.ours}
+    def write(self, known: Mapping[str, Any], architecture: str) -> dict[str, JSON]:
+        """Return the entries of config.json that any of its classes has; `known` are ours by field."""
         return {
             "architectures": [architecture],
-            **{theirs: getattr(model, ours) for theirs, ours in keys.items()},
-            self.activation: ACTIVATIONS[model.activation][0],
+            **{theirs: known[key.ours] or key.default for theirs, key in self.sizes.items() if key.ours},
+            **{theirs: known[key.ours] for theirs, key in self.numbers.items() if key.ours},
+            self.activation: ACTIVATIONS[known["activation"]][0],
             "dtype": "float32",
             "tie_word_embeddings": True,
         }

@@ -12,6 +12,7 @@ from mlm.config.plain_yaml import parse
 from mlm.config.tree import flatten
 from mlm.convert.huggingface.folder import SAVE_AGAIN, find_file
 from mlm.models.config import ModelConfig
+from mlm.models.shape import count_parameters
 from mlm.util.errors import UserError, escape_controls
 from mlm.util.files import read_bounded
 
@@ -28,16 +29,8 @@ TRAINING = {
 }
 """Rows on training, by their key in the saved settings."""
 FACTS = (
-    *(
-        "license",
-        "license_name",
-        "license_link",
-        "language",
-        "datasets",
-        "base_model",
-        "pipeline_tag",
-        "tags",
-    ),
+    *("license", "license_name", "license_link", "language"),
+    *("datasets", "base_model", "pipeline_tag", "tags"),
 )
 """Metadata of an imported model's card that an export writes again."""
 MAX_FACTS = 100  # values of one
@@ -70,7 +63,7 @@ def model_card(manifest: Manifest, model: ModelConfig, architecture: str) -> str
     parts = [
         "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in metadata.items()), "---"]),
         f"# {_text(facts.get('config.name')) or architecture}",
-        f"{architecture} with {model.num_parameters():,} parameters, exported by mlm.",
+        f"{architecture} with {count_parameters(model):,} parameters, exported by mlm.",
         "\n".join(["| | |", "| --- | --- |", *lines]),
     ]
     return "\n\n".join(parts) + "\n"

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mlm.checkpoint.native.format import JSON
+from mlm.convert.huggingface.families import layer_locations, layer_names, mapping_of
 from mlm.convert.huggingface.folder import SAVE_AGAIN, WRAPPERS, unwrap_names
 from mlm.convert.huggingface.mapping import Location, Note, show
 from mlm.models.config import LoraConfig, ModelConfig
-from mlm.models.lora import adapter_shards, layer_locations
+from mlm.models.lora import adapter_shards
 from mlm.parallel.low_rank import AdaptedRows, ExpertAdapter, LowRankAdapter
 from mlm.util.errors import CorruptFileError, UserError
 
@@ -84,10 +85,10 @@ class StoredAdapter:
 
 def stored_adapters(model: ModelConfig, lora: LoraConfig) -> list[StoredAdapter]:
     """Return every adapter of a model. Raises UserError if `transformers` has no such model."""
-    mapping, locations, found = model.family.huggingface, layer_locations(model), []
+    mapping, locations, found = mapping_of(model), layer_locations(model), []
     if mapping is None:
         raise UserError(f"model.kind={model.kind} has no counterpart in transformers, nor in peft")
-    for shard, adapter in adapter_shards(model, lora):
+    for shard, adapter in adapter_shards(model, lora, layer_names(model)):
         if isinstance(adapter, ExpertAdapter):
             problem = f"lora.targets={show(list(lora.targets))}: adapters of routed experts"
             raise UserError(f"{problem} are not stored as peft stores any; use mlm export hf merge=true")
@@ -130,7 +131,7 @@ def write_config(model: ModelConfig, lora: LoraConfig, base: str) -> dict[str, J
 
 def short_names(model: ModelConfig, adapted: list[str]) -> list[str]:
     """Return the last parts of the names of modules if they name no other layer, else the whole names."""
-    mapping = model.family.huggingface
+    mapping = mapping_of(model)
     assert mapping is not None
     every = [
         mapping.stored_name(name.removesuffix(".weight"), model.head)
@@ -182,10 +183,10 @@ def read_folder(config: Mapping[str, JSON], stored: list[str], model: ModelConfi
             problem = f"{key}={show(value)} is not supported; supported: {show(allowed[0])}"
             raise UserError(f"{path}: {problem}. Or {MERGE}")
     unwrapped, _, notes = unwrap_names(stored, (*WRAPPERS, PREFIX))
-    mapping, suffix = model.family.huggingface, ".lora_A.weight"
+    mapping, suffix = mapping_of(model), ".lora_A.weight"
     assert mapping is not None
     outer = [n for ours, at in mapping.locations(model) if not ours.startswith("layers.") for n in at.names]
-    outside = tuple(weight.rpartition(".")[0] + "." for weight in (*outer, *mapping.tied))
+    outside = tuple(weight.rpartition(".")[0] + "." for weight in (*outer, *mapping.copies(model)))
     if tables := [theirs for theirs, n in unwrapped.items() if mapping.plain(n).startswith(outside)]:
         raise UserError(
             f"{path}: {tables[0]}: adapters and copies of this module are not supported, only adapters of "

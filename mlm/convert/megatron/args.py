@@ -12,8 +12,9 @@ from typing import Any
 from mlm.convert.dcp.unpickled import PickleError
 from mlm.convert.megatron.files import printable
 from mlm.convert.megatron.mapping import THROUGH_HF, MegatronMapping
+from mlm.convert.megatron.mappings import MAPPINGS
 from mlm.models.config import ModelConfig
-from mlm.models.family import SHIPPED, family_of
+from mlm.models.family import family_of
 from mlm.util.errors import CorruptFileError, UserError
 
 Sizes = Mapping[str, int]
@@ -21,15 +22,9 @@ Sizes = Mapping[str, int]
 included."""
 
 
-def mappings() -> dict[str, MegatronMapping]:
-    """Return kind of model -> its mapping, in the order in which they are tried."""
-    known = {kind: family_of(kind).megatron for kind in SHIPPED}
-    return {kind: mapping for kind, mapping in known.items() if mapping is not None}
-
-
 def family_names(last: str = "and") -> str:
     """Return the names of what is imported, for messages."""
-    *names, final = (mapping.name for mapping in mappings().values())
+    *names, final = (mapping.name for mapping in MAPPINGS.values())
     return f"{', '.join(names)} {last} {final}"
 
 
@@ -161,12 +156,12 @@ def shape_config(args: MegatronArgs, kind: str, sizes: Sizes, heads: int | None)
     ffn = sizes.get("ffn_hidden_size")
     known = {
         **sizes,
-        **mappings()[kind].settings(args.values),
+        **MAPPINGS[kind].settings(args.values),
         "ffn_hidden_size": None if ffn == 4 * sizes["hidden_size"] else ffn,
     }
-    grouped = mappings()[kind].is_grouped
+    grouped = MAPPINGS[kind].is_grouped
     shape = ModelConfig(kind=kind, num_heads=heads if grouped and heads else 1, **known)
-    if grouped and (problem := family_of(kind).model_problem(shape) or mappings()[kind].problem(shape)):
+    if grouped and (problem := family_of(kind).model_problem(shape) or MAPPINGS[kind].problem(shape)):
         raise UserError(f"{args.path}: its args are those of no model of ours: {problem}")
     return shape
 
@@ -186,7 +181,7 @@ def model_config(
             f"(64 columns each in GPT-2: num_heads={max(1, hidden // 64)})"
         )
     width = args.number("kv_channels") or hidden // heads
-    is_square = width * heads == hidden or mappings()[shape.kind].is_grouped
+    is_square = width * heads == hidden or MAPPINGS[shape.kind].is_grouped
     if num_heads not in (None, heads) or heads % tp or not is_square:
         raise UserError(
             f"num_heads={num_heads or heads} does not fit hidden_size={hidden} at tp={tp}, "

@@ -31,10 +31,12 @@ from mlm.convert.dcp.metadata import (
     read_objects,
 )
 from mlm.convert.dcp.storage import DCPReader
-from mlm.convert.megatron.args import Given, MegatronArgs, mappings
+from mlm.convert.megatron.args import Given, MegatronArgs
 from mlm.convert.megatron.files import TorchFile
 from mlm.convert.megatron.mapping import HEAD
+from mlm.convert.megatron.mappings import MAPPINGS
 from mlm.convert.megatron.model import HeldTensors, MegatronModel, assemble, kind_of, no_part
+from mlm.models.shape import is_tied
 from mlm.util.errors import CorruptFileError
 
 COMMON = "common.pt"
@@ -95,7 +97,7 @@ def open_distributed(folder: Path, given: Given) -> MegatronModel:
             )
     theirs = core_names(tensors)
     kind = kind_of({folder: theirs}, args) if given.config is None else given.config.kind
-    mapping = mappings()[kind]
+    mapping = MAPPINGS[kind]
     places = {}
     for name, place in theirs.items():
         ours = mapping.our_name(name)
@@ -112,7 +114,7 @@ def open_moments(opened: MegatronModel) -> dict[str, MegatronModel]:
     Whole ones are stored under the names of the parameters: optimizer.state.exp_avg.decoder.…, in
     fsdp_dtensor optimizer.state.module.decoder.….exp_avg. Raises as `open_distributed`.
     """
-    held, found, mapping = opened.held, dict[str, MegatronModel](), mappings()[opened.model.kind]
+    held, found, mapping = opened.held, dict[str, MegatronModel](), MAPPINGS[opened.model.kind]
     if not isinstance(held, CoreTensors) or not opened.iteration:
         return {}
     by_moment: dict[str, dict[str, StoredTensor]] = {moment: {} for moment in MOMENTS}
@@ -122,7 +124,7 @@ def open_moments(opened: MegatronModel) -> dict[str, MegatronModel]:
     for moment in MOMENTS:
         tensors = joined(by_moment[moment])
         places = {mapping.our_name(name): place for name, place in core_names(tensors).items()}
-        if HEAD in places and not opened.model.is_tied:
+        if HEAD in places and not is_tied(opened.model):
             places["output.weight"] = places.pop(HEAD)
         wanted = {*opened.shapes} - opened.zeros
         if not wanted <= places.keys():

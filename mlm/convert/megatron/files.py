@@ -10,7 +10,7 @@ more.
 Source: NVIDIA/Megatron-LM, megatron/checkpointing.py, get_checkpoint_name(s) from 2020 to 2023.
 
 The files are pickles, programs that build objects. They are read as data (mlm/convert/dcp/unpickled.py): a
-class or function in them is a name, which is compared with `_DATA` and never looked up or called.
+class or function in them is a name, which is compared with a list and never looked up or called.
 """
 
 import io
@@ -20,13 +20,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mlm.convert.dcp.metadata import COPY_AGAIN
-from mlm.convert.dcp.torch_file import DAMAGES, ZIP_MAGIC, open_archive, read_archive, read_old_file
+from mlm.convert.dcp.torch_file import DAMAGES, check_archive, read_archive
 from mlm.convert.dcp.unpickled import NotDataError
 from mlm.convert.megatron.mapping import THROUGH_HF
 from mlm.util.errors import CorruptFileError, UserError, reading_from
@@ -37,18 +37,6 @@ RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 STEP_FOLDER = re.compile(r"iter_(\d{7,})|release")
 DISTRIBUTED = ("metadata.json", "common.pt", "*.distcp")
 """Files of torch_dist, beside a .metadata, and of its predecessor zarr."""
-
-_DATA = re.compile(
-    r"torch\.(\w+Storage|Size|Tensor|device|strided|u?int\d+|b?float\d+\w*|bool|complex\d+)"
-    r"|torch\.(storage\.UntypedStorage|nn\.parameter\.Parameter|serialization\._get_layout)"
-    r"|torch\._(utils|tensor)\._rebuild_\w+|argparse\.Namespace|types\.SimpleNamespace"
-    r"|collections\.(OrderedDict|defaultdict)|_codecs\.encode|(builtins|__builtin__)\.(set|bytes|bytearray)"
-    r"|numpy\.(_?core\.multiarray\.(_reconstruct|scalar)|ndarray|dtype|dtypes\.\w+DType)"
-    r"|pathlib\.(_local\.)?PosixPath|signal\.Signals|_?io\.BytesIO"
-    r"|(megatron\.(\w+\.)*|fp16\.loss_scaler\.)[A-Z]\w*",  # settings, loss scalers, the re-run state
-    re.ASCII,
-)
-"""Names that such files hold. None of them is imported."""
 
 RESAVE = (
     "save it again in Megatron-LM with --no-save-optim --no-save-rng, and trust no file of unknown origin"
@@ -152,7 +140,7 @@ class TorchFile:
                 reading_from(path, COPY_AGAIN),
                 open(path, "rb") if saved is None else io.BytesIO(saved) as f,
             ):
-                self._saved = (read_archive if is_zip(f) else read_old_file)(f, _is_data)
+                self._saved = read_archive(f)
                 self._size = f.seek(0, os.SEEK_END)
         except NotDataError as error:
             raise CorruptFileError(
@@ -177,8 +165,6 @@ class TorchFile:
         """Return a contiguous tensor of the value. Raises one of DAMAGES for anything else."""
         stored = self._saved.find(record)
         content = self._mapped[stored.begin : stored.begin + stored.form.num_bytes]
-        if stored.begin % stored.dtype.itemsize:  # before torch 1.6
-            content = content.clone()
         return content.view(stored.dtype).view(stored.shape)
 
     @cached_property
@@ -186,31 +172,13 @@ class TorchFile:
         return torch.from_file(str(self.path), shared=False, size=self._size, dtype=torch.uint8)
 
 
-def _is_data(name: str) -> bool:
-    return _DATA.fullmatch(name) is not None
-
-
-def is_zip(f: BinaryIO) -> bool:
-    """Return True for torch's format since 1.6."""
-    f.seek(0)
-    return f.read(len(ZIP_MAGIC)) == ZIP_MAGIC
-
-
 def check_records(path: Path) -> None:
-    """Compare every record of a file with its checksum; the old format has none. Reads all of it.
-
-    Raises CorruptFileError where one differs.
-    """
-    with open(path, "rb") as f:
-        if not is_zip(f):
-            return
-        try:
-            with open_archive(f) as records:
-                damaged = records.testzip()
-        except DAMAGES as error:
-            raise damaged_error(path, error) from error
-    if damaged is not None:
-        raise damaged_error(path, ValueError(f"bad CRC of {damaged}"))
+    """Compare every record of a file with its checksum. Raises CorruptFileError where one differs."""
+    try:
+        with open(path, "rb") as f:
+            check_archive(f)
+    except DAMAGES as error:
+        raise damaged_error(path, error) from error
 
 
 def printable(text: str) -> str:
@@ -221,4 +189,7 @@ def printable(text: str) -> str:
 def damaged_error(path: Path, error: Exception) -> CorruptFileError:
     """Return the error of a file that is damaged or of another format."""
     reason = printable(str(error)) or type(error).__name__
-    return CorruptFileError(f"{path}: damaged, or not written by torch.save ({reason}): copy it again")
+    return CorruptFileError(
+        f"{path}: damaged, or not written by torch.save of PyTorch 1.6 or later ({reason}): copy it again, "
+        "or save it again with a current PyTorch"
+    )

@@ -1,100 +1,39 @@
-"""Llama, Mistral and Qwen as Megatron-LM and torchtitan name and order them.
+"""Llama, Mistral and Qwen as Megatron-LM names and orders them.
 
-Megatron-LM: `--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear`. One
-weight holds queries, keys and values, [group][its queries, k, v][head_dim]; another gates and inputs, on each
+`--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear`. One weight holds
+queries, keys and values, [group][its queries, k, v][head_dim]; another gates and inputs, on each
 tensor-parallel rank [gate, up]. Source: NVIDIA/Megatron-LM, core/transformer/attention.py, mlp.py,
 core/models/common/embeddings/rotary_pos_embedding.py; arguments.py.
-
-torchtitan: the names of Meta's Llama, and its order of the rows of queries and keys where the model turns
-neighbouring dimensions. Source: pytorch/torchtitan, state_dict_adapter.py of models/llama3 and models/qwen3.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from mlm.convert.megatron.mapping import ARGS, LAYER, MegatronMapping, SizeOf, Weaves, Woven
+from mlm.convert.megatron.mapping import ARGS, LAYER, MegatronMapping, SizeOf
+from mlm.convert.row_layouts import RowLayout, RowLayouts
 from mlm.models.config import ModelConfig
 from mlm.models.llama.settings import LlamaSettings, num_blocks
 
 LLAMA3_CONTEXT = 8192
 """Context before scaling, which Megatron Core fixes, as it does the factors 1 and 4 (use_rope_scaling)."""
 
-TORCHTITAN = {
-    "token.weight": "tok_embeddings.weight",
-    "final_norm.weight": "norm.weight",
-    "output.weight": "output.weight",
-    "attention_norm.weight": "attention_norm.weight",
-    "attention.q.weight": "attention.wq.weight",
-    "attention.k.weight": "attention.wk.weight",
-    "attention.v.weight": "attention.wv.weight",
-    "attention.query_norm.weight": "attention.q_norm.weight",
-    "attention.key_norm.weight": "attention.k_norm.weight",
-    "attention.out.weight": "attention.wo.weight",
-    "mlp_norm.weight": "ffn_norm.weight",
-    "mlp.gate.weight": "feed_forward.w1.weight",
-    "mlp.up.weight": "feed_forward.w3.weight",
-    "mlp.down.weight": "feed_forward.w2.weight",
-}
-"""Names in Megatron's manner, queries, keys, values, gates and inputs apart -> torchtitan's."""
 
-
-def weaves(model: ModelConfig, tp: int) -> Weaves:
+def layouts(model: ModelConfig, tp: int) -> RowLayouts:
     """Return the tensors of attention and MLP, theirs merged from `tp` ranks."""
     settings = LlamaSettings.of(model)
     kv, width = settings.num_kv_heads, settings.head_dim
-    ours: dict[str, Woven] = {}
-    theirs: dict[str, Woven] = {}
+    ours: dict[str, RowLayout] = {}
+    theirs: dict[str, RowLayout] = {}
     for part in ("weight", "bias") if settings.qkv_bias else ("weight",):
         q, k, v = (f"{name}.{part}" for name in "qkv")
         rows_q, rows_kv = model.num_heads * width, kv * width
-        ours[f"attention.query.{part}"] = Woven(((q, rows_q),), 1)
-        ours[f"attention.kv.{part}"] = Woven(((k, rows_kv), (v, rows_kv)), kv)
-        theirs[f"attention.qkv.{part}"] = Woven(((q, rows_q), (k, rows_kv), (v, rows_kv)), kv)
+        ours[f"attention.query.{part}"] = RowLayout(((q, rows_q),), 1)
+        ours[f"attention.kv.{part}"] = RowLayout(((k, rows_kv), (v, rows_kv)), kv)
+        theirs[f"attention.qkv.{part}"] = RowLayout(((q, rows_q), (k, rows_kv), (v, rows_kv)), kv)
     pair = (("gate", model.ffn_size), ("up", model.ffn_size))
-    ours["mlp.up.weight"] = Woven(pair, num_blocks(model))
-    theirs["mlp.up.weight"] = Woven(pair, tp)
-    return Weaves(ours, theirs)
-
-
-def torchtitan_weaves(model: ModelConfig) -> Weaves:
-    """Return the same tensors as torchtitan has them.
-
-    Its Llama turns dimensions 2i and 2i + 1 of a head, ours i and i + D/2; its Qwen 3 is like ours.
-    """
-    settings = LlamaSettings.of(model)
-    half, kv = settings.head_dim // 2, settings.num_kv_heads
-
-    def halves(name: str, heads: int) -> tuple[tuple[str, int], ...]:
-        return ((f"{name}.first", heads * half), (f"{name}.second", heads * half))
-
-    def woven(name: str, heads: int) -> Woven:
-        return Woven(halves(name, heads), heads if settings.qk_norm else heads * half)
-
-    q, k, v = halves("q", model.num_heads), halves("k", kv), ("v", kv * settings.head_dim)
-    gate, up = ("gate", model.ffn_size), ("up", model.ffn_size)
-    ours = {
-        "attention.query.weight": Woven(q, model.num_heads),
-        "attention.kv.weight": Woven((*k, v), kv),
-        "mlp.up.weight": Woven((gate, up), num_blocks(model)),
-    }
-    theirs = {
-        "attention.q.weight": woven("q", model.num_heads),
-        "attention.k.weight": woven("k", kv),
-        "attention.v.weight": Woven((v,), 1),
-        "mlp.gate.weight": Woven((gate,), 1),
-        "mlp.up.weight": Woven((up,), 1),
-    }
-    return Weaves(ours, theirs)
-
-
-def torchtitan_problem(model: ModelConfig) -> str | None:
-    """Return why torchtitan has no such model."""
-    settings = LlamaSettings.of(model)
-    if settings.num_experts:
-        return "it has experts, which are converted to hf alone"
-    if settings.qkv_bias or settings.window or settings.rotary_fraction != 1:
-        return "it has biases, a window or a rotary fraction, which torchtitan's Llama 3 and Qwen 3 lack"
-    return None
+    ours["mlp.up.weight"] = RowLayout(pair, num_blocks(model))
+    theirs["mlp.up.weight"] = RowLayout(pair, tp)
+    return RowLayouts(ours, theirs)
 
 
 def settings_of(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,7 +138,7 @@ MAPPING = MegatronMapping(
     },
     required=("position_embedding_type", "normalization", "swiglu", "add_bias_linear"),
     is_grouped=True,
-    weaves=weaves,
+    layouts=layouts,
     sizes={
         "vocab_size": SizeOf("token.weight", is_split=True),
         "hidden_size": SizeOf("final_norm.weight", is_split=False),

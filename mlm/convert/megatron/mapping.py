@@ -7,16 +7,16 @@ group stands. Three generations are read: `transformer` and `attention` (2019 to
 files. Source: NVIDIA/Megatron-LM, language_model.py, transformer.py and bert_model.py of those years,
 core/models/gpt, core/models/bert, core/transformer; arguments.py from 2020 to 2025.
 
-A tensor of theirs may hold other rows than one of ours: `Weaves` says how both consist of pieces.
+A tensor of theirs may hold other rows than one of ours: `RowLayouts` says how both consist of pieces.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from mlm.models.config import ModelConfig
+from mlm.convert.row_layouts import RowLayouts, split_layer
+from mlm.models.config import ModelConfig
 
 HEAD = "head.weight"
 """The output layer. Of a model that ties it, the last stage's copy of the token table, which is compared with
@@ -118,31 +118,6 @@ SIZES = {
 }
 
 
-class Woven(NamedTuple):
-    """Rows of a tensor: [block][piece][row], of each piece as many rows in every block."""
-
-    pieces: tuple[tuple[str, int], ...]
-    """(name, rows in all blocks)."""
-    blocks: int
-
-    @property
-    def rows(self) -> int:
-        """Rows of the tensor."""
-        return sum(rows for _, rows in self.pieces)
-
-
-class Weaves(NamedTuple):
-    """Tensors in a layer that two libraries make of the same pieces, by name in the layer."""
-
-    ours: Mapping[str, Woven]
-    theirs: Mapping[str, Woven]
-
-
-def no_weaves(model: "ModelConfig", tp: int) -> Weaves:
-    """Tensors that are ours as they are."""
-    return Weaves({}, {})
-
-
 @dataclass(frozen=True, kw_only=True)
 class MegatronMapping:
     """A model family as Megatron-LM names and configures it."""
@@ -161,14 +136,14 @@ class MegatronMapping:
     """Arguments whose absence means a model that the family is not."""
     is_grouped: bool = False
     """True if heads may share keys and values, and have another width than hidden_size / num_heads."""
-    weaves: "Callable[[ModelConfig, int], Weaves]" = no_weaves
+    layouts: Callable[[ModelConfig, int], RowLayouts] = lambda model, tp: RowLayouts({}, {})
     """Return the tensors whose rows lie otherwise than ours, merged from the ranks of a tensor-parallel size.
     In torch_dist that is 1."""
     layers: str = "decoder"
     """Megatron Core's name of the part that holds the layers."""
-    write: "Callable[[ModelConfig], dict[str, Any]]" = lambda model: {}
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     """Return the arguments that make such a model, beside the sizes that all families have."""
-    problem: "Callable[[ModelConfig], str | None]" = lambda model: None
+    problem: Callable[[ModelConfig], str | None] = lambda model: None
     """Return why Megatron Core has no such model."""
     sizes: Mapping[str, SizeOf] = field(default_factory=lambda: SIZES)
     """Field of ModelConfig -> parameter that shows it."""
@@ -204,58 +179,8 @@ class MegatronMapping:
         return (theirs, None) if layer is None else (f"{self.layers}.layers.{{}}.{theirs}", layer)
 
 
-def split_layer(name: str) -> tuple[int | None, str]:
-    """Return the layer of one of our names, if it is in one, and the rest."""
-    found = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
-    return (int(found[1]), found[2]) if found else (None, name)
-
-
-def short_name(name: str) -> str:
-    """Return one of our names without the number of its layer."""
-    return split_layer(name)[1]
-
-
 def _translate(table: Mapping[str, str], theirs: str) -> str | None:
     for pattern, ours in table.items():
         if match := re.fullmatch(pattern, theirs):
             return ours.format(*match.groups())
     return None
-
-
-def write_gelu(model: "ModelConfig") -> dict[str, Any]:
-    """Return the arguments of a GPT-2 or BERT; the fused kernel is gelu's tanh form."""
-    return {
-        "position_embedding_type": "learned_absolute",
-        "normalization": "LayerNorm",
-        "add_bias_linear": True,
-        "swiglu": False,
-        "untie_embeddings_and_output_weights": False,
-        "openai_gelu": False,
-        "bias_gelu_fusion": model.activation == "gelu_tanh",
-        "group_query_attention": False,
-    }
-
-
-def gelu_problem(model: "ModelConfig") -> str | None:
-    """Return why Megatron Core has no such GPT-2 or BERT."""
-    if model.activation not in ("gelu", "gelu_tanh") or model.norm != "pre":
-        return f"model.activation={model.activation} model.norm={model.norm}: Megatron has gelu and norm=pre"
-    return None
-
-
-def is_tanh_gelu(args: Mapping[str, Any]) -> bool:
-    """Return True if a run computed gelu by its tanh form.
-
-    That is Megatron-LM's fused kernel, its openai_gelu, and all of it before openai_gelu became a choice
-    (2020); torch's gelu, its other choice, is the exact one.
-    """
-    if args.get("openai_gelu") is True:
-        return True
-    if args.get("onnx_safe"):
-        return False
-    return args.get("bias_gelu_fusion", "openai_gelu" not in args) is True
-
-
-def activation(args: Mapping[str, Any]) -> str:
-    """Return model.activation of a run."""
-    return "gelu_tanh" if is_tanh_gelu(args) else "gelu"

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from mlm.checkpoint.native.slices import Region
 from mlm.convert.dcp.torch_file import DAMAGES
-from mlm.convert.megatron.args import Given, MegatronArgs, describe_value, mappings
+from mlm.convert.megatron.args import Given, MegatronArgs, describe_value
 from mlm.convert.megatron.files import RankFiles, TorchFile, printable
 from mlm.convert.megatron.mapping import MegatronMapping
+from mlm.convert.megatron.mappings import MAPPINGS
 from mlm.convert.megatron.model import HeldTensors, MegatronModel, assemble, kind_of, no_part
 from mlm.util.errors import CorruptFileError, UserError
 
@@ -102,7 +103,7 @@ def open_checkpoint(files: RankFiles, given: Given) -> MegatronModel:
         {files.files[rank]: [n for part in parts for n in part] for rank, parts in chunks.items()}, args
     )
     version = _check_one_save(files, contents, chunks)
-    parts = _merge(files, opened, chunks, mappings()[kind])
+    parts = _merge(files, opened, chunks, MAPPINGS[kind])
     held = RankTensors(
         files,
         parts,

@@ -18,7 +18,6 @@ from mlm.convert.megatron.args import (
     MegatronArgs,
     check_recorded,
     family_names,
-    mappings,
     model_config,
     notes,
     shape_config,
@@ -26,9 +25,11 @@ from mlm.convert.megatron.args import (
     unsupported_arguments,
 )
 from mlm.convert.megatron.files import printable
-from mlm.convert.megatron.mapping import HEAD, THROUGH_HF, MegatronMapping, Weaves, short_name
-from mlm.convert.woven import reweave
+from mlm.convert.megatron.mapping import HEAD, THROUGH_HF, MegatronMapping
+from mlm.convert.megatron.mappings import MAPPINGS
+from mlm.convert.row_layouts import RowLayouts, reorder_rows, short_name
 from mlm.models.config import ModelConfig
+from mlm.models.shape import is_tied
 from mlm.models.stage import parameter_home
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
 
@@ -85,7 +86,7 @@ class MegatronModel:
     model: ModelConfig
     shapes: Mapping[str, tuple[int, ...]]
     """Those of `held` that a model needs."""
-    weaves: Weaves
+    layouts: RowLayouts
     iteration: int | None
     table_rows: int
     filled: frozenset[str]
@@ -110,9 +111,9 @@ class MegatronModel:
         return wanted.contiguous()
 
     def _read(self, name: str, region: Region) -> Tensor:
-        if short_name(name) not in self.weaves.ours:
+        if short_name(name) not in self.layouts.ours:
             return self.held.load(name, region)
-        whole = reweave(name, self.weaves.theirs, self.weaves.ours, self._load_whole)
+        whole = reorder_rows(name, self.layouts.theirs, self.layouts.ours, self._load_whole)
         return whole[region.within(Region.whole(whole.shape))]
 
     def _load_whole(self, name: str) -> Tensor:
@@ -127,7 +128,7 @@ def assemble(
 
     Raises UserError for a model that is not supported, or if something has to be specified; CorruptFileError.
     """
-    mapping, present = mappings()[kind], set(held.names)
+    mapping, present = MAPPINGS[kind], set(held.names)
     config, num_heads = given.config, given.num_heads
     sizes = _sizes(held, mapping)
     check_recorded(args, held.tp, held.pp, sizes)
@@ -136,11 +137,11 @@ def assemble(
     shape = (
         shape_config(args, kind, sizes, heads) if config is None else replace(config, vocab_size=table_rows)
     )
-    if HEAD in present and not shape.is_tied:
+    if HEAD in present and not is_tied(shape):
         held.names["output.weight"] = held.names.pop(HEAD)
         present = set(held.names)
-    weaves = mapping.weaves(shape, held.tp)
-    wanted = stored_parameters(shape, weaves)
+    layouts = mapping.layouts(shape, held.tp)
+    wanted = stored_parameters(shape, layouts)
     filled, zeros, remarks = _absent(held.path, present, wanted, mapping)
     held.check(wanted)
     if config is None:
@@ -153,7 +154,7 @@ def assemble(
         held=held,
         model=model,
         shapes={name: tensor.shape for name, tensor in wanted.items()},
-        weaves=weaves,
+        layouts=layouts,
         iteration=iteration if type(iteration) is int else None,
         table_rows=table_rows,
         filled=filled,
@@ -172,16 +173,16 @@ def _sizes(held: HeldTensors, mapping: MegatronMapping) -> dict[str, int]:
     return sizes
 
 
-def stored_parameters(model: ModelConfig, weaves: Weaves) -> dict[str, TensorEntry]:
+def stored_parameters(model: ModelConfig, layouts: RowLayouts) -> dict[str, TensorEntry]:
     """Return the tensors of a model as Megatron has them, whole, under our names for them."""
     ours = parameters(replace(model, vocab_multiple=1))
-    kept = {name: one for name, one in ours.items() if short_name(name) not in weaves.ours}
-    for layer in range(model.num_layers if weaves.theirs else 0):
-        for short, woven in weaves.theirs.items():
+    kept = {name: one for name, one in ours.items() if short_name(name) not in layouts.ours}
+    for layer in range(model.num_layers if layouts.theirs else 0):
+        for short, layout in layouts.theirs.items():
             name = f"layers.{layer}.{short}"
             rest = () if short.endswith("bias") else (model.hidden_size,)
             kept[name] = TensorEntry(
-                (woven.rows, *rest), torch.float32, TensorSplit(0, parameter_home(name), 1)
+                (layout.rows, *rest), torch.float32, TensorSplit(0, parameter_home(name), 1)
             )
     return kept
 
@@ -219,7 +220,7 @@ def kind_of(names: Mapping[Path, Iterable[str]], args: MegatronArgs) -> str:
     `names` are Megatron's, of each file. Raises ConfigError for arguments that no family supports, UserError
     for a name that none has.
     """
-    known = mappings()
+    known = MAPPINGS
     problems = {kind: unsupported_arguments(args, mapping) for kind, mapping in known.items()}
     if all(problems.values()):
         fewest = min(problems.values(), key=len)

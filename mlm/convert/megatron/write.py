@@ -5,9 +5,11 @@ padded with zeros, as Megatron pads it.
 """
 
 import json
+import zipfile
+import zlib
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +18,20 @@ from torch import Tensor
 
 from mlm.checkpoint.native.compare import row_blocks
 from mlm.checkpoint.native.format import TensorEntry
-from mlm.checkpoint.native.shard_file import Form
 from mlm.checkpoint.native.slices import Read, Region
-from mlm.convert.dcp.pickled import instance
-from mlm.convert.dcp.writer import DCPTensor, Progress, tensor_record, write_torch_file
-from mlm.convert.megatron.args import mappings
+from mlm.convert.dcp.metadata import DCPTensor
 from mlm.convert.megatron.distributed import BACKEND, COMMON
 from mlm.convert.megatron.files import MODEL_FILES
-from mlm.convert.megatron.mapping import THROUGH_HF, MegatronMapping, short_name
+from mlm.convert.megatron.mapping import THROUGH_HF, MegatronMapping
+from mlm.convert.megatron.mappings import MAPPINGS
 from mlm.convert.megatron.model import stored_parameters
-from mlm.convert.woven import reweave
+from mlm.convert.row_layouts import reorder_rows, short_name
 from mlm.models.config import ModelConfig
+from mlm.models.shape import architecture_of, is_tied
 from mlm.models.stage import split_layers
 from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
+from mlm.util.terminal import Advance
 
 RELEASE = "release"
 """Folder of a checkpoint that Megatron-LM starts from without an optimizer."""
@@ -51,11 +53,11 @@ class MegatronWriter:
     @property
     def mapping(self) -> MegatronMapping:
         """Names and arguments of the family. Raises UserError if Megatron has no such model."""
-        mapping = mappings().get(self.model.kind)
+        mapping = MAPPINGS.get(self.model.kind)
         if mapping is None:
             raise UserError(f"model.kind={self.model.kind}: Megatron has no such model")
-        if self.model.architecture.experts:
-            raise UserError(f"model.options.num_experts={self.model.architecture.experts}: {THROUGH_HF}")
+        if architecture_of(self.model).experts:
+            raise UserError(f"model.options.num_experts={architecture_of(self.model).experts}: {THROUGH_HF}")
         if problem := mapping.problem(self.model):
             raise UserError(f"Megatron Core has no such model: {problem}")
         return mapping
@@ -67,7 +69,7 @@ class MegatronWriter:
 
     def tensors(self) -> dict[str, TensorEntry]:
         """Return the tensors by our names for Megatron's, padded."""
-        stored = stored_parameters(self.model, self.mapping.weaves(self.model, self.tp))
+        stored = stored_parameters(self.model, self.mapping.layouts(self.model, self.tp))
         return {
             name: TensorEntry((self.rows, *one.shape[1:]), one.dtype, one.split) if name in TABLES else one
             for name, one in stored.items()
@@ -75,9 +77,9 @@ class MegatronWriter:
 
     def load(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a whole tensor of that shape."""
-        weaves = self.mapping.weaves(self.model, self.tp)
-        if short_name(name) in weaves.theirs:
-            return reweave(name, weaves.ours, weaves.theirs, self._load_ours).to(self.dtype)
+        layouts = self.mapping.layouts(self.model, self.tp)
+        if short_name(name) in layouts.theirs:
+            return reorder_rows(name, layouts.ours, layouts.theirs, self._load_ours).to(self.dtype)
         if name not in TABLES:
             return self.read(name, Region.whole(shape)).to(self.dtype)
         padded = torch.zeros(shape, dtype=self.dtype)
@@ -86,9 +88,9 @@ class MegatronWriter:
         return padded
 
     def _load_ours(self, name: str) -> Tensor:
-        """Return a whole parameter of ours that is part of a woven tensor."""
-        weaves = self.mapping.weaves(self.model, self.tp)
-        rows = weaves.ours[short_name(name)].rows
+        """Return a whole parameter of ours that is part of a layout tensor."""
+        layouts = self.mapping.layouts(self.model, self.tp)
+        rows = layouts.ours[short_name(name)].rows
         shape = (rows,) if name.endswith("bias") else (rows, self.model.hidden_size)
         return self.read(name, Region.whole(shape))
 
@@ -118,8 +120,7 @@ class MegatronWriter:
 
     def common(self) -> dict[str, Any]:
         """Return what every file of ranks, or common.pt, holds beside tensors."""
-        args = instance("argparse.Namespace", self.arguments())
-        return {"args": args, "iteration": 0, "checkpoint_version": 3.0}
+        return {"args": Namespace(**self.arguments()), "iteration": 0, "checkpoint_version": 3.0}
 
 
 def core_tensors(
@@ -151,8 +152,8 @@ def core_tensors(
 
 def write_common(folder: Path, writer: MegatronWriter) -> None:
     """Write common.pt and metadata.json of a torch_dist folder."""
-    with open(folder / COMMON, "x+b") as f:
-        write_torch_file(f, writer.common(), ())
+    with open(folder / COMMON, "xb") as f:
+        torch.save(writer.common(), f)
     backend = {
         "sharded_backend": "torch_dist",
         "sharded_backend_version": 1,
@@ -181,7 +182,7 @@ class RankFile:
 def rank_files(writer: MegatronWriter) -> Iterator[RankFile]:
     """Yield the files of tp * pp ranks. Raises UserError if the model cannot be split so."""
     model = writer.model
-    kv_heads = model.architecture.kv_heads
+    kv_heads = architecture_of(model).kv_heads
     if model.num_heads % writer.tp or kv_heads % writer.tp or model.ffn_size % writer.tp:
         raise UserError(
             f"tp={writer.tp} does not divide the {kv_heads} heads of keys, or ffn={model.ffn_size}"
@@ -195,35 +196,34 @@ def rank_files(writer: MegatronWriter) -> Iterator[RankFile]:
             theirs, layer = writer.mapping.core_name(name)
             if is_here:
                 held.append((theirs.format(None if layer is None else layer - stage.layers[0]), name, tensor))
-        if stage.is_last and not stage.is_first and model.is_tied:
+        if stage.is_last and not stage.is_first and is_tied(model):
             held.append(("output_layer.weight", "token.weight", tensors["token.weight"]))
         for t in range(writer.tp):
             number = f"mp_rank_{t:02d}" + (f"_{p:03d}" if writer.pp > 1 else "")
             yield RankFile(number, t, tuple(held))
 
 
-def write_rank_file(path: Path, file: RankFile, writer: MegatronWriter, progress: Progress) -> None:
+def write_rank_file(path: Path, file: RankFile, writer: MegatronWriter, progress: Advance) -> None:
     """Write one file; holds one tensor at a time. Raises OSError."""
-    forms = {}
-    for theirs, _, tensor in file.held:
-        shape, dim = list(tensor.shape), tensor.split.tp_dim
-        if dim is not None:
-            shape[dim] //= writer.tp
-        forms[theirs] = Form(writer.dtype, tuple(shape))
 
-    def read(name: str, tensor: TensorEntry) -> Tensor:
-        value, dim = writer.load(name, tensor.shape), tensor.split.tp_dim
-        return value if dim is None else value.chunk(writer.tp, dim)[file.t].contiguous()
+    def shard(full: Tensor, dim: int | None) -> Tensor:
+        return full if dim is None else full.chunk(writer.tp, dim)[file.t]
 
-    records = {theirs: tensor_record(str(n), form) for n, (theirs, form) in enumerate(forms.items())}
-    content = {**writer.common(), "model": records}
-    with open(path, "x+b") as f:
-        write_torch_file(
-            f,
-            content,
-            (
-                (str(n), forms[theirs], partial(read, name, tensor))
-                for n, (theirs, name, tensor) in enumerate(file.held)
-            ),
-            progress,
-        )
+    # torch.save leaves room for tensors of which no page is touched; they are written there one by one.
+    empty = {}
+    for theirs, _, one in file.held:
+        shape = shard(torch.empty(one.shape, device="meta"), one.split.tp_dim).shape
+        empty[theirs] = torch.empty(shape, dtype=writer.dtype)
+    with open(path, "xb") as f, torch.serialization.skip_data():
+        torch.save({**writer.common(), "model": empty}, f)
+    with open(path, "r+b") as out, zipfile.ZipFile(out, "a") as records:
+        for number, (_, name, one) in enumerate(file.held):
+            tensor = shard(writer.load(name, one.shape), one.split.tp_dim).contiguous()
+            content = tensor.reshape(-1).view(torch.uint8).numpy().data
+            record = records.getinfo(f"archive/data/{number}")
+            assert len(content) == record.file_size, "not what was announced"
+            with records.open(record):  # leaves the file at the record's first byte
+                out.write(content)
+            record.CRC = zlib.crc32(content)
+            progress(len(content))
+        records.comment = b""  # so that the directory is written again, with these checksums

@@ -53,13 +53,6 @@ def holds_lines(path: Path) -> bool:
         return False
 
 
-def part_name(path: Path, root: Path) -> str | None:
-    """Return the part that a readable file of the folder `root` is named after: train for train.jsonl.gz."""
-    stem, kind = formats(path)
-    is_part = path.parent == root and kind is not None and stem in SPLITS and path.name.startswith(stem)
-    return stem if is_part else None
-
-
 OF_BUILDS = ("corpus", "corpus-work")  # types of folders
 IN_OUT = (REJECTED, INPUTS, RECEIPT, "tokenizer.json")
 
@@ -230,7 +223,12 @@ Read = Callable[[Iterable[Path], Path, Iterable[Unread]], Listing]
 
 def parts_in(root: Path, files: list[Path], read: Read) -> Listing | None:
     """Return train.*, validation.* and test.* of the folder `root`; None if it has no such file."""
-    parts = {file: part for file in files if not is_own(file) and (part := part_name(file, root)) is not None}
+    parts = dict[Path, str]()
+    for file in files:
+        stem, kind = formats(file)
+        is_named = kind is not None and stem in SPLITS and file.name.startswith(stem)
+        if is_named and file.parent == root and not is_own(file):
+            parts[file] = stem  # train of train.jsonl.gz
     if not parts:
         return None
     named = sorted(parts, key=lambda file: SPLITS.index(parts[file]))

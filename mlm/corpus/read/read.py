@@ -11,14 +11,7 @@ in half the time, which is nothing beside tokenising at 3 MB/s.
 import json
 from collections.abc import Callable, Iterator
 
-from mlm.corpus.read.records import (
-    BadRecordError,
-    Document,
-    InputShard,
-    Intake,
-    LinesBefore,
-    Place,
-)
+from mlm.corpus.read.records import BadRecordError, Document, InputShard, Intake, LinesBefore, Place
 from mlm.corpus.read.shards import TEXT_END
 from mlm.corpus.read.streams import DamagedError, blocks, first_line, lines
 from mlm.corpus.read.tables import read_hub, read_parquet

@@ -45,15 +45,14 @@ def are_short(tokenizer: Tokenizer, texts: list[str], least: int) -> list[bool]:
         end = text.rfind(" ", 0, most)
         heads.append(next(segments(tokenizer, text if end <= 0 or len(text) <= most else text[:end])))
     short = [len(ids) < least for ids in tokenizer.encode_batch(heads)]
+
+    def tokens_of(segment: str) -> int:
+        return len(tokenizer.encode_batch([segment])[0])
+
     return [
-        is_short and (len(begin) == len(text) or count_tokens(tokenizer, text) < least)
+        is_short and (len(begin) == len(text) or sum(map(tokens_of, segments(tokenizer, text))) < least)
         for is_short, begin, text in zip(short, heads, texts, strict=True)
     ]
-
-
-def count_tokens(tokenizer: Tokenizer, text: str) -> int:
-    """Count the tokens of a text, a segment at a time."""
-    return sum(len(tokenizer.encode_batch([segment])[0]) for segment in segments(tokenizer, text))
 
 
 class Cleaning:

@@ -13,6 +13,7 @@ its memory is bounded; that of `group` grows with the documents that have links,
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,8 +56,7 @@ class CleanTexts:
 
     def keys_of(self, shard: int) -> NDArray[np.uint64]:
         """The keys of a shard, mapped: [bands, documents]."""
-        path = self.folder / f"{shard:05d}.keys.npy"
-        return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+        return load(self.folder / f"{shard:05d}.keys.npy")
 
     def text(self, document: int) -> str:
         """One text."""
@@ -154,6 +154,6 @@ def removal_mask(plan: BuildPlan, task: int) -> NDArray[np.bool_]:
     return mask
 
 
-def load(path: Path) -> Ids:
+def load(path: Path) -> NDArray[Any]:
     """A mapped array that `save` wrote."""
     return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)

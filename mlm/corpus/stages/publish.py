@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 
+from mlm.config.tree import nested
 from mlm.corpus.stages.plan import BuildPlan
 from mlm.corpus.stages.tokenise import MATCHES, load_contaminants
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
@@ -53,7 +54,7 @@ def outcome(plan: BuildPlan) -> Facts:
     """
     total = plan.stages["clean"].total()
     total.update(plan.stages["tokenise"].total())
-    tree = nested(total)
+    tree = nested({name.replace("/", "."): n for name, n in total.items() if not name.startswith(MATCHES)})
     removed = {rule: {"documents": 0} | counts for rule, counts in tree.get("removed", {}).items()}
     contaminants, cut = load_contaminants(plan), tree.get("cut")
     matches = {name.removeprefix(MATCHES): n for name, n in total.items() if name.startswith(MATCHES)}
@@ -72,18 +73,6 @@ def outcome(plan: BuildPlan) -> Facts:
     num_bytes = add_up(gone, "bytes") + add_up(kept, "bytes") + cut["bytes"]
     assert tree["read"]["bytes"] + tree["fixed"]["bytes"] == num_bytes, facts
     return facts
-
-
-def nested(counts: Mapping[str, int]) -> Facts:
-    """Return counts named `a/b/c` as dictionaries in dictionaries."""
-    tree: Facts = {}
-    for name, count in counts.items():
-        *path, last = name.split("/")
-        branch = tree
-        for key in path:
-            branch = branch.setdefault(key, {})
-        branch[last] = count
-    return tree
 
 
 def add_up(counts: Iterable[Mapping[str, int]], key: str) -> int:
@@ -157,14 +146,3 @@ def summary(out: Path, receipt: Facts) -> Group:
     for rule, documents in receipt["rejected"].items():
         add_row(gone, f"bad input: {rule} (see {REJECTED})", f"{documents:,}", "")
     return Group(parts, gone) if gone.row_count else Group(parts)
-
-
-def warn(config: Any, console: Console) -> None:
-    """Warn if no evaluation set is kept out."""
-    if config.dedup.enabled and not config.decontaminate.against:
-        console.print(
-            "no evaluation set is kept out of this corpus: set decontaminate.against=[wikitext103,lambada] to"
-            " have scores on them mean something",
-            soft_wrap=True,
-            markup=False,
-        )

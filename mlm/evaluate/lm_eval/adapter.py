@@ -24,21 +24,17 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import simple_parse_args_string
 from tqdm import tqdm
 
-from mlm.cli.evaluate import check_lm_eval
 from mlm.config.build import build
-from mlm.evaluate.config import LmEvalConfig
-from mlm.evaluate.lm_eval.ranks import LocalModel, Model, RemoteModel
-from mlm.inference.generation import Sampling
-from mlm.inference.sampling import declared_sampling
+from mlm.convert.source import Source
+from mlm.evaluate.lm_eval.ranks import LmEvalConfig, LocalModel, Model, RemoteModel
+from mlm.inference.config import DECLARED, Sampling, declared_sampling
 from mlm.inference.scoring import Request, Score, rolling_windows
-from mlm.inference.trained import (
-    check_source,
-    load_tokenizer,
-    resolve_checkpoint,
-)
+from mlm.inference.trained import open_predictor
 from mlm.launch.environment import read_rank_place
+from mlm.launch.rules.checks import checked_by, checkpoint_exists, devices_exist, tokenizer_exists
+from mlm.launch.rules.layout import READER_RULES
 from mlm.launch.start import choose_world_size, launch_facts
-from mlm.util.errors import UserError
+from mlm.util.errors import ConfigError, UserError
 
 KEYS = {"precision": "precision.dtype", "device": "dist.device"}
 """Short names of model_args, and the fields they set."""
@@ -46,6 +42,7 @@ UNSAID = "cuda:0"
 """The device that lm-eval's command passes by default, with or without a GPU."""
 IGNORED = {"num_beams": 1, "use_cache": True, "num_return_sequences": 1}
 """Settings of tasks for `transformers` that describe our default behaviour."""
+check_settings = checked_by(READER_RULES, (devices_exist, checkpoint_exists, tokenizer_exists))
 Tokens = list[int]
 Part = tuple[tuple[str, str] | None, Tokens, Tokens]
 """A text to score: lm-eval's cache key, the context, and the continuation."""
@@ -57,13 +54,16 @@ class MlmLM(TemplateLM):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__()
-        config = self.settings = settings(arguments)
-        named = resolve_checkpoint(config.ckpt)
-        self.named = named
-        self.tokenizer = load_tokenizer(config.tokenizer, named.path, named.config.model)
-        longest = named.config.model.max_positions
+        config, self.source = settings(arguments)
+        self.settings = config
+        self.tokenizer = self.source.load_tokenizer(config.tokenizer)
+        longest = self.source.model.max_positions
         self.max_length = min(config.max_length or longest, longest)
-        self.batch_size, self.model = config.batch_size, start(config)
+        self.batch_size = config.batch_size
+        ranks = choose_world_size(config.parallel, launch_facts(config.dist))
+        if ranks > 1:
+            logging.getLogger(__name__).info("starting %d ranks", ranks)
+        self.model: Model = LocalModel(config) if ranks == 1 else RemoteModel(config)
 
     @classmethod
     def create_from_arg_obj(
@@ -123,7 +123,7 @@ class MlmLM(TemplateLM):
         """For lm-eval's results."""
         config = self.settings
         return {
-            "mlm_ckpt": str(self.named.path),
+            "mlm_ckpt": str(self.source.path),
             "model_dtype": config.precision.dtype,
             "tp": config.parallel.tp,
             "pp": config.parallel.pp,
@@ -177,16 +177,13 @@ class MlmLM(TemplateLM):
             for numbers in kinds.values():
                 options, stops = self._options(requests[numbers[0]].args[1])
                 room = self.max_length - options.max_new_tokens
-                prompts = [self._prompt(requests[number].args[0], room) for number in numbers]
+                contexts = (self.tok_encode(requests[number].args[0]) for number in numbers)
+                prompts = [tokens[-room:] or [self.prefix_token_id] for tokens in contexts]
                 continued = self.model.generate(prompts, options, stops, bar.update)
                 for number, new in zip(numbers, continued, strict=True):
                     texts[number] = postprocess_generated_text(self.tokenizer.decode(new), stops, None)
                     self.cache_hook.add_partial("generate_until", requests[number].args, texts[number])
         return texts
-
-    def _prompt(self, context: str, room: int) -> Tokens:
-        """The last tokens of a context that leave room for the new ones."""
-        return self.tok_encode(context)[-room:] or [self.prefix_token_id]
 
     def _options(self, arguments: dict[str, Any]) -> tuple[Sampling, list[str]]:
         """Return the sampling settings and the texts that end a continuation. Raises UserError."""
@@ -197,20 +194,14 @@ class MlmLM(TemplateLM):
             raise UserError(
                 f"max_gen_toks={most}: use 1 to {self.max_length - 1}, below what the model reads"
             )
-        declared = declared_sampling(self.tokenizer.declared.generation)
-        penalty = said.pop("repetition_penalty", declared.get("repetition_penalty", 1.0))
-        if not penalty > 0:
-            raise UserError(f"repetition_penalty={penalty} must be greater than 0; 1 leaves it out")
-        temperature, draws = said.pop("temperature", 1.0), said.pop("do_sample")
-        options = Sampling(
-            max_new_tokens=most,
-            temperature=temperature if draws else 0.0,
-            top_k=said.pop("top_k", 0),
-            top_p=said.pop("top_p", 1.0),
-            repetition_penalty=penalty,
-            seed=self.settings.seed,
-            batch_size=self.batch_size,
-        )
+        usual: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        values = declared_sampling(self.tokenizer.declared.generation) | usual
+        values |= {name: said.pop(name) for name in DECLARED if name in said}
+        if not said.pop("do_sample"):
+            values["temperature"] = 0.0
+        options = Sampling(max_new_tokens=most, seed=self.settings.seed, batch_size=self.batch_size, **values)
+        if problems := options.problems():
+            raise ConfigError(problems)
         unknown = {key: value for key, value in said.items() if IGNORED.get(key) != value}
         if unknown:
             raise UserError(
@@ -219,8 +210,11 @@ class MlmLM(TemplateLM):
         return options, [stop for stop in stops if stop]
 
 
-def settings(arguments: dict[str, Any]) -> LmEvalConfig:
-    """Return the settings from model_args and lm-eval's flags. Raises ConfigError with all problems."""
+def settings(arguments: dict[str, Any]) -> tuple[LmEvalConfig, Source]:
+    """Return settings from model_args and lm-eval's flags, and the model's source.
+
+    Raises ConfigError with all problems.
+    """
     values = {KEYS.get(key, key): value for key, value in arguments.items() if key != "max_batch_size"}
     if str(values.get("batch_size", "")).startswith("auto"):  # lm-eval's word for as much as fits
         del values["batch_size"]
@@ -236,11 +230,10 @@ def settings(arguments: dict[str, Any]) -> LmEvalConfig:
 
     def check(config: LmEvalConfig) -> Sequence[str]:
         facts = launch_facts(config.dist)
-        return check_lm_eval(config, world_size=facts.world_size, local_devices=facts.local_devices)
+        return check_settings(config, world_size=facts.world_size, local_devices=facts.local_devices)
 
     config = build(LmEvalConfig, values, check)
-    check_source(config.ckpt, config.parallel)
-    return config
+    return config, open_predictor(config.ckpt, config.parallel)
 
 
 def device_of(said: str) -> str:
@@ -254,12 +247,3 @@ def device_of(said: str) -> str:
             f"CUDA_VISIBLE_DEVICES={index}"
         )
     return kind
-
-
-def start(config: LmEvalConfig) -> Model:
-    """The model on this process where it needs one rank, else on separate ranks."""
-    ranks = choose_world_size(config.parallel, launch_facts(config.dist))
-    if ranks == 1:
-        return LocalModel(config)
-    logging.getLogger(__name__).info("starting %d ranks", ranks)
-    return RemoteModel(config)

@@ -14,26 +14,49 @@ import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.config.build import from_dict, to_dict
-from mlm.evaluate.config import LmEvalConfig
-from mlm.inference.generation import Sampling, ends_at, generate
+from mlm.config.fields import POSITIVE, SEED
+from mlm.convert.source import open_source
+from mlm.data.config import MicroBatchSize
+from mlm.inference.config import Sampling, TrainedModelConfig
+from mlm.inference.generation import ends_at, generate
 from mlm.inference.scoring import Request, Score, score
-from mlm.inference.trained import load_tokenizer, load_trained
+from mlm.inference.trained import load_trained
 from mlm.launch.child_run import environment_without_launcher, kill
 from mlm.launch.process import ALONE, rank_device
 from mlm.launch.start import run_job
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import CheckFailedError, UserError
 from mlm.util.system import die_with_parent
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LmEvalConfig(TrainedModelConfig):
+    """Settings of lm-eval's `--model mlm --model_args key=value,…` (mlm/evaluate/lm_eval/adapter.py)."""
+
+    batch_size: MicroBatchSize = 8
+    """Full-length sequences per micro-batch on each rank. No score depends on it."""
+    max_length: Annotated[int | None, POSITIVE] = None
+    """Context length in tokens; null means the model's max_positions."""
+    max_gen_toks: Annotated[int, POSITIVE] = 256
+    """Most tokens to generate, for tasks that do not specify it."""
+    add_bos_token: bool | None = None
+    """True puts the tokenizer's beginning of a sequence before each text, false nothing; null what the
+    tokenizer itself puts there."""
+    seed: Annotated[int, SEED] = 1234
+    """Seed of the sampling, for tasks that sample."""
+    socket: str = ""
+    """Socket on which the ranks connect to lm-eval; set by the adapter."""
+
 
 Advance = Callable[[int], None]
 Message = dict[str, Any]
@@ -49,8 +72,8 @@ class LocalModel:
 
     def __init__(self, config: LmEvalConfig, ctx: ParallelContext | None = None) -> None:
         self.ctx = ctx or ParallelContext(device=rank_device(config.dist, ALONE))
-        self.trained = load_trained(config.ckpt, config.parallel, config.precision, self.ctx)
-        self.tokenizer = load_tokenizer(config.tokenizer, self.trained.path)
+        self.trained = load_trained(open_source(config.ckpt), config.parallel, config.precision, self.ctx)
+        self.tokenizer = self.trained.source.load_tokenizer(config.tokenizer, any_size=True)
         self.batch_size = config.batch_size
 
     def score(self, requests: Sequence[Request], advance: Advance) -> list[Score]:

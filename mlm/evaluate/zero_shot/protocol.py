@@ -5,9 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mlm.evaluate.zero_shot.sources import EvalTexts
 from mlm.inference.scoring import Request, Score
 
@@ -67,11 +64,6 @@ def deduplicate(requests: Sequence[Request]) -> tuple[list[Request], list[int]]:
             kept.append(request)
         where.append(seen[key])
     return kept, where
-
-
-def as_tokens(ids: Sequence[int]) -> NDArray[np.int64]:
-    """[n] token ids."""
-    return np.asarray(ids, dtype=np.int64)
 
 
 def join_places(places: Sequence[str]) -> str:

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+import numpy as np
+
 from mlm.data.tokenizer import Tokenizer
 from mlm.evaluate.zero_shot import sources
 from mlm.evaluate.zero_shot.protocol import (
@@ -16,7 +18,6 @@ from mlm.evaluate.zero_shot.protocol import (
     Metric,
     Protocol,
     ProtocolResult,
-    as_tokens,
     exp,
     exp_stderr,
     ratio_stderr,
@@ -40,11 +41,6 @@ def protocols(
     ]
 
 
-def first_articles(text: str, limit: int | None) -> str:
-    """The text up to the end of its first `limit` articles, or all of it."""
-    return text if limit is None else "\n".join(articles(text)[:limit])
-
-
 # ----- Megatron-LM, arXiv:1909.08053, appendix E.1
 
 
@@ -52,9 +48,9 @@ def whole_text(
     source: EvalTexts, tokenizer: Tokenizer, *, seq_length: int, stride: int, limit: int | None
 ) -> Protocol:
     """Perplexity over one file, adjusted to its own words. Raises UserError for a text that is too short."""
-    text = first_articles(source.texts[0], limit)
+    text = source.texts[0] if limit is None else "\n".join(articles(source.texts[0])[:limit])
     words = len(text.strip().split(" "))
-    tokens = as_tokens(tokenizer.encode(detokenise(text)))
+    tokens = np.asarray(tokenizer.encode(detokenise(text)), dtype=np.int64)
     if len(tokens) < 2 or words < 2:
         raise UserError(
             f"{source.name}: {len(tokens)} tokens and {words} words are too few to score; use more"
@@ -184,15 +180,11 @@ def per_word_and_byte(
             "bits_per_byte": Metric(per_byte / bit, None if error_byte is None else error_byte / bit),
         },
         samples=[
-            {"article": title(text), "loss": loss, "words": w, "bytes": b}
+            # the article by its first line that is not blank, without its signs
+            {"article": text.strip().split("\n")[0].strip(" ="), "loss": loss, "words": w, "bytes": b}
             for text, loss, w, b in zip(texts, losses, words, sizes, strict=True)
         ],
     )
-
-
-def title(article: str) -> str:
-    """The first line of an article that is not blank, without its signs."""
-    return next(line for line in article.split("\n") if line.strip()).strip(" =")
 
 
 def form_warning(source: EvalTexts, *, wants_unk: bool) -> tuple[str, ...]:
@@ -228,16 +220,11 @@ def detokenise(text: str) -> str:
         text = text.replace(f" @{mark}@ ", mark)
     for mark in ENDING_MARKS:  # one after the other: each finds the spaces that the one before left
         text = text.replace(f" {mark} ", f"{mark} ")
-    for opening, closing in PAIRS:
-        text = strip_inside(text, opening, closing)
+    for opening, closing in PAIRS:  # which are not nested: "( 24 in )" to "(24 in)"
+        inside = rf"{re.escape(opening)}\s*([^{re.escape(closing)}]*?)\s*{re.escape(closing)}"
+        text = re.sub(inside, rf"{opening}\1{closing}", text)
     for heading in HEADINGS:
         text = text.replace(" ".join(heading), heading)
     for apart, together in ((" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")):
         text = text.replace(apart, together)
     return text
-
-
-def strip_inside(text: str, opening: str, closing: str) -> str:
-    """Take the white space off inside each pair of marks, which are not nested: "( 24 in )" to "(24 in)"."""
-    inside = rf"{re.escape(opening)}\s*([^{re.escape(closing)}]*?)\s*{re.escape(closing)}"
-    return re.sub(inside, lambda match: f"{opening}{match[1]}{closing}", text)

@@ -50,27 +50,26 @@ def rows_of(each: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Fin
 
     `each` and `hosts` are in rank order.
     """
-    names = list(dict.fromkeys(finding.check for findings in each for finding in findings))
-    return [_row(name, each, hosts) for name in names]
-
-
-def _row(name: str, each: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> Finding:
-    mine = {
-        rank: finding
-        for rank, findings in enumerate(each)
-        for finding in sorted(findings, key=lambda one: SEVERITY.index(one.status))  # the worst stays
-        if finding.check == name
-    }
-    worst = max((finding.status for finding in mine.values()), key=SEVERITY.index)
-    ranks = tuple(rank for rank, finding in mine.items() if finding.status == worst)
-    if worst == "ok":
-        texts = list(dict.fromkeys(finding.result for finding in mine.values()))
-        return Finding(name, worst, "; ".join(texts[:SHOWN]) + ("; …" if texts[SHOWN:] else ""))
-    first = mine[ranks[0]]
-    if list(mine) == [0] and len(hosts) > 1:  # rank 0 has compared all
-        return Finding(name, worst, first.result, first.remedy)
-    where = f"{ranks_with_hosts(ranks, hosts)}: " if len(hosts) > 1 else ""
-    return Finding(name, worst, f"{where}{first.result}", first.remedy, ranks)
+    by_check: dict[str, dict[int, Finding]] = {}
+    for rank, findings in enumerate(each):
+        for finding in findings:
+            worst_of_rank = by_check.setdefault(finding.check, {}).setdefault(rank, finding)
+            if SEVERITY.index(finding.status) > SEVERITY.index(worst_of_rank.status):
+                by_check[finding.check][rank] = finding
+    rows = []
+    for name, by_rank in by_check.items():
+        worst = max((finding.status for finding in by_rank.values()), key=SEVERITY.index)
+        ranks = tuple(rank for rank, finding in by_rank.items() if finding.status == worst)
+        first = by_rank[ranks[0]]
+        if worst == "ok":
+            texts = list(dict.fromkeys(finding.result for finding in by_rank.values()))
+            rows.append(Finding(name, worst, "; ".join(texts[:SHOWN]) + ("; …" if texts[SHOWN:] else "")))
+        elif list(by_rank) == [0] and len(hosts) > 1:  # rank 0 has compared all
+            rows.append(Finding(name, worst, first.result, first.remedy))
+        else:
+            where = f"{ranks_with_hosts(ranks, hosts)}: " if len(hosts) > 1 else ""
+            rows.append(Finding(name, worst, f"{where}{first.result}", first.remedy, ranks))
+    return rows
 
 
 def versions() -> dict[str, str]:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.launch.doctor.config import DoctorConfig
+from mlm.launch.config import DoctorConfig
 from mlm.launch.doctor.findings import (
     SAME_VERSIONS,
     Control,
@@ -89,30 +89,26 @@ def check_folder(folder: Path, control: Control) -> list[Finding]:
     token = control.all_gather(SHARED, uuid.uuid4().hex)[0]
     work = folder / f"{MARK}-{token}"
     with ExitStack() as stack:
-        made = _make_trial_folder(work, stack) if control.rank == 0 else ""
+        made = ""
+        if control.rank == 0:
+            try:
+                remove_abandoned(folder, f"{MARK}-{'[0-9a-f]' * 32}/")
+                work.mkdir(parents=True)
+                stack.enter_context(held_folder(work))
+                write_atomic(work / "first", b"first")
+            except OSError as error:
+                made = str(error.strerror)
         if problem := control.all_gather(SHARED, made)[0]:
             remedy = "make it writable or free some space there, or name another out"
             return [Finding(SHARED, "fail", f"rank 0 cannot write to {folder}: {problem}", remedy)]
         sharing = _check_sharing(work, control)
-        others = list(_check_rename(work, control))
+        others = [_check_rename(work, control)]
         if control.rank == control.hosts.index(control.hosts[control.rank]):
             # the first rank of each host writes, all hosts at once, as they save checkpoints
             others.append(_speed(work / f"speed-{control.rank}"))
         control.all_gather(SPEED, None)
-        others += _check_lock(work, control)
+        others.append(_check_lock(work, control))
         return [sharing, *(others if sharing.status == "ok" else ())]
-
-
-def _make_trial_folder(work: Path, stack: ExitStack) -> str:
-    """Make the folder of the trial with a file; return the problem, empty if there is none."""
-    try:
-        remove_abandoned(work.parent, f"{MARK}-{'[0-9a-f]' * 32}/")
-        work.mkdir(parents=True)
-        stack.enter_context(held_folder(work))
-        write_atomic(work / "first", b"first")
-    except OSError as error:
-        return str(error.strerror)
-    return ""
 
 
 def _check_sharing(work: Path, control: Control) -> Finding:
@@ -138,7 +134,7 @@ def _check_sharing(work: Path, control: Control) -> Finding:
     return finding
 
 
-def _check_rename(work: Path, control: Control) -> list[Finding]:
+def _check_rename(work: Path, control: Control) -> Finding:
     """Rank 0 replaces a file, which the others must see whole; each pushes a file to the disk."""
     begin, problem = time.monotonic(), ""
     try:
@@ -153,9 +149,9 @@ def _check_rename(work: Path, control: Control) -> list[Finding]:
         problem = f"a file that rank 0 replaced keeps its old content for {SEEN_S:g} s"
     if problem:
         remedy = "checkpoints need both: name an out on a local or cluster file system, not FUSE or S3"
-        return [Finding(DISK, "fail", problem, remedy)]
+        return Finding(DISK, "fail", problem, remedy)
     said, remedy = f"{seconds * 1000:.0f} ms for a small file", "name an out on a faster disk"
-    return [Finding(DISK, "warn" if seconds > SLOW_S else "ok", said, remedy)]
+    return Finding(DISK, "warn" if seconds > SLOW_S else "ok", said, remedy)
 
 
 def _write_pieces(path: Path) -> float:
@@ -188,7 +184,7 @@ def _speed(path: Path) -> Finding:
     return Finding(SPEED, "warn", said, "name an out on a faster disk, or raise checkpoint.save_every")
 
 
-def _check_lock(work: Path, control: Control) -> list[Finding]:
+def _check_lock(work: Path, control: Control) -> Finding:
     """Rank 0 locks a file, which nobody else must get before it is released."""
     remedy = "mount it with flock (Lustre: -o flock, NFS: version 4), or let no two runs share an out"
     finding, held = Finding(LOCKS, "ok", "excludes the other ranks"), Lock(work / "lock")
@@ -199,22 +195,17 @@ def _check_lock(work: Path, control: Control) -> list[Finding]:
         finding = Finding(LOCKS, "fail", f"{error.strerror}", remedy)
     control.all_gather(LOCKS, None)
     if control.rank or control.world_size == 1:
-        finding = _excluded(work, finding, remedy)
+        other = Lock(work / "lock", create=False)
+        try:
+            if other.take():
+                other.release()
+                finding = Finding(LOCKS, "fail", "two processes hold one lock", remedy)
+        except FileNotFoundError:
+            pass  # not shared: another finding
+        except OSError as error:
+            finding = Finding(LOCKS, "fail", f"{error.strerror}", remedy)
     control.all_gather(LOCKS, None)
     held.release()
-    return [finding]
-
-
-def _excluded(work: Path, finding: Finding, remedy: str) -> Finding:
-    other = Lock(work / "lock", create=False)
-    try:
-        if other.take():
-            other.release()
-            return Finding(LOCKS, "fail", "two processes hold one lock", remedy)
-    except FileNotFoundError:
-        pass  # not shared: another finding
-    except OSError as error:
-        return Finding(LOCKS, "fail", f"{error.strerror}", remedy)
     return finding
 
 

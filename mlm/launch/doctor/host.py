@@ -24,7 +24,6 @@ FILES, FILES_PER_RANK = 256, 4
 """Open files that a rank needs, and those for each other rank: a socket per group and store."""
 LEAST_SHARED, LITTLE_SHARED = 32 * MIB, GIB
 """Bytes of /dev/shm: those below which NCCL fails, and those that containers should have."""
-SHARED_MEMORY = Path("/dev/shm")
 
 
 def memory(available: int, ranks_here: int) -> Finding:
@@ -86,7 +85,7 @@ def _limit(value: int, unit: int = 1) -> str:
 def shared_memory(on_gpu: bool) -> Finding:
     """Judge the size of /dev/shm, through which NCCL connects the ranks of a host."""
     try:
-        status = os.statvfs(SHARED_MEMORY)
+        status = os.statvfs("/dev/shm")
     except OSError as error:
         return Finding("/dev/shm", "fail" if on_gpu else "warn", str(error.strerror), "mount a tmpfs there")
     whole, free = (count * status.f_frsize for count in (status.f_blocks, status.f_bavail))
@@ -149,18 +148,8 @@ FIELDS = (
     *("driver_version", "clocks.max.sm", "clocks_throttle_reasons.active"),
     "ecc.errors.uncorrected.volatile.total",
 )
-QUERY_S = 20.0
 SLOWED = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
 """Bits of nvidia-smi's reasons for lower clocks that name a defect; a power cap and idleness do not."""
-IN_USE = 0.1
-"""Share of a GPU's memory above which another program uses it."""
-
-
-def device_name(device: torch.device) -> str:
-    """Return the GPU's name, or the cores of a CPU rank."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {available_cores()} cores, {torch.get_num_threads()} threads a rank"
 
 
 def check_device(device: torch.device) -> list[Finding]:
@@ -169,7 +158,7 @@ def check_device(device: torch.device) -> list[Finding]:
         return []
     free, whole = torch.cuda.mem_get_info(device)
     text = f"{format_bytes(free)} of {format_bytes(whole)} free"
-    used = free < (1 - IN_USE) * whole
+    used = free < 0.9 * whole  # by another program
     remedy = "end the programs that nvidia-smi lists on it, or choose GPUs by CUDA_VISIBLE_DEVICES"
     uuid = torch.cuda.get_device_properties(device).uuid
     return [Finding("GPU memory", "warn" if used else "ok", text, remedy), *judge_gpu(query_gpu(str(uuid)))]
@@ -180,7 +169,7 @@ def query_gpu(uuid: str) -> list[str] | None:
     query = f"--query-gpu={','.join(FIELDS)}"
     command = ["nvidia-smi", f"--id=GPU-{uuid}", query, "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_S, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20.0, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     values = [value.strip() for value in done.stdout.split(",")]

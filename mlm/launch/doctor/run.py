@@ -3,12 +3,13 @@
 import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+import torch
+
 from mlm.config.build import to_dict
+from mlm.launch.config import DoctorConfig
 from mlm.launch.doctor import host
-from mlm.launch.doctor.config import DoctorConfig
 from mlm.launch.doctor.findings import (
     SAME_VERSIONS,
     Control,
@@ -19,14 +20,14 @@ from mlm.launch.doctor.findings import (
 )
 from mlm.launch.doctor.folder import check_folder, folder_of
 from mlm.launch.doctor.traffic import check_traffic, judge
-from mlm.launch.environment import RankPlace, read_rank_place
+from mlm.launch.environment import read_rank_place
 from mlm.launch.network import LOOPBACK
 from mlm.launch.rules.layout import Launch
 from mlm.launch.start import choose_world_size
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import CheckFailedError, UserError
 from mlm.util.results import target_name, write_result
-from mlm.util.system import available_memory
+from mlm.util.system import available_cores, available_memory
 from mlm.util.terminal import add_row, console, table
 
 
@@ -51,8 +52,21 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
     control = Control.of(ctx, place.master_addr if place is not None else LOOPBACK, config.timeout_s)
     folder = folder_of(config)
     note(ctx, f"{ctx.world_size} ranks are connected; looking at hosts and {folder}")
-    mine = [*check_host(ctx, place, folder), *check_folder(folder, control)]
-    facts = {"versions": versions(), "device": host.device_name(ctx.device)}
+    ranks_here = 1 if place is None else place.local_world_size
+    on_gpu = ctx.device.type == "cuda"
+    mine = [
+        *host.check_device(ctx.device),
+        host.memory(available_memory(), ranks_here),
+        host.disk(folder),
+        host.open_files(ctx.world_size),
+        host.locked_memory(on_gpu),
+        host.shared_memory(on_gpu),
+        host.names(place, os.environ),
+        *host.environment(os.environ, ranks_here),
+        *check_folder(folder, control),
+    ]
+    device = f"CPU, {available_cores()} cores, {torch.get_num_threads()} threads a rank"
+    facts = {"versions": versions(), "device": torch.cuda.get_device_name(ctx.device) if on_gpu else device}
     each = control.all_gather("the host", [facts, [asdict(finding) for finding in mine]])
     note(ctx, "comparing and timing collectives over each axis")
     traffic = check_traffic(ctx, control, config.timeout_s)
@@ -63,29 +77,11 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
     all_facts = [fact for fact, _ in each]
     findings[0] = [*check_equal(all_facts, control.hosts), *findings[0]]
     rows = rows_of(findings, control.hosts)
-    problem = ""
-    if ctx.is_main:
-        problem = report(config, control.hosts, all_facts, rows, traffic)
+    problem = report(config, control.hosts, all_facts, rows, traffic) if ctx.is_main else ""
     problem = control.all_gather("the report", problem)[0]
     control.close()
     if problem:
         raise CheckFailedError(problem)
-
-
-def check_host(ctx: ParallelContext, place: RankPlace | None, folder: Path) -> list[Finding]:
-    """Return this rank's findings that need no other rank."""
-    ranks_here = 1 if place is None else place.local_world_size
-    on_gpu = ctx.device.type == "cuda"
-    return [
-        *host.check_device(ctx.device),
-        host.memory(available_memory(), ranks_here),
-        host.disk(folder),
-        host.open_files(ctx.world_size),
-        host.locked_memory(on_gpu),
-        host.shared_memory(on_gpu),
-        host.names(place, os.environ),
-        *host.environment(os.environ, ranks_here),
-    ]
 
 
 def check_equal(facts: list[dict[str, Any]], hosts: list[str]) -> list[Finding]:

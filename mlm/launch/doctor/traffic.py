@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlm.launch.doctor.findings import Control, Finding
+from mlm.launch.doctor.findings import Control, Finding, Status
 from mlm.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -57,9 +57,8 @@ def wrong_operations(axis: Axis, device: torch.device) -> list[str]:
 
 def exchange(x: Tensor, axis: Axis) -> Tensor:
     """Send each rank its number and one more of the first elements, as uneven as tokens to experts."""
-    ranks = range(1, axis.size + 1)
-    sent = torch.cat([x[:count] for count in ranks])
-    return all_to_all(sent, axis, list(ranks), [axis.rank + 1] * axis.size)
+    counts = list(range(1, axis.size + 1))
+    return all_to_all(torch.cat([x[:n] for n in counts]), axis, counts, [axis.rank + 1] * axis.size)
 
 
 def send_around(x: Tensor, axis: Axis) -> Tensor:
@@ -129,26 +128,22 @@ def check_traffic(ctx: ParallelContext, control: Control, timeout_s: float) -> l
 
 def judge(each: Sequence[dict[str, Any]]) -> list[list[Finding]]:
     """Return each rank's findings, from what all measured."""
-    return [_of_rank(mine, each) for mine in each]
-
-
-def _of_rank(mine: dict[str, Any], each: Sequence[dict[str, Any]]) -> list[Finding]:
-    if "stuck" in mine:
-        said = f"stuck in {mine['stuck']}"
-        return [Finding("communication", "fail", said, REMEDY)]
-    findings = list[Finding]()
-    for axis, seen in mine.items():
-        findings.append(
-            Finding(f"numbers over {axis}", "fail", f"wrong: {', '.join(seen['wrong'])}", REMEDY)
-            if seen["wrong"]
-            else Finding(f"numbers over {axis}", "ok", f"exact over {len(seen['ranks'])} ranks")
-        )
-        rates = [other[axis]["rate"] for other in each if axis in other]
-        usual, rate = statistics.median(rates), seen["rate"]
-        said = f"{rate / 1e9:.3g} GB/s"
-        if rate * SLOW < usual:
-            said = f"{said}, the median is {usual / 1e9:.3g}"
-            findings.append(Finding(f"bandwidth over {axis}", "warn", said, REMEDY))
-        else:
-            findings.append(Finding(f"bandwidth over {axis}", "ok", f"{usual / 1e9:.3g} GB/s"))
-    return findings
+    of_ranks: list[list[Finding]] = [[] for _ in each]
+    for mine, findings in zip(each, of_ranks, strict=True):
+        if "stuck" in mine:
+            findings.append(Finding("communication", "fail", f"stuck in {mine['stuck']}", REMEDY))
+            continue
+        for axis, seen in mine.items():
+            wrong = ", ".join(seen["wrong"])
+            text = f"wrong: {wrong}" if wrong else f"exact over {len(seen['ranks'])} ranks"
+            status: Status = "fail" if wrong else "ok"
+            findings.append(Finding(f"numbers over {axis}", status, text, REMEDY if wrong else ""))
+            rate = seen["rate"]
+            usual = statistics.median(other[axis]["rate"] for other in each if axis in other)
+            is_slow = rate * SLOW < usual
+            text = f"{usual / 1e9:.3g} GB/s"
+            if is_slow:
+                text = f"{rate / 1e9:.3g} GB/s, the median is {usual / 1e9:.3g}"
+            status = "warn" if is_slow else "ok"
+            findings.append(Finding(f"bandwidth over {axis}", status, text, REMEDY if is_slow else ""))
+    return of_ranks

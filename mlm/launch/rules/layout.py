@@ -1,13 +1,14 @@
 """Rules of a layout: conditions between ranks (tp, cp, pp, vp, dp), schedule, ZeRO, batches and model.
 
 A rule reads settings by their keys as typed (`tp`, `model.num_heads`) and returns what is wrong;
-nearest_layout.py finds the nearest settings that fix it. Letters: p = pp, v = vp, d = dp, m micro-batches per
+nearest.py finds the nearest settings that fix it. Letters: p = pp, v = vp, d = dp, m micro-batches per
 replica.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mlm.config.suggest import divisors
@@ -137,15 +138,6 @@ def _heads_divide_hidden(values: LayoutValues, _: Launch) -> Breach | None:
     return Breach(f"{values.typed('model.num_heads')} does not divide {values.typed('model.hidden_size')}")
 
 
-def _tp_divides_heads(values: LayoutValues, _: Launch) -> Breach | None:
-    return _tp_divides("model.num_heads", values)
-
-
-def _tp_divides_ffn(values: LayoutValues, _: Launch) -> Breach | None:
-    # null is 4 * hidden_size: divided where the heads are
-    return None if values["model.ffn_hidden_size"] is None else _tp_divides("model.ffn_hidden_size", values)
-
-
 def _tp_fits_kv_heads(values: LayoutValues, _: Launch) -> Breach | None:
     heads, tp = (values.get("model.options") or {}).get("num_kv_heads"), values["tp"]
     if type(heads) is not int or heads <= 0 or values["model.num_heads"] % tp:  # num_heads has its own rule
@@ -155,8 +147,9 @@ def _tp_fits_kv_heads(values: LayoutValues, _: Launch) -> Breach | None:
     return Breach(f"of {values.typed('tp')} and model.options.num_kv_heads={heads} neither divides the other")
 
 
-def _tp_divides(key: str, values: LayoutValues) -> Breach | None:
-    if values[key] % values["tp"] == 0:
+def _tp_divides(key: str, values: LayoutValues, _: Launch) -> Breach | None:
+    # ffn_hidden_size=null is 4 * hidden_size: divided where the heads are
+    if values[key] is None or values[key] % values["tp"] == 0:
         return None
     valid = divisors(values[key])
     listed = f" (its divisors: {', '.join(map(str, valid))})" if len(valid) <= 12 else ""
@@ -349,8 +342,8 @@ def _batches_divide(values: LayoutValues, launch: Launch) -> Breach | None:
 _RANKS = ("tp", "cp", "pp", "dp")
 _SEQUENCE = ("data.seq_length", "model.max_positions")
 SPLIT_RULES = (
-    LayoutRule(("tp", "model.num_heads"), ("tp",), _tp_divides_heads),
-    LayoutRule(("tp", "model.ffn_hidden_size"), ("tp",), _tp_divides_ffn),
+    LayoutRule(("tp", "model.num_heads"), ("tp",), partial(_tp_divides, "model.num_heads")),
+    LayoutRule(("tp", "model.ffn_hidden_size"), ("tp",), partial(_tp_divides, "model.ffn_hidden_size")),
     LayoutRule(("tp", "model.num_heads", "model.options"), ("tp",), _tp_fits_kv_heads),
     LayoutRule(("pp", "vp", "model.num_layers"), ("vp", "pp"), _layers_fill_stages),
     LayoutRule(("tp", "expert_tp", "model.options"), ("tp",), _tp_divides_experts),

@@ -1,11 +1,13 @@
 """The nearest valid layout: problems of a layout, each with the settings that fix it.
 
 The fixes of one report fit together: any alternative of each problem gives a valid layout. Where changing one
-key per problem cannot give that, all problems name their parts of one layout, the nearest valid one.
+key per problem cannot give that, all problems name their parts of one layout, to which the rules' own changes
+lead when they are applied in turn.
 """
 
 import math
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -24,13 +26,10 @@ from mlm.util.errors import Problem, format_settings
 Change = dict[str, Any]
 """Keys to set, with their new values."""
 
-MOST_ALTERNATIVES = 2  # that a problem names
+MOST_CHANGES = 24  # on the way to one layout, each for one rule
 HEADS, LAYERS = "model.num_heads", "model.num_layers"
 FALLBACKS = {"pipeline": "1f1b", "zero": 2, "sequence_parallel": False}  # valid with every layout
-MOVABLE = (
-    *(HEADS, "tp", "cp", "pp", "vp", "dp", "ep", "expert_tp", *FALLBACKS),
-    *("data.seq_length", "tp_overlap", "train.global_batch_size"),
-)
+ONE_RANK = {"tp": 1, "cp": 1, "pp": 1, "vp": 1, "ep": 1}  # leaves only numbers that other keys fix
 
 
 def layout_problems(
@@ -52,85 +51,96 @@ def layout_problems(
     elsewhere = [rule for rule in broken if rule.only_here]
     rest = [rule for rule in broken if not rule.only_here]
     kept = [rule for rule in sound if rule not in elsewhere]
+    fix_names = fix_names or {}
     return [
         *LayoutFixes(settings, launch, kept, fix_names).problems(rest),
         *LayoutFixes(settings, launch, sound, fix_names).problems(elsewhere),
     ]
 
 
+@dataclass
 class LayoutFixes:
     """The settings of a layout, the rules that it should keep, and the nearest settings that do."""
 
-    def __init__(
-        self,
-        values: LayoutValues,
-        launch: Launch,
-        rules: list[LayoutRule],
-        fix_names: Mapping[str, str] | None = None,
-    ) -> None:
-        self.values, self.launch, self.rules, self.fix_names = values, launch, rules, fix_names or {}
-        self.read = {key for rule in rules for key in rule.reads}
+    values: LayoutValues
+    launch: Launch
+    rules: list[LayoutRule]
+    fix_names: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        self.read = {key for rule in self.rules for key in rule.reads}
 
     def problems(self, broken: list[LayoutRule]) -> list[Problem]:
         """The problem of each of these rules, which do not hold."""
         fixes, alone = self._fixes(broken) if broken else ([], False)
-        found = []
+        problems = []
         for rule, changes in zip(broken, fixes, strict=True):
             breach = rule.breach(self.values, self.launch)
             assert breach is not None
-            fix = breach.fix(" or ".join(map(self._spelled, changes)), alone=alone)
-            found.append(Problem(map(self.values.name, rule.reads), breach.why, fix))
-        return found
-
-    def _spelled(self, change: Change) -> str:
-        return format_settings({self.fix_names.get(key, key): value for key, value in change.items()})
+            named = ({self.fix_names.get(key, key): value for key, value in c.items()} for c in changes)
+            fix = breach.fix(" or ".join(map(format_settings, named)), alone=alone)
+            problems.append(Problem(map(self.values.name, rule.reads), breach.why, fix))
+        return problems
 
     def _fixes(self, broken: list[LayoutRule]) -> tuple[list[list[Change]], bool]:
         """For each broken rule, the alternatives that fix it; True if any of one go with any of another."""
-        found = [self._alternatives(rule, broken) for rule in broken]
-        together = (_merged(changes) for changes in product(*found))
-        if all(found) and all(self._keeps(self.rules, change) for change in together):
-            return found, True
-        nearest = self._nearest(self._movable(), {}, math.inf)
-        assert nearest is not None  # tp=1 cp=1 pp=1 vp=1 is always valid
-        shares = [{key: nearest[key] for key in rule.reads if key in nearest} for rule in broken]
-        shares[0] |= {key: value for key, value in nearest.items() if key not in _merged(shares)}
+        fixes = []
+        for rule in broken:
+            # a key is to fix all rules that name it, and to break none
+            others = [other for other in self.rules if other not in broken]
+            fixes.append(
+                [
+                    change
+                    for key in rule.moves
+                    for change in self._changes(
+                        key, self.values, [*others, *(other for other in broken if key in other.moves)]
+                    )
+                ][:2]
+            )
+        together = (_merged(changes) for changes in product(*fixes))
+        if all(fixes) and not any(self._broken(self.values.changed(change)) for change in together):
+            return fixes, True
+        layout = self._repaired({}) or self._repaired(ONE_RANK)
+        assert layout, "one rank with a batch, a sequence and heads that fit is always valid"
+        shares = [{key: layout[key] for key in rule.reads if key in layout} for rule in broken]
+        shares[0] |= {key: value for key, value in layout.items() if key not in _merged(shares)}
         return [[share] for share in shares], len(broken) == 1
 
-    def _alternatives(self, rule: LayoutRule, broken: list[LayoutRule]) -> list[Change]:
-        """Changes of one key that fix a rule and all others that this key is to fix, and break none."""
-        changes: list[Change] = []
-        for key in rule.moves:
-            kept = [other for other in self.rules if key in other.moves or other not in broken]
-            valid = [value for value in self._range(key, self.values) if self._keeps(kept, {key: value})]
-            changes += ({key: value} for value in _nearest(self.values[key], valid))
-        return changes[:MOST_ALTERNATIVES]
+    def _repaired(self, start: Change) -> Change | None:
+        """Apply the nearest change of each broken rule in turn; None if this leads to no valid layout."""
+        movable = dict.fromkeys(key for rule in self.rules for key in rule.moves if key in self.values)
+        layout = self.values.changed({key: value for key, value in start.items() if key in movable})
+        for _ in range(MOST_CHANGES):
+            broken = self._broken(layout)
+            if not broken:
+                return {key: layout[key] for key in movable if layout[key] != self.values[key]}
+            keys = [key for key in broken[0].moves if key in movable]
+            changes = [change for key in keys for change in self._changes(key, layout, broken[:1])]
+            if not changes:  # the rule's likeliest key makes room for the next one
+                key = next((key for key in keys if key in {*ONE_RANK, "dp"} and (layout[key] or 1) > 1), None)
+                if key is None:
+                    return None
+                changes = [{key: 1}]
+            layout = min(map(layout.changed, changes), key=lambda changed: self._cost(layout, changed))
+        return None
 
-    def _movable(self) -> list[str]:
-        """Keys that a change may touch: not the model's, unless the problem is its own."""
-        moved = {
-            key for rule in self.rules for key in rule.moves if key != HEADS or not self._keeps([rule], {})
-        }
-        return [key for key in MOVABLE if key in moved and key in self.values]
+    def _cost(self, layout: LayoutValues, changed: LayoutValues) -> tuple[int, float]:
+        """Rules that a changed layout breaks, then how many times larger or smaller its numbers become."""
+        pairs = [(layout[key], value) for key, value in changed.items() if value != layout[key]]
+        ratios = [after / before for before, after in pairs if type(before) is type(after) is int]
+        distance = sum(abs(math.log2(ratio)) for ratio in ratios if ratio > 0)
+        return len(self._broken(changed)), math.inf if any(value is None for _, value in pairs) else distance
 
-    def _nearest(self, keys: list[str], change: Change, limit: float) -> Change | None:
-        """The nearest sound layout that differs by `change` and by what `keys` become, if below `limit`."""
-        ready = [rule for rule in self.rules if not set(rule.reads) & set(keys)]
-        if self._distance(change) >= limit or not self._keeps(ready, change):
-            return None
-        if not keys:
-            return change
-        key, *rest = keys
-        values = [v for v in self._range(key, self.values.changed(change)) if v != self.values[key]]
-        nearest = None
-        for further in sorted([change, *({**change, key: value} for value in values)], key=self._distance):
-            if found := self._nearest(rest, further, limit):
-                nearest, limit = found, self._distance(found)
-        return nearest
+    def _changes(self, key: str, layout: LayoutValues, rules: Iterable[LayoutRule]) -> list[Change]:
+        """The changes of a key to the nearest values below and above, and to null, that keep `rules`."""
+        changed = ((value, layout.changed({key: value})) for value in self._range(key, layout))
+        valid = [v for v, values in changed if not any(rule.breach(values, self.launch) for rule in rules)]
+        numbers = [v for v in valid if isinstance(v, int) and not isinstance(v, bool)]
+        nearest = around(layout[key], numbers) if numbers else []
+        return [{key: value} for value in (*nearest, *(v for v in valid if v not in numbers))]
 
-    def _keeps(self, rules: Iterable[LayoutRule], change: Change) -> bool:
-        changed = self.values.changed(change)
-        return all(rule.breach(changed, self.launch) is None for rule in rules)
+    def _broken(self, values: LayoutValues) -> list[LayoutRule]:
+        return [rule for rule in self.rules if rule.breach(values, self.launch)]
 
     def _range(self, key: str, values: LayoutValues) -> Iterable[Any]:
         """Values worth trying for one key, the others as they are in `values`."""
@@ -148,8 +158,13 @@ class LayoutFixes:
                 return range(1, most + 1) if most else self._ranks()
             case "vp":  # interleaving needs pp * vp to divide the layers
                 return divisors(values[LAYERS] // values["pp"]) or (1,) if LAYERS in self.read else (1,)
-            case "dp":
-                return self._replicas(values)
+            case "dp" if values["dp"] is None:
+                return ()
+            case "dp":  # null (the ranks that are left) only where a launcher sets their number
+                most, rest = divmod(self.launch.most_ranks, replica_size(values))
+                if self.launch.world_size is None:
+                    return range(1, most + 1)
+                return () if rest else (most, None)
             case "data.seq_length":
                 step = sequence_quantum(values)
                 return around(values[key], range(step, values["model.max_positions"] + 1, step))
@@ -164,31 +179,6 @@ class LayoutFixes:
         """Sizes of an axis when no model bounds them."""
         started = self.launch.world_size
         return divisors(started) if started else range(1, self.launch.most_ranks + 1)
-
-    def _replicas(self, values: LayoutValues) -> Iterable[int | None]:
-        """Values for dp; null (the ranks that are left) only where a launcher sets their number."""
-        each, rest = divmod(self.launch.most_ranks, replica_size(values))
-        if values["dp"] is None:
-            return ()
-        if self.launch.world_size is None:
-            return range(1, each + 1)
-        return () if rest else (each, None)
-
-    def _distance(self, change: Change) -> float:
-        """Distance of a change: keys touched, and how many times larger or smaller each becomes."""
-        return sum(1 + _factor(self.values[key], value) for key, value in change.items())
-
-
-def _factor(old: Any, new: Any) -> float:
-    if isinstance(old, str | bool):
-        return 1.0
-    return math.inf if new is None else abs(math.log2((new or 1) / (old or 1)))
-
-
-def _nearest(value: Any, valid: list[Any]) -> list[Any]:
-    """The nearest numbers below and above `value`, then what is no number."""
-    numbers = [v for v in valid if isinstance(v, int) and not isinstance(v, bool)]
-    return [*(around(value, numbers) if numbers else ()), *(v for v in valid if v not in numbers)]
 
 
 def _merged(changes: Iterable[Change]) -> Change:

@@ -1,69 +1,18 @@
-"""BERT as a model family, and as Megatron-LM names and configures it."""
+"""BERT as a model family."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from mlm.convert.megatron.mapping import (
-    OUTER,
-    MegatronMapping,
-    activation,
-    gelu_problem,
-    is_tanh_gelu,
-    write_gelu,
-)
 from mlm.data.config import MASKED, DataConfig
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import read_receipt
 from mlm.data.sampler import Dataset
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.bert.masking import BERTVocab
-from mlm.models.bert.samples import BERTBatch, BERTDataset, SyntheticBERT
+from mlm.models.bert.samples import BERTDataset, SyntheticBERT
 from mlm.models.config import ModelConfig
 from mlm.models.family import ModelFamily
 from mlm.util.errors import Problem, UserError
-
-if TYPE_CHECKING:  # checks of settings need no torch
-    from mlm.models.bert.model import BERT
-
-
-def notes(args: Mapping[str, Any]) -> list[str]:
-    """Return a remark if layers and masked-LM head were trained with two forms of gelu.
-
-    The fused kernel (bias_gelu_fusion) is of the layers alone.
-    """
-    is_tanh_in_head = args.get("openai_gelu") is True or "openai_gelu" not in args
-    if not is_tanh_gelu(args) or is_tanh_in_head:
-        return []
-    return [
-        "its masked-LM head was trained with the exact gelu, its layers with the tanh approximation "
-        "(args.bias_gelu_fusion=True); mlm computes the approximation in both, within 5e-4 of the other"
-    ]
-
-
-MEGATRON = MegatronMapping(
-    name="BERT",
-    outer=OUTER
-    | {
-        r"(?:embedding\.)?tokentype_embeddings\.weight": "token_type.weight",
-        r"pooler\.dense\.(weight|bias)": "pooler.{}",
-        r"lm_head\.dense\.(weight|bias)": "mlm_head.transform.{}",
-        r"lm_head\.(?:layernorm|norm|layer_norm)\.(weight|bias)": "mlm_head.norm.{}",
-        r"lm_head\.bias|output_layer\.bias": "mlm_head.vocabulary.bias",
-        r"binary_head\.(weight|bias)": "sop_head.{}",
-    },
-    vocabularies=(30522, 28996),  # uncased and cased
-    settings=lambda args: {"activation": activation(args), "token_types": 2},
-    # a BERT trained with --bert-no-binary-head has neither
-    zero_if_absent={
-        "token_type.weight": "it knows no token types: their embeddings are zeros, which training moves"
-    },
-    initial_if_absent=("pooler", "sop_head"),
-    notes=notes,
-    layers="encoder",
-    write=write_gelu,
-    problem=gelu_problem,
-)
 
 SHORTEST = 8
 """Tokens of a BERT sample at the least: [CLS], two [SEP] and some text."""
@@ -133,14 +82,9 @@ def corpus_problems(model: ModelConfig, prefixes: Sequence[Path], tokenizer: Pat
     for prefix in prefixes:
         receipt = read_receipt(prefix.parent) or {}
         if receipt.get("sentences") is False:
+            keys = ("data.path", "data.train", "data.blend")
             problem = f"{prefix}: its documents are not split into sentences, as BERT samples need"
-            return [
-                Problem(
-                    ("data.path", "data.train", "data.blend"),
-                    problem,
-                    "build it with `mlm data build sentences=true`",
-                )
-            ]
+            return [Problem(keys, problem, "build it with `mlm data build sentences=true`")]
     return []
 
 
@@ -177,10 +121,10 @@ def head_products(model: ModelConfig, tp: int) -> float:
     return MASKED * (h * model.padded_vocab_size(tp) + h * h)
 
 
-FAMILY: "ModelFamily[BERT, BERTBatch]" = ModelFamily(
+FAMILY = ModelFamily(
     model="mlm.models.bert.model:BERT",
     causal=False,
-    objective="mlm.models.bert.model:MaskedTokens.of",
+    objective="mlm.models.bert.model:MaskedTokens",
     samples=SentencePairs(),
     check_tokenizer=BERTVocab.of,
     scored=MASKED,
@@ -191,6 +135,5 @@ FAMILY: "ModelFamily[BERT, BERTBatch]" = ModelFamily(
     model_problem=model_problem,
     data_problem=data_problem,
     corpus_problems=corpus_problems,
-    huggingface="mlm.convert.huggingface.bert:MAPPING",
-    megatron=MEGATRON,
+    converts_as="bert",
 )

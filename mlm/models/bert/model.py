@@ -144,13 +144,8 @@ class MaskedTokens:
     losses = 2
     methods: tuple[str, ...] = ("sums",)
 
-    def __init__(self, ctx: ParallelContext, dtype: torch.dtype) -> None:
+    def __init__(self, data: DataConfig, ctx: ParallelContext, dtype: torch.dtype) -> None:
         self.ctx, self.dtype = ctx, dtype
-
-    @classmethod
-    def of(cls, data: DataConfig, ctx: ParallelContext, dtype: torch.dtype) -> "MaskedTokens":
-        """The objective of a run; `dtype` is that of activations."""
-        return cls(ctx, dtype)
 
     def inputs(self, chunk: BERT, batch: BERTBatch) -> tuple[Inputs, MaskedTargets]:
         """Inputs and targets of a micro-batch, on the device."""

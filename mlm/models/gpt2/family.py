@@ -1,20 +1,15 @@
 """GPT-2 as a model family."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from mlm.convert.megatron.mapping import MegatronMapping, activation, gelu_problem, write_gelu
 from mlm.data.config import DataConfig
 from mlm.data.gpt import EvalWindows, GPTDataset
 from mlm.data.indexed import IndexedDataset
-from mlm.data.sampler import Batch, Dataset, SyntheticDataset
+from mlm.data.sampler import Dataset, SyntheticDataset
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
 from mlm.models.family import ModelFamily
 from mlm.util.errors import Problem
-
-if TYPE_CHECKING:  # checks of settings need no torch
-    from mlm.models.gpt2.model import GPT2
 
 
 class Windows:
@@ -72,7 +67,7 @@ def head_products(model: ModelConfig, tp: int) -> float:
     return model.hidden_size * model.padded_vocab_size(tp) if model.head == "language_model" else 0.0
 
 
-FAMILY: "ModelFamily[GPT2, Batch]" = ModelFamily(
+FAMILY = ModelFamily(
     model="mlm.models.gpt2.model:GPT2",
     causal=True,
     objective="mlm.models.gpt2.model:NextToken.of",
@@ -81,12 +76,5 @@ FAMILY: "ModelFamily[GPT2, Batch]" = ModelFamily(
     head_products=head_products,
     protocol="consecutive windows, every token but the first scored once",
     model_problem=model_problem,
-    huggingface="mlm.convert.huggingface.gpt2:MAPPING",
-    megatron=MegatronMapping(
-        name="GPT-2",
-        vocabularies=(50257,),
-        settings=lambda args: {"activation": activation(args)},
-        write=write_gelu,
-        problem=gelu_problem,
-    ),
+    converts_as="gpt2",
 )

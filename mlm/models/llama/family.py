@@ -1,17 +1,10 @@
 """Llama, Mistral, Qwen, OLMoE and DeepSeek-V3 as one model family."""
 
-from typing import TYPE_CHECKING
-
-from mlm.convert.megatron import llama as megatron
-from mlm.data.sampler import Batch
 from mlm.models.family import ModelFamily
 from mlm.models.gpt2.family import Windows, head_products
 from mlm.models.llama import settings
 
-if TYPE_CHECKING:  # checks of settings need no torch
-    from mlm.models.llama.model import Llama
-
-FAMILY: "ModelFamily[Llama, Batch]" = ModelFamily(
+FAMILY = ModelFamily(
     model="mlm.models.llama.model:Llama",
     causal=True,
     packs=False,  # its heads lie otherwise, and a window would have to be one of the kernel's
@@ -26,6 +19,5 @@ FAMILY: "ModelFamily[Llama, Batch]" = ModelFamily(
     model_problem=settings.model_problem,
     warning=settings.warning,
     dense_twin=settings.dense_twin,
-    huggingface="mlm.convert.huggingface.llama:MAPPING",
-    megatron=megatron.MAPPING,
+    converts_as="llama",
 )

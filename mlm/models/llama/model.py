@@ -19,6 +19,7 @@ from mlm.models.llama.rope import frequencies
 from mlm.models.llama.settings import LlamaSettings
 from mlm.models.norms import RMSNorm
 from mlm.models.rotary import Rotary
+from mlm.models.shape import is_tied
 from mlm.models.transformer import TransformerLayer
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis, ExpertAxes
@@ -66,7 +67,7 @@ class Llama(GPT2):
     def _add_head(self) -> None:
         super()._add_head()
         config = self.config
-        if config.head == "language_model" and not config.is_tied:
+        if config.head == "language_model" and not is_tied(config):
             self.output = VocabParallelEmbedding(
                 config.vocab_size,
                 config.padded_vocab_size(self.tp.size),

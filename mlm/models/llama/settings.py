@@ -1,6 +1,7 @@
 """Settings of the Llama family alone: model.options.NAME, checked and typed."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
@@ -87,7 +88,9 @@ class LlamaSettings(RouterSettings):
     def of(cls, model: ModelConfig) -> "LlamaSettings":
         """The settings of a model, defaults that depend on it filled in, values of a wrong type left out."""
         options = {name: value for name, value in model.options.items() if name in DEFAULTS}
-        given = {name: kind_of(name)(v) for name, v in options.items() if _type_problem(name, v) is None}
+        given = {
+            name: type(DEFAULTS[name])(v) for name, v in options.items() if _type_problem(name, v) is None
+        }
         given["num_kv_heads"] = given.get("num_kv_heads") or model.num_heads
         given["head_dim"] = given.get("head_dim") or model.hidden_size // model.num_heads
         if given.get("kv_lora_rank"):
@@ -108,17 +111,6 @@ class LlamaSettings(RouterSettings):
         is_scaled = self.rope_scaling == "yarn" and self.rope_mscale > 0
         return (0.1 * self.rope_mscale * math.log(self.rope_factor) + 1.0) ** 2 if is_scaled else 1.0
 
-    def attention_weights(self, model: ModelConfig) -> int:
-        """Elements of latent attention's matrices in a layer; 0 for the usual attention."""
-        if not self.kv_lora_rank:
-            return 0
-        h, n = model.hidden_size, model.num_heads
-        rank = self.q_lora_rank
-        queries = h * rank + rank * n * self.head_dim if rank else h * n * self.head_dim
-        up = n * (self.head_dim - self.rope_head_dim + self.v_head_dim)
-        down = h * (self.kv_lora_rank + self.rope_head_dim)
-        return queries + down + self.kv_lora_rank * up + n * self.v_head_dim * h
-
     def has_experts(self, layer: int) -> bool:
         """True if a layer, by its global number, has experts in place of its MLP."""
         return self.num_experts > 0 and layer >= self.dense_layers
@@ -131,11 +123,6 @@ DEFAULTS: dict[str, bool | int | float | str] = {
 """`options` of the family."""
 
 
-def kind_of(name: str) -> type[bool] | type[int] | type[float] | type[str]:
-    """Return the type of a setting."""
-    return type(DEFAULTS[name])
-
-
 def architecture(model: ModelConfig) -> Architecture:
     """Return parts and sizes of a model."""
     settings = LlamaSettings.of(model)
@@ -143,19 +130,14 @@ def architecture(model: ModelConfig) -> Architecture:
         head_dim=settings.head_dim,
         kv_heads=settings.num_kv_heads,
         value_dim=settings.v_head_dim,
-        attention_weights=settings.attention_weights(model),
         gated=True,
-        qkv_bias=settings.qkv_bias,
         bias=False,
-        norm_bias=False,
-        head_norms=settings.qk_norm,
         learned_positions=False,
         tied=settings.tied,
         window=settings.window,
         experts=settings.num_experts,
         experts_per_token=settings.experts_per_token if settings.num_experts else 0,
-        expert_size=settings.expert_ffn_size,
-        shared_size=settings.shared_experts * settings.expert_ffn_size,
+        active_size=(settings.experts_per_token + settings.shared_experts) * settings.expert_ffn_size,
         dense_layers=settings.dense_layers if settings.num_experts else 0,
     )
 
@@ -212,11 +194,15 @@ def model_problem(model: ModelConfig) -> Problem | None:
     for name, value in model.options.items():
         if problem_of_type := _type_problem(name, value):
             return problem_of_type
-    return _value_problem(model, LlamaSettings.of(model))
+    settings = LlamaSettings.of(model)
+    for name, why, fix in _problems(model, settings):
+        key = f"model.options.{name}"
+        return Problem((key,), f"{key}={show(getattr(settings, name))} {why}", fix)
+    return None
 
 
 def _type_problem(name: str, value: object) -> Problem | None:
-    kind, key = kind_of(name), f"model.options.{name}"
+    kind, key = type(DEFAULTS[name]), f"model.options.{name}"
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "a name"}
     if type(value) is kind or (kind is float and type(value) is int):
         if not isinstance(value, int | float) or 0 <= value < 1 << 31:
@@ -225,90 +211,83 @@ def _type_problem(name: str, value: object) -> Problem | None:
     return Problem((key,), f"{key}={show(value)} must be {words[kind]}")
 
 
-def _value_problem(model: ModelConfig, settings: LlamaSettings) -> Problem | None:
-    def problem(name: str, why: str, fix: str) -> Problem:
-        key = f"model.options.{name}"
-        return Problem((key,), f"{key}={show(getattr(settings, name))} {why}", fix)
+Problems = Iterator[tuple[str, str, str]]
+"""Setting, problem and fix; only the first is asked for."""
 
+
+def _problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
     heads, kv = model.num_heads, settings.num_kv_heads
     if heads % kv:
         valid = [n for n in range(1, heads + 1) if heads % n == 0]
         nearest = min(valid, key=lambda n: abs(n - kv))
         why = f"does not divide model.num_heads={heads}"
-        return problem("num_kv_heads", why, f"use model.options.num_kv_heads={nearest}")
-    if wrong := _latent_problem(model, settings):
-        return problem(*wrong)
+        yield "num_kv_heads", why, f"use model.options.num_kv_heads={nearest}"
+    yield from _latent_problems(model, settings)
     if settings.qk_norm_whole and not settings.qk_norm:
-        return problem("qk_norm_whole", "is a form of qk_norm", "set model.options.qk_norm=true too")
+        yield "qk_norm_whole", "is a form of qk_norm", "set model.options.qk_norm=true too"
     if settings.rope_scaling not in ROPE_TYPES:
-        return problem(
-            "rope_scaling", "is no scaling of ours", f"use {', '.join(ROPE_TYPES[:-1])} or {ROPE_TYPES[-1]}"
-        )
+        yield "rope_scaling", "is no scaling of ours", f"use {', '.join(ROPE_TYPES[:-1])} or {ROPE_TYPES[-1]}"
     if not 0 < settings.rotary_fraction <= 1:
-        return problem("rotary_fraction", "must be above 0 and at most 1", "use 1.0 for all of a head")
+        yield "rotary_fraction", "must be above 0 and at most 1", "use 1.0 for all of a head"
     if settings.head_dim > 2**16:
-        return problem("head_dim", "must be at most 65536", "use the width of one head")
+        yield "head_dim", "must be at most 65536", "use the width of one head"
     if settings.rotary_dim < 2 or settings.rotary_dim % 2:
         why = f"is turned in pairs, and rotary_fraction={settings.rotary_fraction:g} of it are "
         why += f"{settings.rotary_dim} dimensions"
-        return problem("head_dim", why, "use heads of an even width")
+        yield "head_dim", why, "use heads of an even width"
     if settings.rope_theta <= 1:
-        return problem("rope_theta", "must be greater than 1", "use 10000.0")
+        yield "rope_theta", "must be greater than 1", "use 10000.0"
     if settings.rope_factor < 1:
-        return problem("rope_factor", "must be 1 or more", "use 1.0 for none")
+        yield "rope_factor", "must be 1 or more", "use 1.0 for none"
     low, high = settings.rope_low_freq_factor, settings.rope_high_freq_factor
     if settings.rope_scaling == "llama3" and not 0 < low < high:
         why = f"must be greater than rope_low_freq_factor={low:g}, and that greater than 0"
-        return problem("rope_high_freq_factor", why, "use 4.0 and 1.0")
+        yield "rope_high_freq_factor", why, "use 4.0 and 1.0"
     if settings.rope_scaling == "yarn" and not 0 < settings.rope_beta_slow <= settings.rope_beta_fast:
         why = f"must be at least rope_beta_slow={settings.rope_beta_slow:g}, and that greater than 0"
-        return problem("rope_beta_fast", why, "use 32.0 and 1.0")
-    if wrong := _mixture_problem(model, settings):
-        return problem(*wrong)
-    return None
+        yield "rope_beta_fast", why, "use 32.0 and 1.0"
+    yield from _mixture_problems(model, settings)
 
 
-def _latent_problem(model: ModelConfig, settings: LlamaSettings) -> tuple[str, str, str] | None:
-    """Return setting, problem and fix of latent attention."""
+def _latent_problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
+    """Yield setting, problem and fix of latent attention."""
     if not settings.kv_lora_rank:
-        return None
+        return
     most = settings.head_dim - 1
     if not 0 < settings.rope_head_dim <= most or settings.rope_head_dim % 2:
         fix = f"of head_dim={settings.head_dim} it takes an even number of dimensions, from 2 to {most}"
-        return "rope_head_dim", "does not go with latent attention", fix
+        yield "rope_head_dim", "does not go with latent attention", fix
     if settings.v_head_dim > settings.head_dim:
-        return "v_head_dim", f"must be at most head_dim={settings.head_dim}", "use a larger head_dim"
+        yield "v_head_dim", f"must be at most head_dim={settings.head_dim}", "use a larger head_dim"
     usual = {"qk_norm": False, "qkv_bias": False, "window": 0, "rotary_fraction": 1.0}
     for name, value in {**usual, "num_kv_heads": model.num_heads}.items():
         if getattr(settings, name) != value:
-            return name, "does not go with latent attention (kv_lora_rank)", "remove it"
-    return None
+            yield name, "does not go with latent attention (kv_lora_rank)", "remove it"
 
 
-def _mixture_problem(model: ModelConfig, settings: LlamaSettings) -> tuple[str, str, str] | None:
-    """Return setting, problem and fix of a mixture of experts."""
+def _mixture_problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
+    """Yield setting, problem and fix of a mixture of experts."""
     experts, groups = settings.num_experts, settings.router_groups
     if not experts:
-        return None
+        return
     for name, values in (("router_scores", ROUTER_SCORES), ("balance", BALANCES)):
         if getattr(settings, name) not in values:
-            return name, "is none of ours", f"use {', '.join(values[:-1])} or {values[-1]}"
+            yield name, "is none of ours", f"use {', '.join(values[:-1])} or {values[-1]}"
     if settings.dense_layers >= model.num_layers:
         why = f"leaves no layer of model.num_layers={model.num_layers} to experts"
-        return "dense_layers", why, "use fewer, or model.options.num_experts=0"
+        yield "dense_layers", why, "use fewer, or model.options.num_experts=0"
     if groups < 1 or experts % groups:
         why = f"does not divide model.options.num_experts={experts}"
-        return "router_groups", why, f"use model.options.router_groups={math.gcd(experts, groups)}"
+        yield "router_groups", why, f"use model.options.router_groups={math.gcd(experts, groups)}"
     if not 1 <= settings.router_top_groups <= groups:
         why = f"must be from 1 to model.options.router_groups={groups}"
-        return "router_top_groups", why, f"use model.options.router_top_groups={groups}"
+        yield "router_top_groups", why, f"use model.options.router_top_groups={groups}"
     most = experts // groups * settings.router_top_groups
     if not 1 <= settings.experts_per_token <= most:
         known = f"model.options.num_experts={experts}"
         if most < experts:
             known = f"the {most} experts of router_top_groups={settings.router_top_groups} groups"
         fix = f"use model.options.experts_per_token={max(1, min(settings.experts_per_token, most))}"
-        return "experts_per_token", f"must be from 1 to {known}", fix
+        yield "experts_per_token", f"must be from 1 to {known}", fix
     if not settings.router_scale > 0:
-        return "router_scale", "must be above 0", "use 1.0 for none"
-    return None
+        yield "router_scale", "must be above 0", "use 1.0 for none"

@@ -19,6 +19,8 @@ a forward pass is recomputed, and never in evaluation.
 Shapes: S sequence (this rank's rows of it), B micro-batch, H hidden, E experts, k experts per token.
 """
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,8 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlm.parallel.collectives import all_reduce
-from mlm.parallel.expert.capacity import drop_choices
+from mlm.config.fields import exact
+from mlm.parallel.collectives import all_gather, all_reduce
+from mlm.parallel.context import rank_positions
 from mlm.parallel.expert.settings import GROUP_MEMBERS, RouterSettings
 from mlm.parallel.mesh import Axis
 
@@ -181,6 +184,31 @@ def count_choices(experts: Tensor, num_experts: int) -> Tensor:
     return counts.scatter_add_(1, experts, torch.ones_like(experts))[:, :num_experts]
 
 
+def drop_choices(experts: Tensor, num_experts: int, factor: float, cp: Axis, tp: Axis) -> Tensor:
+    """Replace choices beyond capacity by E: [S, B, k] -> [S, B, k] int64. Collective over cp and tp.
+
+    An expert takes the first tokens of a sequence that choose it: of a sequence, not of a rank's batch
+    (arXiv:2101.03961, equation 3), so that no layout changes training. Where ranks hold parts of a sequence,
+    each gathers the choices of all.
+    """
+    rows, batch, k = experts.shape
+    length = rows * cp.size * tp.size
+    places = torch.arange(length, device=experts.device)  # of each rank's rows, in order of ranks
+    if cp.size > 1:
+        places = torch.cat([rank_positions(n, length, cp.size, experts.device) for n in range(cp.size)])
+    chosen = torch.zeros(length, batch, num_experts, dtype=torch.int32, device=experts.device)
+    chosen[places] = chosen.scatter(-1, all_gather(all_gather(experts, tp), cp).view(length, batch, k), 1)
+    order = chosen.cumsum(0, dtype=torch.int32)[places].view(-1, rows, batch, num_experts)
+    mine = order[cp.rank * tp.size + tp.rank]
+    capacity = expert_capacity(factor, k * length, num_experts)
+    return experts.masked_fill(mine.gather(-1, experts) > capacity, num_experts)
+
+
+def expert_capacity(factor: float, choices: int, num_experts: int) -> int:
+    """Return the tokens of a sequence that an expert takes: ceil(factor * choices / E)."""
+    return math.ceil(exact(factor) * choices / num_experts)
+
+
 class _Inject(torch.autograd.Function):
     """The weights as they are; backward gives the loss the gradient `scale`, and adds to the counts."""
 
@@ -201,3 +229,46 @@ class _Inject(torch.autograd.Function):
 def routers(model: nn.Module) -> list[Router]:
     """The routers of a model, in the order of its layers."""
     return [module for module in model.modules() if isinstance(module, Router)]
+
+
+class Balance:
+    """The routers of a rank's layers, in a step: `start`, backward passes, `reduce`, `update`.
+
+    Args:
+        routers: of this rank's layers, by their numbers.
+        axes: those whose ranks route different tokens; the counts are summed over them.
+    """
+
+    def __init__(self, routers: Mapping[int, Router], axes: Sequence[Axis]) -> None:
+        self.layers, self.routers, self.axes = list(routers), list(routers.values()), axes
+        self.totals: Tensor | None = None
+        """[routers, 2, E] int64: tokens that chose each expert, and those it dropped, of this rank, after
+        `reduce` of all."""
+
+    @property
+    def counts(self) -> Tensor | None:
+        """[routers, E] int64: tokens that chose each expert."""
+        return None if self.totals is None else self.totals[:, 0]
+
+    def start(self, scale: Tensor) -> None:
+        """Count from 0; `scale` (0-d) is the loss scale over the tokens of the global batch."""
+        if not self.routers:
+            return
+        experts = self.routers[0].settings.num_experts
+        self.totals = torch.zeros(len(self.routers), 2, experts, dtype=torch.int64, device=scale.device)
+        for router, counts in zip(self.routers, self.totals, strict=True):
+            router.scale, router.totals = scale, counts
+
+    def reduce(self) -> None:
+        """Sum the counts over ranks, one message for all layers; backward passes are over."""
+        for router in self.routers:
+            router.scale = router.totals = None
+        if self.totals is not None:
+            for axis in self.axes:
+                all_reduce(self.totals, axis)
+
+    def update(self, skip: Tensor) -> None:
+        """Move biases and loads, unless `skip` (0-d) is 1."""
+        if self.counts is not None:
+            for router, counts in zip(self.routers, self.counts, strict=True):
+                router.update(counts, skip)

@@ -98,8 +98,6 @@ class _SavedForBackward:
 
 
 class _Run(Generic[T]):
-    """One execution of a plan."""
-
     def __init__(self, stages: Stages[T], instructions: Sequence[Instruction], batches: Sequence[T]) -> None:
         self.stages, self.instructions, self.batches = stages, instructions, batches
         self.results: list[Tensor] = []

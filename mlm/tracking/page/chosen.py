@@ -31,7 +31,6 @@ def choose(paths: Sequence[str]) -> ChosenRuns:
 
 
 def _run_problem(path: str) -> Problem | None:
-    """The problem of a folder in which no run has begun."""
     folder = Path(path)
     fix = "name a run folder (out=… of mlm pretrain or mlm finetune)"
     try:

@@ -29,7 +29,6 @@ from mlm.util.results import HTML_MARK
 
 MAX_TEXT = 300
 """Characters of a value that a page shows."""
-MAX_COMMAND = 10_000
 MAX_FIXED = 1e6  # from here on a loss is shown with an exponent
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 """Content-security policy: the browser is forbidden to load anything."""
@@ -38,10 +37,6 @@ MAX_POINTS = 30_000
 """Points of all curves together, about 36 bytes each."""
 MIN_POINTS = 25
 """Points of a curve that are always kept."""
-POINTS_OF_BUCKET = 5
-"""Points of a bucket that stay: first, last, lowest, highest, and one that is not finite."""
-SIGNIFICANT_DIGITS = 7
-MAX_CHARTS = 40
 AXES = ("step", "tokens", "time")
 CHARTS: tuple[tuple[str, str, str, str], ...] = (
     ("step", "loss", "Training loss", ""),
@@ -76,7 +71,7 @@ def figure(value: float, form: str = "{:.4f}") -> str:
 
 def command_line(words: object) -> Markup:
     """Return the words of a command as typed, whole so that it can be copied."""
-    return text(shlex.join(map(str, words)), MAX_COMMAND) if isinstance(words, list) else Markup(MISSING)
+    return text(shlex.join(map(str, words)), 10_000) if isinstance(words, list) else Markup(MISSING)
 
 
 @cache
@@ -143,13 +138,11 @@ def charts_of(runs: Sequence[RunRecords]) -> list[tuple[str, str, str, str]]:
     charts = {(kind, name): (kind, name, title, unit) for kind, name, title, unit in CHARTS}
     for run in runs:
         for kind, columns in run.tables.items():
-            part = {"step": "training"}.get(kind, kind.partition("/")[2] or "validation")
+            part = kind.partition("/")[2] or ("validation" if kind == "validation" else "training")
             for name in (name for name in columns if name not in NOT_CURVES):
                 label = name.removeprefix("validation/").replace("_", " ")
                 charts.setdefault((kind, name), (kind, name, f"{label}, {part}", ""))
-    return [chart for chart in charts.values() if any(len(run.column(*chart[:2])) for run in runs)][
-        :MAX_CHARTS
-    ]
+    return [chart for chart in charts.values() if any(len(run.column(*chart[:2])) for run in runs)][:40]
 
 
 def curves_of(runs: Sequence[RunRecords]) -> tuple[Markup, dict[str, Any]]:
@@ -190,7 +183,8 @@ def thin(x: Mapping[str, Column], y: Column, most: int) -> dict[str, Any]:
     """
     if len(y) <= most:
         return {**rounded(x), **rounded({"y": y})}
-    edges = np.linspace(0, len(y), max(most // POINTS_OF_BUCKET, 1) + 1).astype(int)
+    # of a bucket stay the first, last, lowest and highest point, and one that is not finite
+    edges = np.linspace(0, len(y), max(most // 5, 1) + 1).astype(int)
     keep, middles, means = set[int](), list[int](), list[float]()
     for start, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         part = y[start:end]
@@ -219,4 +213,4 @@ def _rounded(value: float) -> float | int | None:
     if not math.isfinite(value):
         return None
     whole = value.is_integer() and abs(value) < LARGEST
-    return int(value) if whole else float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+    return int(value) if whole else float(f"{value:.{7}g}")

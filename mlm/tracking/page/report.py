@@ -15,7 +15,6 @@ from rich.text import Text
 import mlm
 from mlm.tracking.config import ReportConfig
 from mlm.tracking.page.chosen import choose
-from mlm.tracking.page.experts import draw_loads
 from mlm.tracking.page.html import curves_of, figure, macro, page, text
 from mlm.tracking.runs import MISSING, RunRecords, names_of, number, read_run
 from mlm.tracking.summary import MAX_ATTEMPTS
@@ -30,6 +29,8 @@ MAX_ROWS = 200
 MAX_RECEIPTS = 300_000
 """Characters of all receipts."""
 MAX_RECEIPT, MIN_RECEIPT = 20_000, 500
+MAX_CELLS = 4096
+"""Experts of all layers that are drawn, some 60 bytes each."""
 SCORES = (
     *("loss", "perplexity", "bits_per_byte", "accuracy", "adjusted_perplexity", "word_perplexity", "score"),
 )
@@ -137,3 +138,32 @@ def newest(runs: Sequence[RunRecords], name: str) -> list[tuple[int, RunRecords,
     return [
         (index, run, record) for index, run in enumerate(runs) for record in list(getattr(run, name))[-most:]
     ]
+
+
+def draw_loads(runs: Sequence[RunRecords]) -> Markup:
+    """Draw the newest loads of each run that has experts. Empty without any."""
+    drawn = [(drawing, run.name) for run in runs for record in run.loads if (drawing := draw_load(record))]
+    return macro("experts.html", "drawings", drawn)
+
+
+def draw_load(record: Mapping[str, Any]) -> Markup:
+    """Draw a record of kind `experts` as a heat map: a row for each layer, a cell for each expert.
+
+    Of a large model the least even layers; empty for a damaged record.
+    """
+    counts = record.get("counts")
+    rows = [row for each in counts.items() if (row := load_row(*each))] if isinstance(counts, dict) else []
+    if not rows:
+        return Markup()
+    most = max(1, MAX_CELLS // max(len(loads) for _, loads in rows))
+    uneven = sorted(rows, key=lambda row: -max(row[1]))[:most]
+    shown = [row for row in rows if row in uneven]
+    return macro("experts.html", "loads", record["step"], shown, len(rows) - len(shown))
+
+
+def load_row(layer: str, counts: object) -> tuple[str, list[float]] | None:
+    """Return a layer's number and the loads of its experts over their mean; None if they are damaged."""
+    loads = list(map(number, counts)) if isinstance(counts, list) else []
+    total = sum(loads)
+    is_sound = layer.isdecimal() and total > 0 and min(loads) >= 0  # a NaN makes the sum one
+    return (layer, [load * len(loads) / total for load in loads]) if is_sound else None

@@ -20,6 +20,7 @@ import xxhash
 from torch import Tensor
 
 from mlm.checkpoint.native.exchange import Ranks
+from mlm.models.shape import is_tied
 from mlm.optim.adamw import applied_steps, moment, moments
 from mlm.optim.clip import gradient_norm
 from mlm.parallel.collectives import all_gather
@@ -60,7 +61,7 @@ def tensors_to_compare(trainer: Trainer) -> list[tuple[Axis, dict[str, Tensor]]]
     chosen = [
         *by_axis.items(),
         (ctx.tp, over_tp),
-        *([(ctx.tied, tables)] if trainer.config.model.is_tied else []),
+        *([(ctx.tied, tables)] if is_tied(trainer.config.model) else []),
     ]
     pairs = [(axis, parameters_and_moments(trainer, some)) for axis, some in chosen if axis.size > 1]
     return [(axis, tensors) for axis, tensors in pairs if tensors]
@@ -151,8 +152,7 @@ def compute_again(trainer: Trainer, batches: Sequence[Any], parts: Tensor, norm:
     """Compute the step again: gradients, `parts` and `norm` hold the second pass's afterwards. Collective."""
     ctx, watch = trainer.ctx, trainer.ctx.watch
     first, watch.traffic = watch.traffic or [], []
-    with trainer.unobserved():
-        parts.copy_(trainer.compute_gradients(batches))
+    parts.copy_(trainer.compute_gradients(batches))
     norm.copy_(gradient_norm(trainer.shards, ctx) / trainer.scaler.scale)
     numbers = shared_numbers(trainer, parts, norm)
     begins = ctx.world_size == 1 or fault_begins_here(first, watch.traffic)

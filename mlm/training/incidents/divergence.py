@@ -15,9 +15,8 @@ from mlm.checkpoint.native.save_load import CheckpointError, stored_tensors
 from mlm.optim.schedule import learning_rate
 from mlm.training.incidents.probe import StepProbe, describe_place
 from mlm.training.incidents.watcher import IncidentError, Incidents, describe_way_back, find_newest_good
-from mlm.training.observer import Observer
+from mlm.training.observer import Observer, StepOutcome
 from mlm.training.state import owned_shards
-from mlm.training.trainer import StepOutcome
 from mlm.util.errors import UserError
 
 FINITE = "all activations and gradients of this step are finite, if not the sum of the gradients' squares"

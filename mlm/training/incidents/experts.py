@@ -9,11 +9,12 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
+from mlm.models.shape import architecture_of
 from mlm.parallel.collectives import all_reduce
 from mlm.tracking.metrics import ExpertLoads
 from mlm.tracking.reporter import Reporter
-from mlm.training.observer import Observer
-from mlm.training.trainer import StepOutcome, Trainer
+from mlm.training.observer import Observer, StepOutcome
+from mlm.training.trainer import Trainer
 
 LISTED = 8
 """Experts that a line names."""
@@ -47,7 +48,7 @@ class ExpertWatch(Observer):
         """Count the step, and where it is logged read and report. Collective then."""
         counts = self.trainer.balance.counts
         if counts is not None:
-            per_token = self.trainer.config.model.architecture.experts_per_token
+            per_token = architecture_of(self.trainer.config.model).experts_per_token
             most = max(self.share, per_token / counts.shape[-1]) * counts.sum(-1, keepdim=True) / per_token
             self.streaks = (self.streaks + 1) * torch.stack([counts == 0, counts > most], 1)
         if self.is_due():
@@ -56,11 +57,11 @@ class ExpertWatch(Observer):
     def read(self) -> None:
         """Read the newest step's loads, and report streaks. Collective; waits for the device."""
         ctx, model, balance = self.trainer.ctx, self.trainer.config.model, self.trainer.balance
-        shape = (model.num_layers, 4, model.architecture.experts)
+        shape = (model.num_layers, 4, architecture_of(model).experts)
         table = torch.zeros(shape, dtype=torch.int64, device=ctx.device)
         if balance.totals is not None:  # a stage may have dense layers alone
             table[balance.layers, :2], table[balance.layers, 2:] = balance.totals, self.streaks
-        rows = list(enumerate(all_reduce(table, ctx.pp).tolist()))[model.architecture.dense_layers :]
+        rows = list(enumerate(all_reduce(table, ctx.pp).tolist()))[architecture_of(model).dense_layers :]
         self.loads = ExpertLoads({n: row[0] for n, row in rows}, {n: row[1] for n, row in rows})
         self.report_streaks(rows)
 

@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mlm.checkpoint.native.run_state import DOUBTFUL_SINCE, NOT_FINITE_SINCE
+from mlm.checkpoint.native.run_state import DOUBTFUL_SINCE, INCIDENTS, NOT_FINITE_SINCE
 from mlm.data.sampler import Ranges
 from mlm.parallel.collectives import all_reduce
-from mlm.training.state import INCIDENTS
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError
 from mlm.util.files import whole_number

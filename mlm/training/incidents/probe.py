@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mlm.checkpoint.native.exchange import Ranks
+from mlm.models.family import family_of
 from mlm.parallel.context import local_positions
 from mlm.parallel.mesh import CPU
 from mlm.parallel.sharding import ParameterShard
@@ -109,7 +110,7 @@ class StepProbe:
         self.batch: Any = None
         self.rows: dict[tuple[str, str], TensorStatistics] = {}
         with torch.device("meta"):  # names of all stages in their order, on every rank
-            whole = trainer.config.model.family.model(trainer.config.model, tp=trainer.ctx.tp)
+            whole = family_of(trainer.config.model.kind).model(trainer.config.model, tp=trainer.ctx.tp)
         leaves = [name for name, module in whole.named_modules() if name and not list(module.children())]
         self.modules = {name: number for number, name in enumerate(leaves)}
         self.parameters = {name: number for number, (name, _) in enumerate(whole.named_parameters())}
@@ -119,8 +120,8 @@ class StepProbe:
         trainer = self.trainer
         for shard in trainer.shards:
             self.look_at_shard(WEIGHT, shard, (0, self._number(shard.name), 0), shard.parameter)
-        with self._watching(), trainer.unobserved():
-            parts = trainer.compute_gradients(batches)
+        with self._watching():
+            parts = trainer.compute_gradients(batches, _Noted(trainer.objective, self))
         for shard in trainer.shards:
             if shard.parameter.grad is not None:
                 order = (3, -self._number(shard.name), 0)
@@ -133,8 +134,6 @@ class StepProbe:
     @contextmanager
     def _watching(self) -> Iterator[None]:
         trainer = self.trainer
-        before = trainer.objective
-        trainer.objective = _Noted(before, self)
         handles = []
         for chunk in trainer.model.chunks:
             for name, module in chunk.named_modules():
@@ -145,7 +144,6 @@ class StepProbe:
             with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
                 yield
         finally:
-            trainer.objective = before
             for handle in handles:
                 handle.remove()
 

@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.tracking.reporter import Reporter
-from mlm.training.observer import Observer
-from mlm.training.trainer import StepOutcome, Trainer
+from mlm.training.observer import Observer, StepOutcome
+from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 
 BUSY = ("computing", "reading data", "saving")

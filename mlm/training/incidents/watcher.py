@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import BEST, step_name, step_of
+from mlm.checkpoint.native.folders import BEST, CHECKPOINTS, step_name, step_of
 from mlm.checkpoint.native.retention import newest_good
-from mlm.checkpoint.native.run_state import LINEAGE
+from mlm.checkpoint.native.run_state import FINETUNING, INCIDENTS, LINEAGE
 from mlm.checkpoint.native.save_load import CheckpointError
 from mlm.config.build import to_dict
 from mlm.launch.doctor.findings import versions
@@ -33,11 +33,10 @@ from mlm.training.incidents.record import (
     write_record,
     write_samples,
 )
-from mlm.training.observer import DeferredCheck, Observer, RewindRequested
+from mlm.training.observer import DeferredCheck, Observer, RewindRequested, StepOutcome
 from mlm.training.resume import rewind, rewind_candidates
 from mlm.training.saver import Saver
-from mlm.training.state import CHECKPOINTS, FINETUNING, INCIDENTS
-from mlm.training.trainer import StepOutcome, Trainer
+from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 
 DEFERRING = ("cuda",)
@@ -186,8 +185,7 @@ class Incidents(Observer):
     def judge_end(self) -> None:
         """Judge the weights after the last update, by the batches of the last step. Collective."""
         trainer = self.trainer
-        with trainer.unobserved():
-            parts = trainer.compute_gradients(self.batches)
+        parts = trainer.compute_gradients(self.batches)
         norm = gradient_norm(trainer.shards, trainer.ctx) / trainer.scaler.scale
         self.end = numbers = shared_numbers(trainer, parts, norm)
         if trainer.scaler.dynamic and not self.memory.streak:  # an overflow of gradients is usual then

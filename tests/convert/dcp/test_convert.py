@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from mlm.cli import convert, main
-from mlm.cli.conversion_settings import ConvertConfig
+from mlm.convert import conversion
+from mlm.convert.config import ConvertConfig
 from mlm.util.errors import UserError
 from tests.convert.dcp.llamas import VOCAB, core_state, random_llama, torchtitan_state
 from tests.convert.hf_berts import make_bert
@@ -39,7 +40,7 @@ TOKENS = torch.randint(0, VOCAB, (2, 19), generator=torch.Generator().manual_see
 
 def converted(source: Path, out: Path, to: str, **settings: Any) -> Path:
     config = ConvertConfig(source=str(source), out=str(out), to=to, **settings)  # type: ignore[arg-type]
-    assert convert.preflight(config) == []
+    assert conversion.preflight(config) == []
     convert.run(config)
     return out
 
@@ -160,7 +161,7 @@ def test_interrupted_conversion_continues(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "compare", stop)
+        patch.setattr(conversion, "compare", stop)
         with pytest.raises(KeyboardInterrupt):
             converted(llama, tmp_path / "out", "torchtitan", **settings)
     left = sorted((tmp_path / ".out.partial" / "out").glob("*.distcp"))
@@ -182,7 +183,7 @@ def test_bfloat16_is_the_rounded_source(llama: Path, tmp_path: Path) -> None:
 
 def test_difference_is_found(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that exchanges gates and inputs is seen, and nothing is published."""
-    write = convert.write
+    write = conversion.write
 
     def spoil(config: Any, source: Any, folder: Path, *rest: Any) -> None:
         write(config, source, folder, *rest)
@@ -191,7 +192,7 @@ def test_difference_is_found(llama: Path, tmp_path: Path, monkeypatch: pytest.Mo
         content[-9] ^= 1
         file.write_bytes(content)
 
-    monkeypatch.setattr(convert, "write", spoil)
+    monkeypatch.setattr(conversion, "write", spoil)
     with pytest.raises(UserError, match="differs from"):
         converted(llama, tmp_path / "out", "hf")
     assert not (tmp_path / "out").exists()
@@ -251,7 +252,7 @@ def test_a_mixture_of_megatron_comes_by_the_hugging_face_folder(tmp_path: Path, 
         stored["model"]["decoder.layers.0.mlp.router.weight"] = torch.zeros(8, 32)
     torch.save(stored, path)
     with pytest.raises(UserError, match="Megatron Bridge") as raised:
-        convert.open_(ConvertConfig(source=str(ranks), out=str(tmp_path / "x"), to="native"))
+        conversion.open_(ConvertConfig(source=str(ranks), out=str(tmp_path / "x"), to="native"))
     assert "\n" not in str(raised.value)
 
 

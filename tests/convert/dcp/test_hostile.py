@@ -14,10 +14,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from mlm.checkpoint.native.slices import Region
+from mlm.convert.dcp import unpickled
 from mlm.convert.dcp.metadata import MAX_METADATA_BYTES, read_metadata
 from mlm.convert.dcp.storage import DCPReader
 from mlm.convert.dcp.torch_file import DAMAGES, REBUILD, Saved
-from mlm.convert.dcp.unpickled import Name, PersistentId, Record, read_pickle
+from mlm.convert.dcp.unpickled import STORAGE, Name, PickleError, Record, read_pickle
 from mlm.util.errors import UserError
 from tests.slow import thinned
 
@@ -89,6 +90,7 @@ PICKLES: dict[str, bytes] = {
     "a million deep as a key": b"\x80\x02}" + nested(1_000_000)[2:-1] + b"Ns.",
     "doubled a hundred times": doubling(),
     "a number of 255 bytes": b"\x80\x02\x8a\xff" + b"\x01" * 255 + b".",
+    "entry 2^31 of the memo": b"\x80\x02Nr\xff\xff\xff\x7f.",
     "a text of 2^60 bytes": b"\x80\x04\x8d" + (1 << 60).to_bytes(8, "little") + b"a.",
     "no mark": b"\x80\x02t.",
     "an empty stack": b".",
@@ -112,10 +114,18 @@ def test_pickle_that_is_no_metadata_runs_nothing(folder: Path, name: str) -> Non
     assert_one_line(folder, "nothing was executed")
 
 
+def test_instructions_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of empty lists would take 64 times its size."""
+    monkeypatch.setattr(unpickled, "MAX_INSTRUCTIONS", 100)
+    assert read_pickle(pickle.dumps([1] * 90, 2)) == [1] * 90
+    with pytest.raises(PickleError, match="more than 100 instructions"):
+        read_pickle(b"]" * 1000 + b".")
+
+
 def test_entries_whose_keys_are_no_text_are_left_out() -> None:
     """An adversary knows the hashes of numbers, and makes them equal: a dict of them takes quadratic time."""
     equal = {n * ((1 << 61) - 1): n for n in range(3)}
-    assert read_pickle(pickle.dumps({"a": 1, **equal, (1, 2): 3}, 2), lambda name: False) == {"a": 1}
+    assert read_pickle(pickle.dumps({"a": 1, **equal, (1, 2): 3}, 2)) == {"a": 1}
 
 
 def index(folder: Path, name: str) -> MetadataIndex:
@@ -174,7 +184,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
         "not supported",
     ),
     "control characters": (lambda m: rename(m, "a\x1b[2J\nall is well"), "not allowed"),
-    "no tensors": (lambda m: setattr(m, "state_dict_metadata", None), "lists no tensors"),
+    "no tensors": (lambda m: setattr(m, "state_dict_metadata", None), "is no Metadata"),
 }
 
 
@@ -197,10 +207,10 @@ def deep() -> tuple[Any, ...]:
 
 def tensor_in(*storage: Any) -> Record:
     """A tensor of four numbers in a storage of this class and key."""
-    return Record(Name(REBUILD), (PersistentId(("storage", *storage, "cpu", 4)), 0, (4,), (1,)))
+    return Record(Name(REBUILD), (Record(STORAGE, ("storage", *storage, "cpu", 4)), 0, (4,), (1,)))
 
 
-FLOATS = PersistentId(("storage", Name("torch.FloatStorage"), "0", "cpu", 4))
+FLOATS = Record(STORAGE, ("storage", Name("torch.FloatStorage"), "0", "cpu", 4))
 TENSORS_OF_AN_ADVERSARY: dict[str, Callable[[], Any]] = {
     "a key that overflows the stack": lambda: tensor_in(Name("torch.FloatStorage"), deep()),
     "a class that overflows the stack": lambda: tensor_in(deep(), "0"),
@@ -279,4 +289,4 @@ def test_link_out_of_the_folder_is_not_followed(folder: Path, name: str) -> None
 def test_metadata_beyond_the_limit_is_not_read(folder: Path) -> None:
     with open(folder / ".metadata", "r+b") as f:
         f.truncate(MAX_METADATA_BYTES + 1)
-    assert_one_line(folder, "limit")
+    assert_one_line(folder, "is the limit")

@@ -10,8 +10,8 @@ import torch
 
 import mlm
 from mlm.cli import convert
-from mlm.cli.conversion_settings import ConvertConfig, ImportMegatronConfig
-from mlm.cli.convert import run
+from mlm.cli.import_megatron import ImportMegatronConfig, run
+from mlm.convert.config import ConvertConfig
 from tests.convert.dcp import core_ranks
 from tests.convert.dcp.core_ranks import TOKENS
 from tests.convert.dcp.llamas import VOCAB, random_llama

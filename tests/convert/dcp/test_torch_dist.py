@@ -11,9 +11,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import mlm
-from mlm.cli.conversion_settings import ConvertConfig, ImportMegatronConfig
-from mlm.cli.convert import run
-from mlm.inference.trained import resolve_checkpoint
+from mlm.cli import convert
+from mlm.cli.import_megatron import ImportMegatronConfig, run
+from mlm.convert.config import ConvertConfig
+from mlm.convert.source import open_source
 from mlm.optim.adamw import applied_steps
 from mlm.parallel.mesh import shape_context
 from mlm.training.state import load
@@ -44,7 +45,7 @@ def import_to(tmp_path: Path) -> Path:
 
 def started_from(run: Path) -> Trainer[Any]:
     """A trainer that begins with an imported run."""
-    named = resolve_checkpoint(str(run))
+    named = open_source(str(run))
     trainer: Trainer[Any] = Trainer(replace(named.config, out=str(run / "next")), shape_context())
     load(trainer, named.path)
     return trainer
@@ -101,7 +102,7 @@ def test_moments_of_torchtitan_are_those_that_training_continues_with(tmp_path: 
     flat |= {f"param_groups.{name}.lr": 1e-3 for name in state}
     dcp.save(state | {"optimizer": flat}, checkpoint_id=tmp_path / "theirs", no_dist=True)
     config = {"config": str(tmp_path / "hf"), "to": "native", "tp": 2}
-    run(ConvertConfig(source=str(tmp_path / "theirs"), out=str(tmp_path / "run"), **config))  # type: ignore[arg-type]
+    convert.run(ConvertConfig(source=str(tmp_path / "theirs"), out=str(tmp_path / "run"), **config))  # type: ignore[arg-type]
     assert_moments_of_weights(tmp_path / "run")
 
 

@@ -41,8 +41,6 @@ class Layout:
     dtype: torch.dtype = torch.float32
     rows: int = 64
     """Of the token table, padding included."""
-    zipped: bool = True
-    """torch's format since 1.6."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Settings that differ from the usual; ... takes one away."""
 
@@ -80,7 +78,7 @@ def write(root: Path, model: GPT2LMHeadModel, layout: Layout, iteration: int = 1
         for p in range(layout.pp):
             name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if layout.pp > 1 else "")
             (folder / name).mkdir(parents=True)
-            save(folder / name / FILE, rank_content(model, layout, t, p, iteration), zipped=layout.zipped)
+            save(folder / name / FILE, rank_content(model, layout, t, p, iteration))
     (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     return folder
 

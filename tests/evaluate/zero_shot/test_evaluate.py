@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from mlm.cli.compose.composition import load_config
-from mlm.cli.evaluate import check_zero_shot
-from mlm.corpus.train_tokenizer import train_bpe
-from mlm.evaluate import loss
-from mlm.evaluate.config import (
+from mlm.cli.evaluate import check_zero_shot, loss
+from mlm.cli.evaluate import zero_shot as evaluate
+from mlm.cli.evaluate.settings import (
     AllDataConfig,
     EvalAllConfig,
     EvalLambadaConfig,
@@ -22,8 +21,8 @@ from mlm.evaluate.config import (
     LambadaDataConfig,
     WikitextDataConfig,
 )
-from mlm.evaluate.zero_shot import run as evaluate
-from mlm.inference.trained import resolve_checkpoint
+from mlm.convert.source import open_source
+from mlm.corpus.train_tokenizer import train_bpe
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.files import digest_file
@@ -78,7 +77,7 @@ def run(config: Any, ctx: ParallelContext | None = None) -> dict[str, Any]:
     """Files that a command writes."""
     assert evaluate.preflight(config) == []
     evaluate.run(config, ctx or ParallelContext())
-    out = evaluate.result_path(config, resolve_checkpoint(config.ckpt).path)
+    out = evaluate.result_path(config, open_source(config.ckpt))
     result: dict[str, Any] = json.loads(out.read_text())
     return result
 
@@ -162,7 +161,7 @@ def test_a_command_that_was_stopped_continues(
     Path(config.out or "").unlink()
     assert not partial(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "receipt", interrupted)
+        patch.setattr(evaluate, "result_of", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(config)
     (kept,) = partial(folder)

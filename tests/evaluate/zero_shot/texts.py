@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import GPT2LMHeadModel
 
+from mlm.convert.source import open_source
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.trained import Trained, load_trained
@@ -82,4 +83,4 @@ def write_trained_model(folder: Path, texts: tuple[str, ...]) -> Any:
 
 def load(folder: Path, ctx: ParallelContext) -> Trained:
     """The model in float64, at the layout of `ctx`."""
-    return load_trained(str(folder), ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size), FP64, ctx)
+    return load_trained(open_source(str(folder)), ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size), FP64, ctx)

@@ -13,13 +13,15 @@ import pytest
 import transformers
 
 from mlm.cli.entry import main
+from mlm.cli.generate.prompts import read_prompts
+from mlm.cli.generate.run import run
+from mlm.cli.generate.settings import GenerateConfig
+from mlm.convert.source import open_source
 from mlm.data.chat_files import find_chat_template
+from mlm.data.chat_tokens import end_of_turn_tokens
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.chat import end_of_turn_tokens
-from mlm.inference.generate.config import GenerateConfig
-from mlm.inference.generate.prompts import read_prompts
-from mlm.inference.generate.run import run
-from mlm.inference.generation import Sampling, generate
+from mlm.inference.config import Sampling
+from mlm.inference.generation import generate
 from mlm.inference.trained import load_trained
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
@@ -187,7 +189,7 @@ def test_turn_ends_with_the_template_s_token_and_the_document_s(tmp_path: Path, 
 
 
 def test_any_of_several_tokens_ends_a_text(llama: Path) -> None:
-    trained = load_trained(str(llama), ParallelConfig(), PrecisionConfig(), shape_context())
+    trained = load_trained(open_source(str(llama)), ParallelConfig(), PrecisionConfig(), shape_context())
 
     def continued(ends: Any, **options: Any) -> list[int]:
         given = Sampling(temperature=0, max_new_tokens=8, **options)

@@ -15,9 +15,9 @@ import transformers
 
 from mlm.cli.compose.composition import load_config
 from mlm.cli.entry import main
+from mlm.cli.generate.prompts import Prompt
+from mlm.cli.generate.run import TextStream, show
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.generate.prompts import Prompt
-from mlm.inference.generate.run import TextStream, show
 from mlm.util.terminal import safe_text
 from tests.convert.hf_models import SHAPE, add_tokenizer, make_model
 from tests.slow import thinned

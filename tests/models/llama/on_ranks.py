@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from mlm.convert.source import open_source
+from mlm.inference.config import Sampling
 from mlm.inference.generation import generate
-from mlm.inference.sampling import Sampling
 from mlm.inference.trained import load_trained
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
@@ -13,6 +14,6 @@ from mlm.parallel.mesh import ParallelContext
 def greedy(ctx: ParallelContext, folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
     """The most probable next tokens of prompts, read from a model folder."""
     layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
-    trained = load_trained(str(folder), layout, PrecisionConfig(), ctx)
+    trained = load_trained(open_source(str(folder)), layout, PrecisionConfig(), ctx)
     options = Sampling(max_new_tokens=count, temperature=0.0)
     return generate(trained, prompts, options, ctx=ctx, eod_id=None)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mlm.cli import reshard
-from mlm.cli.conversion_settings import ReshardConfig
+from mlm.cli.reshard import ReshardConfig
 from mlm.optim.adamw import MOMENTS, ensure_state, moment
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import derive_seed

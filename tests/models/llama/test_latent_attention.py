@@ -12,6 +12,7 @@ from mlm.models.config import ModelConfig
 from mlm.models.family import model_problem
 from mlm.models.llama.latent_attention import LatentAttention
 from mlm.models.llama.model import Llama
+from mlm.models.shape import layer_weights
 from mlm.parallel.gradients import sum_replicated_gradients
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.random import init_parameters
@@ -186,4 +187,4 @@ def test_weights_are_counted() -> None:
     """The formula's elements of a layer are those of its matrices."""
     for config in MODELS.values():
         layer = Llama(config, tp=Axis("tp")).layers["0"]
-        assert config.layer_weights == sum(p.numel() for p in layer.parameters() if p.dim() == 2)
+        assert layer_weights(config) == sum(p.numel() for p in layer.parameters() if p.dim() == 2)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mlm.models.cache import DecodePass, KeyValueCache, PrefillPass
 from mlm.models.llama.model import Llama
+from mlm.models.shape import architecture_of
 from mlm.parallel.expert.router import routers
 from mlm.parallel.gradients import sum_replicated_gradients
 from mlm.parallel.mesh import ParallelContext
@@ -76,6 +77,6 @@ def check_greedy(ctx: ParallelContext, want: dict[str, Any]) -> None:
         token = model.read(token, step).argmax(-1, keepdim=True)
         column += 1
         assert torch.equal(token, written[:, column : column + 1]), f"token {column}"
-    kv_heads = max(1, config.architecture.kv_heads // ctx.tp.size)
+    kv_heads = max(1, architecture_of(config).kv_heads // ctx.tp.size)
     keys, values = next(iter(cache._layers.values()))
     assert keys.shape[1] == (1 if keys is values else kv_heads)  # latents are of all heads

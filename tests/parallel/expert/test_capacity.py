@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mlm.parallel.context import local_tokens
-from mlm.parallel.expert.capacity import drop_choices, expert_capacity
+from mlm.parallel.expert.router import drop_choices, expert_capacity
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import shard_of
 from tests.ranks import run_on_ranks

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.parallel.expert.balance import Balance
-from mlm.parallel.expert.router import Router
+from mlm.parallel.expert.router import Balance, Router
 from mlm.parallel.expert.settings import RouterSettings
 from mlm.parallel.mesh import Axis
 

@@ -15,7 +15,8 @@ from mlm.cli import main
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.incidents.divergence import DivergenceStop
 from mlm.training.incidents.watcher import describe_way_back, find_newest_good
-from mlm.training.trainer import StepOutcome, Trainer
+from mlm.training.observer import StepOutcome
+from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but
 from tests.training.incidents.runs import losses, pretrain

@@ -121,8 +121,8 @@ def first_bad_of(ctx: ParallelContext, spec: PretrainConfig, what: str) -> dict[
                 assert held is not None
                 held[row, 1, 0] = float("nan")
 
-    def spoil(batches: Any) -> Tensor:
-        parts = compute_gradients(batches)
+    def spoil(batches: Any, objective: Any = None) -> Tensor:
+        parts = compute_gradients(batches, objective)
         plant()
         return parts
 

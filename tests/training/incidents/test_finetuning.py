@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from mlm.cli import main
-from mlm.finetune import run, training
+from mlm.cli.finetune import check_finetune
+from mlm.finetune import training
 from mlm.finetune.batches import TaskBatch
-from mlm.finetune.checks import check_finetune
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.packing import PackedBatch
 from mlm.parallel.mesh import ParallelContext
@@ -127,7 +127,7 @@ def flipping(ctx: ParallelContext) -> Iterator[None]:
 
 def flipped(ctx: ParallelContext, config: FinetuneConfig) -> None:
     with flipping(ctx), pytest.raises(IncidentError, match="replicas differ since step"):
-        run.run(config, ctx)
+        training.run(config, ctx)
 
 
 @pytest.mark.slow

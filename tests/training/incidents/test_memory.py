@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from mlm.checkpoint.native.run_state import INCIDENTS
 from mlm.training.incidents import numbers as module
 from mlm.training.incidents.numbers import Memory, Recent, decode, spare_samples
-from mlm.training.state import INCIDENTS
 from mlm.util.errors import CorruptFileError
 
 

@@ -143,8 +143,8 @@ def struck(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = [0]
     forward_backward = Trainer.forward_backward
 
-    def spoilt(self: Trainer[Any], batches: Any) -> Tensor:
-        parts = forward_backward(self, batches)
+    def spoilt(self: Trainer[Any], batches: Any, objective: Any = None) -> Tensor:
+        parts = forward_backward(self, batches, objective)
         if self.step == STRUCK - 1:
             passes[0] += 1
             if passes[0] == 1:

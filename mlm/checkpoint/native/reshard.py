@@ -1,0 +1,94 @@
+"""A checkpoint for another layout, in one process and the memory of a tensor.
+
+No model is built: the manifest holds the split of every tensor. The output is a function of the saved state
+and the target layout alone, so resharding 1 -> 2 -> 4 gives the bytes of 1 -> 4.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from mlm.checkpoint.native.format import JSON, RESTORE, Manifest, TensorEntry
+from mlm.checkpoint.native.reader import Reader
+from mlm.checkpoint.native.run_state import LINEAGE
+from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.native.stream import derived_id, write_streamed
+from mlm.util.errors import CorruptFileError, reading_from
+from mlm.util.terminal import Advance
+
+TRAINING_STATE = ("applied_steps", "scaler", LINEAGE)
+"""State of the optimizer in a checkpoint: left out with weights alone."""
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """Checkpoint to read and layout to write."""
+
+    source: Path
+    """The step-… directory to read."""
+    manifest: Manifest
+    tensors: Mapping[str, TensorEntry]
+    stage_ranks: Mapping[int | str, int]
+    """Pipeline rank of each layer, and of "first" and "last"."""
+    state: Mapping[str, JSON]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of tensors to write."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+
+def plan_reshard(
+    path: Path,
+    manifest: Manifest,
+    stage_ranks: Mapping[int | str, int],
+    layout: Mapping[str, int],
+    *,
+    weights_only: bool,
+) -> ReshardPlan:
+    """Return the tensors and the state to write: the first save that all comes from, and the new layout.
+
+    Raises CorruptFileError for a tensor without a split that fits the model.
+    """
+    tensors, state = {}, dict(manifest.state)
+    for name, entry in manifest.tensors.items():
+        if weights_only and name.startswith("optimizer."):
+            continue
+        if entry.split.stage not in stage_ranks:
+            raise CorruptFileError(f"{path}: does not record how {name} is split in this model. {RESTORE}")
+        tensors[name] = entry
+    if weights_only:
+        state = {key: value for key, value in state.items() if key not in TRAINING_STATE}
+        state["weights_only"] = True
+    recorded = manifest.state.get("reshard", {"origin": manifest.save_id})
+    if not isinstance(recorded, dict) or "origin" not in recorded:
+        raise CorruptFileError(f"{path}: does not record what it was resharded from. {RESTORE}")
+    state["reshard"] = {"origin": recorded["origin"], "layout": dict(layout)}
+    return ReshardPlan(path, manifest, tensors, stage_ranks, state)
+
+
+def write_checkpoint(plan: ReshardPlan, root: Path, tp: int, advance: Advance) -> Path:
+    """Write `root/step-…` and return it.
+
+    Its save id is a function of the save that all comes from, the layout, and `weights_only`.
+    """
+    weights_only = plan.state.get("weights_only", False)
+    with Reader(plan.source, plan.manifest) as reader:
+
+        def read(name: str, piece: Region) -> Tensor:
+            with reading_from(plan.source, RESTORE):
+                return reader.read(name, piece)
+
+        return write_streamed(
+            root,
+            plan.manifest.step,
+            plan.tensors,
+            read,
+            save_id=derived_id({"reshard": plan.state["reshard"], "weights_only": weights_only}),
+            state=plan.state,
+            tp=tp,
+            stage_rank=plan.stage_ranks.__getitem__,
+            progress=advance,
+        )

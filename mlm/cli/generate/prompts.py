@@ -1,0 +1,112 @@
+"""The prompts of `mlm generate`: from the command line, a file or standard input."""
+
+import json
+import sys
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.format import CheckpointError
+from mlm.cli.generate.settings import STDIN, GenerateConfig
+from mlm.data.chat_template import ChatError
+from mlm.data.chat_tokens import encode_prompt
+from mlm.data.conversation import SHARE_GPT, make_conversation
+from mlm.data.records import SUFFIXES, Located, form_of, read_records
+from mlm.data.row_forms import standard_form
+from mlm.data.tokenizer import Tokenizer
+from mlm.parallel.mesh import ParallelContext
+from mlm.util.errors import UserError, lone_surrogate
+from mlm.util.files import decode_text, read_input_text
+
+MESSAGES = ("messages", SHARE_GPT)
+KEYS = ("prompt", "text")
+"""Keys of the prompt in a line of a .jsonl file; the first present counts."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to continue."""
+
+    place: str
+    """Its location in messages: prompt, or FILE:LINE."""
+    text: str
+    ids: tuple[int, ...] = ()
+    """Its tokens, after those that the tokenizer itself puts before a text; of an empty text without them the
+    end-of-document token, after which a document begins."""
+    begin: int = 0
+    """First token of `ids` that is of the text."""
+    is_message: bool = False
+    """True if it is answered, not continued: the answer alone is printed."""
+
+    @property
+    def shown(self) -> tuple[int, ...]:
+        """The tokens that are printed before the continuation."""
+        return self.ids[self.begin :] if self.text and not self.is_message else ()
+
+
+def read_prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
+    """The prompts of a command in their order, with tokens. Raises UserError."""
+    return [_prompt(config, tokenizer, place, record) for place, record in _records(config)]
+
+
+def share_prompts(config: GenerateConfig, tokenizer: Tokenizer, ctx: ParallelContext) -> list[Prompt]:
+    """Return rank 0's prompts on every rank: it alone has standard input. Collective, raises UserError."""
+    ranks = Ranks.of(ctx)
+
+    def explain(error: Exception) -> UserError:
+        return CheckpointError(f"prompts could not be read ({type(error).__name__}: {error}): give others")
+
+    mine = ranks.together(lambda: read_prompts(config, tokenizer) if ranks.is_main else [], explain)
+    sent = ranks.broadcast([astuple(prompt) for prompt in mine])
+    return [Prompt(*fields) for fields in sent]
+
+
+def _records(config: GenerateConfig) -> list[Located]:
+    """Objects with a text or messages, of each line of a file, or of the one prompt."""
+    if config.prompts is None and config.prompt != STDIN:
+        return [("prompt", {"prompt": config.prompt})]
+    if config.prompts is None:
+        content = b"" if sys.stdin is None else sys.stdin.buffer.read()  # None: closed (<&-)
+        if not (text := decode_text(content, "standard input").removesuffix("\n")):  # a shell's last
+            raise UserError('standard input is empty: give prompt="some text" or prompts=FILE')
+        return [("standard input", {"prompt": text})]
+    path = Path(config.prompts)
+    if form_of(path) in SUFFIXES:
+        records = list(read_records(path))
+    else:
+        lines = read_input_text(path).split("\n")
+        numbered = enumerate((line.removesuffix("\r") for line in lines), 1)
+        records = [(f"{path}:{number}", {"prompt": line}) for number, line in numbered if line.strip()]
+    if not records:
+        raise UserError(f"prompts={path}: holds no prompt: give one per line")
+    return records
+
+
+def _prompt(config: GenerateConfig, tokenizer: Tokenizer, place: str, record: dict[str, Any]) -> Prompt:
+    """A text, or of chat=true a conversation up to where an answer begins. Raises UserError."""
+    if config.chat:
+        record, _ = standard_form({k: v for k, v in record.items() if k != "output"}, MESSAGES[:1])
+    text: Any = next((record[key] for key in KEYS if key in record), None)
+    messages: Any = next((record[key] for key in MESSAGES if record.get(key)), None) if config.chat else None
+    messages = text if config.chat and messages is None and isinstance(text, list) else messages
+    if messages is None and not isinstance(text, str):
+        forms = (
+            ('{"messages": […]}', '{"prompt": "…"}') if config.chat else ('{"prompt": "…"}', '{"text": "…"}')
+        )
+        raise UserError(f"{place}: holds no prompt: write {' or '.join(forms)}")
+    if (half := lone_surrogate(json.dumps([text, messages], ensure_ascii=False))) is not None:
+        raise UserError(f"{place}: holds {half}, no UTF-8: correct it")
+    if not config.chat:
+        ids = tokenizer.encode_prompt(text, special_tokens=config.special_tokens)
+        return Prompt(place, text, tuple(ids), len(tokenizer.opening))
+    if messages is None:
+        system = [] if config.system is None else [{"role": "system", "content": config.system}]
+        messages = [*system, {"role": "user", "content": text}]
+    assert tokenizer.chat_template is not None, "read with the tokenizer"
+    try:
+        said = make_conversation(record, messages)
+        ids = encode_prompt(said, tokenizer, tokenizer.chat_template)
+    except ChatError as error:
+        raise UserError(f"{place}: {error}") from error
+    return Prompt(place, str(said.messages[-1].get("content", "")), tuple(ids), is_message=True)

@@ -1,0 +1,163 @@
+"""A model of `transformers`, or of the Hub, as a run directory; adapters of `peft` as one beside their base.
+
+config.json, safetensors and the tokenizer are read without `transformers`.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mlm.checkpoint.native.folders import CHECKPOINTS
+from mlm.checkpoint.native.format import TensorEntry
+from mlm.checkpoint.native.reader import copy_region
+from mlm.checkpoint.native.run_state import LORA
+from mlm.checkpoint.native.shard_file import read_safetensors_header
+from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.parameters import split_of
+from mlm.convert.huggingface import peft
+from mlm.convert.huggingface.export import NOT_COMPARED, Compare, tensor_bytes
+from mlm.convert.huggingface.families import layer_names
+from mlm.convert.huggingface.folder import (
+    OTHER_WEIGHTS,
+    SAVE_AGAIN,
+    SMALL_FILES,
+    HFModel,
+    commit_of,
+    fetch,
+    read_json,
+    read_model,
+)
+from mlm.convert.huggingface.mapping import Note
+from mlm.convert.huggingface.model_card import CARD
+from mlm.convert.huggingface.tensors import HFTensors
+from mlm.convert.source import ModelFolder, open_source
+from mlm.convert.targets import write_native
+from mlm.data.files_present import HUB_NAME
+from mlm.data.tokenizer_settings import SETTINGS, read_config
+from mlm.models.lora import adapter_shards
+from mlm.runs.folder import imported_state, new_folder, out_problems, run_config, write_run
+from mlm.util.errors import CorruptFileError, UserError, attempt, reading_from
+from mlm.util.terminal import one_line, progress_bar
+
+
+def import_problems(source: str, out: str, revision: str | None = None, base: str | None = None) -> list[str]:
+    """Return what is wrong with a folder or id to import, and with `out`; nothing is downloaded."""
+    problems, folder = out_problems(out), Path(source)
+    if not folder.exists():
+        return problems + ([] if HUB_NAME.fullmatch(source) else [no_such_folder(source)])
+    if revision is not None:
+        problems.append(f"revision={revision} is for the Hub, source={source} is a folder: leave it")
+    if is_adapter(source):
+        return problems
+    if base is not None:
+        problems.append(f"base={base}: source={source} holds no adapters; remove base=")
+    attempt(problems, lambda: HFTensors(read_model(folder)))
+    return problems
+
+
+def no_such_folder(source: str) -> str:
+    """Return the problem of a source that is neither a folder nor an id."""
+    return f"source={source}: no such folder. Give one with config.json and model.safetensors, or a Hub id"
+
+
+def is_adapter(source: str) -> bool:
+    """True for a folder that holds adapters of `peft`."""
+    return (Path(source) / peft.CONFIG).is_file()
+
+
+def import_model(
+    name: str, out: Path, *, revision: str | None, compare: Compare | None
+) -> tuple[HFModel, list[str], str, str]:
+    """Read, write, compare and publish; return the model, notes, and what was compared and written.
+
+    `compare(folder, run)` raises UserError where outputs differ; None compares none. Raises UserError and
+    leaves no files.
+    """
+    folder, commit = Path(name), None
+    if not folder.exists():
+        if not HUB_NAME.fullmatch(name):
+            raise UserError(no_such_folder(name))
+        folder = fetch(name, revision, "source")
+        commit = commit_of(folder) or revision or "main"
+    source = ModelFolder(folder)
+    source.check()
+    origin = {
+        "kind": "huggingface",
+        "name": folder.resolve().name if commit is None else name,
+        "revision": commit,
+        "files": source.digests(),
+        **source.origin,
+    }
+    count = tensor_bytes(source, torch.float32)
+    with new_folder(out, count) as run:
+        with progress_bar(f"writing {out}", count, in_bytes=True) as advance:
+            path = write_native(source, run, origin, advance)
+        line = NOT_COMPARED if compare is None else str(compare(folder, run))
+    notes = [*source.conversion_notes, *not_carried(source.hf)]
+    return source.hf, notes, line, f"written to {out / CHECKPOINTS / path.name}"
+
+
+def not_carried(model: HFModel) -> list[str]:
+    """Return a note on what the folder holds that no export of the run will hold."""
+    known = {*SMALL_FILES, *model.files, CARD}
+    names = sorted(path.name for path in model.folder.iterdir() if path.is_file() and path.name not in known)
+    others = [name for name in names if not name.startswith(".") and not name.endswith(OTHER_WEIGHTS)]
+    others += [f"auto_map of {SETTINGS}"] * ("auto_map" in read_config(model.folder / SETTINGS))
+    more = f" and {len(others) - 5} more" * (len(others) > 5)
+    return [f"not carried: {', '.join(map(one_line, others[:5]))}{more}"] if others else []
+
+
+def import_adapters(
+    folder: Path, out: Path, *, base: str | None
+) -> tuple[dict[str, object], tuple[Note, ...], str, str]:
+    """Write adapters of `peft` as a run beside their base; return columns, notes, and lines on base and run.
+
+    Raises UserError and leaves no files.
+    """
+    settings = read_json(folder, peft.CONFIG)
+    ckpt = base or str(settings.get("base_model_name_or_path"))
+    try:
+        below = open_source(ckpt)
+    except UserError as error:
+        raise UserError(f"base={ckpt}: the base of {folder} cannot be read ({error}); set base=…") from error
+    weights, model = folder / peft.WEIGHTS, below.model
+    with reading_from(weights, SAVE_AGAIN):
+        stored = read_safetensors_header(weights, SAVE_AGAIN)[1]
+    content = peft.read_folder(settings, list(stored), model, str(folder / peft.CONFIG))
+    lora = content.lora
+
+    def read(name: str) -> Tensor:
+        layout = stored[content.names[name]]
+        whole, target = Region.whole(layout.shape), torch.empty(layout.shape)
+        with reading_from(weights, SAVE_AGAIN), open(weights, "rb") as f:
+            copy_region(f, layout, whole, whole, target)
+        return content.to_common_rank(name, target)
+
+    below.check()
+    tensors = {
+        f"model.{name}": value
+        for each in peft.stored_adapters(model, lora)
+        for name, value in each.to_ours(read, below.whole)
+    }
+    form = {}
+    for shard, _ in adapter_shards(model, lora, layer_names(model)):
+        name = f"model.{shard.name}"
+        found, shape = tuple(tensors[name].shape), shard.global_shape
+        if found != shape:
+            raise CorruptFileError(f"{folder}: {name} is {list(found)}, its base makes it {list(shape)}")
+        form[name] = TensorEntry(shape, torch.float32, split_of(shard, model.vocab_multiple))
+    run = replace(run_config(folder.resolve().name, model), lora=lora)
+    from_base = {"base": below.name, "digest": below.digest}
+    with new_folder(out, sum(one.num_bytes for one in form.values())) as made:
+        path = write_run(
+            made,
+            form,
+            lambda name, region: tensors[name][region.within(Region.whole(tensors[name].shape))],
+            state={**imported_state(run, {"kind": "peft", "name": run.name}, ()), LORA: from_base},
+            tokenizer=below.tokenizer,
+        )
+    columns: dict[str, object] = {"rank#": lora.rank, "tensors#": len(tensors)}
+    where = out / CHECKPOINTS / path.name
+    return columns, content.notes, f"adapters of {ckpt}", f"written to {where}"

@@ -1,0 +1,247 @@
+"""The models of `transformers` that our Llama computes: a row of VARIANTS for each model_type.
+
+Keys of config.json and their defaults: the documentation of LlamaConfig, MistralConfig, Qwen2Config,
+Qwen3Config, MixtralConfig, Qwen3MoeConfig, OlmoeConfig and DeepseekV3Config
+(https://huggingface.co/docs/transformers/model_doc/llama, …/mistral, …).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from mlm.convert.huggingface import mapping as hf
+from mlm.models.config import ModelConfig
+from mlm.models.llama.settings import LlamaSettings
+
+_FIXED = hf.UNSUPPORTED | {
+    "is_causal": (True,),
+    "hidden_act": (*hf.SILU, *hf.EXACT_GELU, *hf.TANH_GELU),
+    "logit_scale": (None, 1.0),
+    "attention_multiplier": (None,),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+}
+_NO_EXPERTS = {
+    **{"num_experts": (None, 0, 1), "num_local_experts": (None, 0, 1)},
+    "n_routed_experts": (None, 0),
+}
+_TYPES = hf.TYPES | {
+    "rope_parameters": (dict, hf.NULL),
+    "sliding_window": (int, hf.NULL),
+    "use_sliding_window": (bool,),
+    "max_window_layers": (int,),
+    "mlp_only_layers": (list, hf.NULL),
+    "norm_topk_prob": (bool,),
+}
+_NUMBERS = {
+    "rms_norm_eps": hf.NumberKey("layer_norm_eps", 1e-6),
+    "initializer_range": hf.NumberKey("init_std", 0.02, below=1e3),
+    "attention_dropout": hf.NumberKey("attention_dropout", 0.0),
+}
+_MOST = 1 << 16
+
+
+class Defaults(NamedTuple):
+    """Defaults of a config.json."""
+
+    ffn: int
+    positions: int
+    vocabulary: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    theta: float = 1e4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A model_type: what its config.json holds, and the names of tensors that differ."""
+
+    classes: str
+    """Prefix of its classes."""
+    marks: tuple[str, ...] = ()
+    """Options of ours that such a model has set, and no model of a row below has all of."""
+    options: Mapping[str, bool | str] = field(default_factory=dict)
+    """Options that all its models have, where ours have another default."""
+    defaults: Defaults
+    fixed: Mapping[str, tuple[hf.JSON, ...]] = field(default_factory=dict)
+    """More keys as in ConfigKeys, written too."""
+    sizes: Mapping[str, hf.SizeKey] = field(default_factory=dict)
+    """More keys as in ConfigKeys, of options."""
+    numbers: Mapping[str, hf.NumberKey] = field(default_factory=dict)
+    """The same."""
+    absent: Mapping[str, hf.JSON] = field(default_factory=dict)
+    """Values of keys that are left out, where null means another."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of keys."""
+    written: Mapping[str, hf.JSON] = field(default_factory=dict)
+    """Keys that are written and not read."""
+    writes_head_dim: Literal["always", "unusual", "never"] = "always"
+    window_keys: tuple[str, ...] = ()
+    """Keys of a sliding window; empty for a model that attends to all."""
+    window: int | None = None
+    """Default of sliding_window."""
+    full_layers: int | None = None
+    """Default of max_window_layers, the first layers without a window; None if it means nothing."""
+    normalises: bool | None = None
+    """Default of norm_topk_prob; None where weights of experts are always divided by their sum."""
+    dense_key: str = ""
+    """Key of the layers without experts."""
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    """Norms of attention and of the MLP."""
+    block: str = "mlp"
+    """Module of router and experts."""
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Gate, up and down of an expert."""
+
+    @property
+    def has_experts(self) -> bool:
+        """True for a mixture of experts."""
+        return any(key.ours == "num_experts" for key in self.sizes.values())
+
+    @property
+    def is_all_experts(self) -> bool:
+        """True if intermediate_size is the width of experts, which every layer has."""
+        return self.has_experts and "moe_intermediate_size" not in self.sizes
+
+    @cached_property
+    def keys(self) -> hf.ConfigKeys:
+        """All keys of config.json but those of rotary positions and windows."""
+        return hf.ConfigKeys(
+            activation="hidden_act",
+            fixed={**_FIXED, **({} if self.has_experts else _NO_EXPERTS), **self.fixed},
+            sizes={
+                "vocab_size": hf.SizeKey("vocab_size", self.defaults.vocabulary, 1 << 24),
+                "hidden_size": hf.SizeKey("hidden_size", 4096, 1 << 20),
+                "num_hidden_layers": hf.SizeKey("num_layers", 32, 10_000),
+                "num_attention_heads": hf.SizeKey("num_heads", 32, 1 << 20),
+                "num_key_value_heads": hf.SizeKey("num_kv_heads", self.defaults.kv_heads, 1 << 20),
+                "intermediate_size": hf.SizeKey("ffn_hidden_size", self.defaults.ffn, 1 << 24),
+                "max_position_embeddings": hf.SizeKey("max_positions", self.defaults.positions, 1 << 30),
+                "head_dim": hf.SizeKey("head_dim", self.defaults.head_dim, _MOST),
+                **self.sizes,
+            },
+            numbers={**_NUMBERS, **self.numbers},
+            types=_TYPES,
+        )
+
+
+def _experts(key: str, count: int, per_token: int, width: int | None = None) -> dict[str, hf.SizeKey]:
+    """Keys of a mixture: experts, those of a token, and the width of each if it is not intermediate_size."""
+    sizes = {
+        key: hf.SizeKey("num_experts", count, _MOST),
+        "num_experts_per_tok": hf.SizeKey("experts_per_token", per_token, _MOST),
+    }
+    if width is None:
+        return sizes
+    return sizes | {"moe_intermediate_size": hf.SizeKey("expert_ffn_size", width, 1 << 24)}
+
+
+_NO_BIAS: dict[str, tuple[hf.JSON, ...]] = {"attention_bias": (False,)}
+_ALL_SLIDE = ("sliding_window",)
+_LAST_SLIDE = ("sliding_window", "use_sliding_window", "max_window_layers")
+VARIANTS = {
+    "llama": Variant(
+        classes="Llama",
+        defaults=Defaults(ffn=11008, positions=2048, vocabulary=32000),
+        fixed=_NO_BIAS | {"mlp_bias": (False,)},
+    ),
+    "mistral": Variant(
+        classes="Mistral",
+        marks=("window",),
+        defaults=Defaults(ffn=14336, kv_heads=8, positions=131072, vocabulary=32000),
+        window_keys=_ALL_SLIDE,
+        window=4096,
+    ),
+    "qwen2": Variant(
+        classes="Qwen2",
+        marks=("qkv_bias",),
+        options={"qkv_bias": True},
+        defaults=Defaults(ffn=22016, kv_heads=32, positions=32768, vocabulary=151936),
+        writes_head_dim="unusual",
+        window_keys=_LAST_SLIDE,
+        window=4096,
+        full_layers=28,
+    ),
+    "qwen3": Variant(
+        classes="Qwen3",
+        marks=("qk_norm",),
+        options={"qk_norm": True},
+        defaults=Defaults(ffn=22016, kv_heads=32, positions=32768, vocabulary=151936, head_dim=128),
+        fixed=_NO_BIAS,
+        window_keys=_LAST_SLIDE,
+        window=4096,
+        full_layers=28,
+    ),
+    "mixtral": Variant(
+        classes="Mixtral",
+        marks=("num_experts",),
+        defaults=Defaults(ffn=14336, kv_heads=8, positions=131072, vocabulary=32000, theta=1e6),
+        sizes=_experts("num_local_experts", 8, 2),
+        fixed={"router_jitter_noise": (0.0, 0)},
+        window_keys=_ALL_SLIDE,
+        block="block_sparse_moe",
+        projections=("w1", "w3", "w2"),
+    ),
+    "qwen3_moe": Variant(
+        classes="Qwen3Moe",
+        marks=("num_experts", "qk_norm"),
+        options={"qk_norm": True},
+        defaults=Defaults(ffn=6144, kv_heads=4, positions=32768, vocabulary=151936),
+        aliases={"num_local_experts": "num_experts"},  # since transformers 5
+        sizes=_experts("num_experts", 128, 8, 768),
+        fixed=_NO_BIAS | {"decoder_sparse_step": (1,)},
+        window_keys=_LAST_SLIDE,
+        window=4096,
+        normalises=False,
+        dense_key="mlp_only_layers",
+    ),
+    "olmoe": Variant(
+        classes="Olmoe",
+        marks=("num_experts", "qk_norm_whole"),
+        options={"qk_norm": True, "qk_norm_whole": True},
+        defaults=Defaults(ffn=2048, positions=4096, vocabulary=50304),
+        sizes=_experts("num_experts", 64, 8),
+        fixed=_NO_BIAS | {"clip_qkv": (None,)},
+        writes_head_dim="never",
+        normalises=False,
+    ),
+    "deepseek_v3": Variant(
+        classes="DeepseekV3",
+        marks=("kv_lora_rank",),
+        options={"router_scores": "sigmoid", "router_bias": True},
+        defaults=Defaults(ffn=18432, positions=4096, vocabulary=129280),
+        absent={"q_lora_rank": 1536},
+        sizes=_experts("n_routed_experts", 256, 8, 2048)
+        | {
+            "n_shared_experts": hf.SizeKey("shared_experts", 1, _MOST),
+            "n_group": hf.SizeKey("router_groups", 8, _MOST),
+            "topk_group": hf.SizeKey("router_top_groups", 4, _MOST),
+            "kv_lora_rank": hf.SizeKey("kv_lora_rank", 512, 1 << 20),
+            "q_lora_rank": hf.SizeKey("q_lora_rank", None, 1 << 20),
+            "qk_rope_head_dim": hf.SizeKey("rope_head_dim", 64, _MOST),
+            "v_head_dim": hf.SizeKey("v_head_dim", 128, _MOST),
+            "qk_nope_head_dim": hf.SizeKey("", 128, _MOST),
+        },
+        numbers={"routed_scaling_factor": hf.NumberKey("router_scale", 2.5, below=1e6)},
+        fixed=_NO_BIAS
+        | {
+            "rope_interleave": (True,),
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+            "moe_layer_freq": (1,),
+        },
+        written={"num_nextn_predict_layers": 0},
+        writes_head_dim="never",
+        normalises=True,
+        dense_key="first_k_dense_replace",
+    ),
+}
+"""model_type -> its row."""
+
+
+def model_type(model: ModelConfig) -> str:
+    """Return the model_type that computes a model: the last whose marks it has."""
+    settings = LlamaSettings.of(model)
+    rows = reversed(VARIANTS.items())
+    return next(kind for kind, row in rows if all(getattr(settings, mark) for mark in row.marks))

@@ -1,0 +1,466 @@
+"""What a name holds: a run or checkpoint, adapters on a base, a model of `transformers` or of the Hub.
+
+`open_source` finds it once and reads its settings; the `Source` is handed on, and reads tensors and tokenizer
+when it is asked for them.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from types import MappingProxyType
+
+from torch import Tensor
+
+from mlm.checkpoint.native.folders import locate
+from mlm.checkpoint.native.format import (
+    JSON,
+    MANIFEST,
+    RESTORE,
+    Manifest,
+    TensorEntry,
+    canonical,
+    read_manifest,
+)
+from mlm.checkpoint.native.reader import Reader
+from mlm.checkpoint.native.run_state import (
+    LORA,
+    TOKENIZER_FILE,
+    TokenizerDigest,
+    check_run_tokenizer,
+    is_weights_only,
+)
+from mlm.checkpoint.native.save_load import resolve
+from mlm.checkpoint.native.slices import Read, Region
+from mlm.checkpoint.native.verify import check_whole
+from mlm.checkpoint.parameters import parameters
+from mlm.convert.dcp.metadata import MOMENTS
+from mlm.convert.huggingface.families import layer_names
+from mlm.convert.huggingface.folder import CONFIG, fetch, model_name, read_model
+from mlm.convert.huggingface.mapping import Note
+from mlm.convert.huggingface.model_card import card_facts
+from mlm.convert.huggingface.tensors import HFTensors
+from mlm.convert.huggingface.tokenizer import ids_as_json, ids_to_keep, read_tokenizer
+from mlm.data.chat_builtin import BUILT_IN, TURNS
+from mlm.data.chat_files import find_chat_template, find_template
+from mlm.data.chat_template import ChatTemplate
+from mlm.data.files_present import hub_id
+from mlm.data.tokenizer import Tokenizer
+from mlm.models.config import ModelConfig
+from mlm.models.lora import adapter_shards, merged_changes
+from mlm.parallel.low_rank import WeightChange
+from mlm.parallel.mesh import Axis
+from mlm.runs.config import PretrainConfig
+from mlm.runs.folder import run_config
+from mlm.runs.saved import check_stored_parameters, trained_config
+from mlm.runs.tokenizer import digests_of_tokenizer, vocabulary_problem
+from mlm.util.errors import Absent, ConfigError, CorruptFileError, Problem, UserError, reading_from
+from mlm.util.files import digest_bytes
+from mlm.util.terminal import progress_bar
+
+
+class NoTokenizerError(UserError):
+    """No tokenizer is saved with a checkpoint or a model, and none was named."""
+
+
+def open_source(name: str, tokenizer: Tokenizer | None = None) -> "Source":
+    """Find what a name holds and read its settings; an id of the Hub is fetched.
+
+    `tokenizer` replaces its own in what is made of it. Raises UserError (ConfigError for several problems),
+    CorruptFileError.
+    """
+    folder = model_folder(name)
+    if folder is not None:
+        return ModelFolder(folder, tokenizer, hub_id(name))
+    return open_checkpoint(name, tokenizer)
+
+
+def open_checkpoint(name: str, tokenizer: Tokenizer | None = None) -> "Checkpoint":
+    """Open the checkpoint or run directory that a name must be. Raises UserError, CorruptFileError."""
+    return Checkpoint(resolve(name), tokenizer)
+
+
+def is_ours(path: str) -> bool:
+    """True for a checkpoint, a folder of them, or a run directory."""
+    try:
+        locate(path)
+    except UserError:
+        return False
+    return True
+
+
+def model_folder(name: str) -> Path | None:
+    """Return the folder of a model of `transformers`, fetched if the name is an id of the Hub.
+
+    None for all else: a folder that holds checkpoints of ours is ours. Raises UserError if the Hub does not
+    have it.
+    """
+    folder = Path(name)
+    if folder.exists():
+        is_theirs = folder.is_dir() and (folder / CONFIG).is_file() and not is_ours(name)
+        return folder if is_theirs else None
+    repository = hub_id(name)
+    return None if repository is None else fetch(repository, None, "ckpt")
+
+
+class Source:
+    """A model that was found: settings now, tensors and tokenizer when they are asked for.
+
+    Attributes:
+        format: "native", "hf", or a format that `open_foreign` reads.
+        path: Its step-… directory, or its folder.
+        config: Settings of its run; made up, but for the model and its length, where it has none.
+        notes: What is missing and takes initial values, what is left out; one line each.
+        filled: Parameters that it lacks.
+        moments: Readers of Adam's moments by name, if they are whole; `origin` has the iteration then.
+    """
+
+    format: str
+    filled: frozenset[str] = frozenset()
+    moments: Mapping[str, Read] = MappingProxyType({})
+
+    def __init__(
+        self,
+        path: Path,
+        config: PretrainConfig,
+        notes: tuple[Note, ...] = (),
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.path, self.config, self.notes, self._given_tokenizer = path, config, notes, tokenizer
+
+    @property
+    def model(self) -> ModelConfig:
+        """Settings of the model."""
+        return self.config.model
+
+    @cached_property
+    def origin(self) -> dict[str, JSON]:
+        """What a checkpoint made of it records: ids and labels to keep; iteration and layout."""
+        return {}
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The checkpoint's; else one made up, whose state names the origin."""
+        return Manifest(0, "", {}, {}, {"source": {"name": self.path.name, **self.origin}})
+
+    @cached_property
+    def parameters(self) -> Mapping[str, TensorEntry]:
+        """Every parameter of the model, by our name."""
+        return parameters(self.model)
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """Return elements of a parameter, float32 on the CPU, with what adapters add to them."""
+        raise NotImplementedError
+
+    def whole(self, name: str) -> Tensor:
+        """Return a parameter."""
+        return self.read(name, Region.whole(self.parameters[name].shape))
+
+    def digests(self) -> dict[str, str]:
+        """Compare every file with the checksums that it has; return the digest of each."""
+        raise NotImplementedError
+
+    @property
+    def digest(self) -> str:
+        """Digest of the weights, for which a model folder's files are read. Raises UserError, OSError."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Read all that a conversion reads but tensors. Raises UserError, CorruptFileError."""
+
+    @property
+    def conversion_notes(self) -> list[str]:
+        """Lines on what a conversion changes or leaves out."""
+        return list(self.notes)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer with its chat template; None if there is none that a conversion could keep."""
+        return self._given_tokenizer
+
+    @property
+    def folder(self) -> Path:
+        """Run directory, or model folder, which holds tokenizer and chat template."""
+        return self.path
+
+    @property
+    def name(self) -> str:
+        """Name by which it is found again: an id of the Hub, or a path."""
+        return os.path.abspath(self.path)
+
+    def result_file(self, name: str) -> Path:
+        """Return the default path of a command's result: in the run directory.
+
+        Model folders are not written to: of one, in the working directory, with the model's name before it.
+        """
+        return self.folder / name
+
+    def saved_tokenizer(self, key: str = "tokenizer") -> Tokenizer:
+        """Return the tokenizer saved with it; `key` is for messages.
+
+        Raises NoTokenizerError, and CorruptFileError for another than it was trained with.
+        """
+        raise NotImplementedError
+
+    @property
+    def tokenizer_digest(self) -> TokenizerDigest | None:
+        """The tokenizer that it was trained with; None if not recorded."""
+        return None
+
+    def load_tokenizer(
+        self, named: str | None = None, key: str = "tokenizer", *, any_size: bool = False, force: bool = False
+    ) -> Tokenizer:
+        """Return the tokenizer that `key` names, else the saved one. Raises as `saved_tokenizer`.
+
+        Unless `any_size`, it must have no more tokens than the model. One that is named must be the one that
+        the model was trained with, unless `force` is given.
+        """
+        tokenizer = self.saved_tokenizer(key) if named is None else self._named_tokenizer(named)
+        if not any_size and (problem := vocabulary_problem(named, tokenizer, self.model, key)):
+            raise UserError(problem)
+        known = None if named is None or force else self.tokenizer_digest
+        if known is not None and not known.is_same(digests_of_tokenizer(tokenizer)):
+            raise UserError(
+                f"{key}={named}: has another vocabulary ({tokenizer.digest}) than {self.path} was trained "
+                f"with ({known.digest}); remove {key}="
+            )
+        return tokenizer
+
+    def _named_tokenizer(self, named: str) -> Tokenizer:
+        return Tokenizer.load(named)
+
+    def load_chat_template(
+        self, file: str | None, named: str | None, tokenizer: Tokenizer, *, key: str
+    ) -> ChatTemplate:
+        """Return the template in `file`, else that of the named tokenizer, else of the model.
+
+        Raises UserError if there is none, CorruptFileError.
+        """
+        if file in (None, TURNS) and (problem := self.template_problem(named, key=key)):
+            raise ConfigError([problem])
+        templates = (find_chat_template(folder, tokenizer, file) for folder in self._template_folders(named))
+        return next(template for template in templates if template is not None)
+
+    def template_problem(self, named: str | None, *, key: str) -> Problem | None:
+        """Return the problem of a model without a chat template. Raises UserError, CorruptFileError."""
+        folders = self._template_folders(named)
+        if any(map(find_template, folders)):
+            return None
+        why = f"{folders[0]} holds no chat template (chat_template.jinja, or in tokenizer_config.json)"
+        return Absent.at(key, None, why, f"set {key}={' or '.join(BUILT_IN)}, or to a FILE.jinja")
+
+    def _template_folders(self, named: str | None) -> list[Path]:
+        if named is None:
+            return [self.folder]
+        return [Path(named) if Path(named).is_dir() else Path(named).parent, self.folder]
+
+
+class ModelFolder(Source):
+    """A model of `transformers`, read as it is; `hf` is what its folder holds."""
+
+    format = "hf"
+
+    def __init__(
+        self, folder: Path, tokenizer: Tokenizer | None = None, repository: str | None = None
+    ) -> None:
+        self.hf, self.repository = read_model(folder), repository
+        super().__init__(folder, run_config(model_name(folder), self.hf.config), self.hf.notes, tokenizer)
+        self.filled = self.hf.content.filled
+
+    @cached_property
+    def tensors(self) -> HFTensors:
+        """Its tensors, whose names, dtypes and shapes are checked. Raises UserError."""
+        tensors = HFTensors(self.hf)
+        tensors.check()
+        return tensors
+
+    @cached_property
+    def _kept(self) -> tuple[Tokenizer | None, dict[str, JSON], list[str]]:
+        """Tokenizer, origin and notes of a conversion."""
+        given, notes = self._given_tokenizer, list[str]()
+        tokenizer, notes = (given, notes) if given is not None else read_tokenizer(self.hf)
+        ids, padding = ids_to_keep(self.hf, tokenizer)
+        card = card_facts(self.path)
+        return tokenizer, ids_as_json(ids) | ({"card": card} if card else {}), [*notes, *padding]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._kept[0]
+
+    @cached_property
+    def origin(self) -> dict[str, JSON]:
+        return self._kept[1]
+
+    @property
+    def conversion_notes(self) -> list[str]:
+        return [*map(str, self.notes), *self._kept[2]]
+
+    def check(self) -> None:
+        _ = self.tensors, self.tokenizer
+
+    def read(self, name: str, region: Region) -> Tensor:
+        return self.tensors.read(name, region)
+
+    def digests(self) -> dict[str, str]:
+        with progress_bar("reading", self.tensors.num_bytes, in_bytes=True) as advance:
+            return self.tensors.digests(advance)
+
+    @property
+    def digest(self) -> str:
+        return digest_of_files(self.tensors.digests(lambda _: None))
+
+    @property
+    def name(self) -> str:
+        return self.repository or super().name
+
+    def result_file(self, name: str) -> Path:
+        return Path(f"{model_name(self.path)}-{name}")
+
+    def saved_tokenizer(self, key: str = "tokenizer") -> Tokenizer:
+        try:
+            return Tokenizer.load(self.path)
+        except CorruptFileError:
+            raise
+        except (UserError, OSError) as error:
+            raise NoTokenizerError(f"{key}=null: {error}: give {key}=…/tokenizer.json") from error
+
+    @property
+    def tokenizer_digest(self) -> TokenizerDigest | None:
+        try:
+            return digests_of_tokenizer(Tokenizer.load(self.path))
+        except (UserError, OSError):
+            return None
+
+
+def digest_of_files(digests: Mapping[str, str]) -> str:
+    """Return the digest of a model folder, by those of its files."""
+    return digest_bytes(canonical(dict(digests)))
+
+
+class Checkpoint(Source):
+    """A checkpoint of ours; of adapters with their `base`, on which `read` adds them."""
+
+    format = "native"
+
+    def __init__(self, path: Path, tokenizer: Tokenizer | None = None) -> None:
+        self.manifest = read_manifest(path)
+        super().__init__(path, trained_config(self.manifest, path), (), tokenizer)
+        self._reader = Reader(path, self.manifest)
+        self._change_of = lru_cache(maxsize=1)(self._compute_change)  # a weight is read by parts
+        self.base: Source | None = None
+        if self.manifest.state.get(LORA) is not None:
+            self.base = self._open_base()
+        else:
+            check_stored_parameters(self.manifest, self.model, path)
+        steps = self.manifest.state.get("applied_steps")
+        if is_weights_only(self.manifest.state) and type(steps) is int:
+            self.moments = {name: partial(self._read_stored, f"optimizer.{name}") for name in MOMENTS}
+            self.origin["iteration"] = steps
+
+    def _open_base(self) -> Source:
+        """Open the model that the adapters were trained beside."""
+        entry = self.manifest.state[LORA]
+        name, digest = (entry.get(key) if isinstance(entry, dict) else None for key in ("base", "digest"))
+        if not isinstance(name, str) or not isinstance(digest, str):
+            raise CorruptFileError(f"{self.path}: does not name the base of its adapters")
+        self.base_name, self.base_digest, path = name, digest, Path(name)
+        # no chain of true digests is a ring; those of a model folder are compared when its weights are read
+        if (path / MANIFEST).exists():
+            self._check_base(read_manifest(path).digest)
+        elif not (path / CONFIG).is_file() and not hub_id(name):
+            raise UserError(f"{name}: the base of these adapters is not there; bring it back")
+        return open_source(name)
+
+    def _check_base(self, digest: str) -> None:
+        if digest != self.base_digest:
+            raise UserError(
+                f"{self.base_name}: is no longer the base of the adapters in {self.path}; bring that base "
+                "back"
+            )
+
+    @cached_property
+    def origin(self) -> dict[str, JSON]:
+        source = self.manifest.state.get("source")
+        kept = source if isinstance(source, dict) else {}
+        return {key: kept[key] for key in ("pad_token_id", "labels", "card") if key in kept}
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        if self._given_tokenizer is not None or not os.path.lexists(self.folder / TOKENIZER_FILE):
+            return self._given_tokenizer
+        tokenizer = self.load_tokenizer(any_size=True)
+        tokenizer.chat_template = find_chat_template(self.folder, tokenizer)
+        return tokenizer
+
+    def check(self) -> None:
+        _ = self.tokenizer
+        if self.base is not None:
+            self.base.check()
+
+    def read(self, name: str, region: Region) -> Tensor:
+        if self.base is None or f"model.{name}" in self.manifest.tensors:
+            return self._read_stored("model", name, region)
+        change, value = self._change_of(name), self.base.read(name, region)
+        if change is None:
+            return value
+        return change.apply_to(value, region.within(Region.whole(region.size)), Axis("tp"))
+
+    def _read_stored(self, kind: str, name: str, region: Region) -> Tensor:
+        if f"{kind}.{name}" not in self.manifest.tensors:
+            raise CorruptFileError(f"{self.path}: holds no {kind}.{name}, its config has one. {RESTORE}")
+        with reading_from(self.path, RESTORE):
+            return self._reader.read(f"{kind}.{name}", region).float()
+
+    def _compute_change(self, name: str) -> WeightChange | None:
+        change = self._changes.get(name)
+        return None if change is None else change()
+
+    @cached_property
+    def _changes(self) -> dict[str, Callable[[], WeightChange]]:
+        """What computes the change of a weight, by name; the base's files are digested once."""
+        assert self.base is not None
+        self._check_base(self.base.digest)
+        model, lora, names = self.model, self.config.lora, layer_names(self.model)
+        shapes = {shard.name: shard.global_shape for shard, _ in adapter_shards(model, lora, names)}
+        stored = {
+            name: self._read_stored("model", name, Region.whole(shape)) for name, shape in shapes.items()
+        }
+        return merged_changes(model, lora, names, stored)
+
+    def digests(self) -> dict[str, str]:
+        if self.base is not None:
+            _ = self._changes
+            if isinstance(self.base, Checkpoint):  # of a model folder every file is read by now
+                self.base.digests()
+        size = sum(entry.bytes for entry in self.manifest.files.values())
+        with progress_bar("verifying", size, in_bytes=True) as advance:
+            check_whole(self.path, advance)
+        return {name: entry.digest for name, entry in self.manifest.files.items()}
+
+    @property
+    def digest(self) -> str:
+        return self.manifest.digest
+
+    @property
+    def folder(self) -> Path:
+        return self.path.parent.parent
+
+    def saved_tokenizer(self, key: str = "tokenizer") -> Tokenizer:
+        saved = self.folder / TOKENIZER_FILE
+        if not os.path.lexists(saved):
+            raise NoTokenizerError(f"{key}=null and {saved} is not there: give {key}=…/tokenizer.json")
+        check_run_tokenizer(self.path, self.manifest.state)
+        known = self.tokenizer_digest or TokenizerDigest("")
+        return Tokenizer.load(saved, eod=known.eod_id, bos=known.bos_id)
+
+    @property
+    def tokenizer_digest(self) -> TokenizerDigest | None:
+        return TokenizerDigest.of(self.manifest.state)
+
+    def _named_tokenizer(self, named: str) -> Tokenizer:
+        """Return a tokenizer, with the special tokens of the checkpoint if it is of its vocabulary."""
+        known = self.tokenizer_digest
+        if known is None or known.eod_id is None:
+            return Tokenizer.load(named)
+        tokenizer = Tokenizer.load(named, eod=known.eod_id, bos=known.bos_id)
+        return tokenizer if known.is_same(digests_of_tokenizer(tokenizer)) else Tokenizer.load(named)

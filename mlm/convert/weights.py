@@ -1,0 +1,121 @@
+"""The parameters of a live model from what a name holds: a checkpoint, a model folder, adapters on a base."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.format import CheckpointError, Manifest
+from mlm.checkpoint.native.save_load import load_checkpoint
+from mlm.checkpoint.native.slices import Region, TensorShard
+from mlm.checkpoint.parameters import model_shards
+from mlm.convert.huggingface.families import layer_names
+from mlm.convert.huggingface.folder import SAVE_AGAIN, commit_of
+from mlm.convert.source import Checkpoint, ModelFolder, Source, digest_of_files
+from mlm.models.lora import adapter_shards, merged_changes
+from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.random import init_shard
+from mlm.parallel.sharding import ParameterShard
+from mlm.runs.folder import imported_state
+from mlm.util.errors import UserError
+
+NOT_LOADED = ("model.mlm_head.", "model.sop_head.", "model.output.", "model.classifier.", "model.pooler.")
+"""Prefixes of tensors that a checkpoint may hold and a model with another head does not take from it."""
+
+
+def fill_parameters(
+    shards: Sequence[ParameterShard], source: Source, ctx: ParallelContext, *, initialize: bool = True
+) -> Manifest:
+    """Fill parameters from a source, with what adapters add to its base; return its manifest.
+
+    A head that another model has is left out. Parameters that a model folder lacks take the initial values of
+    its settings' seed; without `initialize` they stay as they are, those of the run that starts from here.
+
+    Collective over all ranks. Raises UserError, also for another base than that of the adapters, and
+    CorruptFileError, of one rank on all of them.
+    """
+    if isinstance(source, ModelFolder):
+        return _fill_from_folder(shards, source, ctx, initialize=initialize)
+    assert isinstance(source, Checkpoint), "not of a conversion"
+    stored = source.manifest.tensors
+    if source.base is None:
+        held = [s for s in shards if f"model.{s.name}" in stored or not s.name.startswith("pooler.")]
+        return _load(source, model_shards(held), ctx)
+    rest = [s for s in shards if f"model.{s.name}" not in stored]
+    below = fill_parameters(rest, source.base, ctx, initialize=initialize)
+    if below.digest != source.base_digest:
+        raise UserError(
+            f"{source.path}: its adapters are of the base {source.base_digest}, and {source.base_name} is "
+            f"{below.digest}; bring that base back"
+        )
+    return _add_adapters(rest, [s for s in shards if f"model.{s.name}" in stored], source, ctx)
+
+
+def _load(source: Source, wanted: dict[str, TensorShard], ctx: ParallelContext) -> Manifest:
+    def is_left_out(name: str) -> bool:
+        return name.startswith(("optimizer.", *NOT_LOADED))
+
+    return load_checkpoint(source.path, wanted, ranks=Ranks.of(ctx), allow_extra=is_left_out, cast=True)
+
+
+@torch.no_grad()
+def _add_adapters(
+    shards: Sequence[ParameterShard],
+    head: Sequence[ParameterShard],
+    source: Checkpoint,
+    ctx: ParallelContext,
+) -> Manifest:
+    model, lora, names = source.model, source.config.lora, layer_names(source.model)
+    adapters = {
+        shard.name: torch.zeros(shard.global_shape) for shard, _ in adapter_shards(model, lora, names)
+    }
+    wanted = {f"model.{name}": TensorShard.whole(x) for name, x in adapters.items()}
+    manifest = _load(source, wanted | model_shards(head), ctx)
+    mine = {shard.name: shard for shard in shards}
+    for name, change_of in merged_changes(model, lora, names, adapters).items():
+        if (shard := mine.get(name)) is not None:
+            change = change_of()
+            target = shard.without_padding(shard.parameter.detach())
+            region = tuple(slice(o, o + n) for o, n in zip(shard.offset, target.shape, strict=True))
+            tp = ctx.tp if shard.tp_dim == 1 else Axis("tp")
+            target.copy_(change.apply_to(target.to(change.change.device, torch.float32), region, tp))
+    return manifest
+
+
+@torch.no_grad()
+def _fill_from_folder(
+    shards: Sequence[ParameterShard], source: ModelFolder, ctx: ParallelContext, *, initialize: bool
+) -> Manifest:
+    """Return the manifest that a checkpoint of the folder would have.
+
+    Its digest is that of the files' digests, for which rank 0 reads each file once more.
+    """
+    ranks = Ranks.of(ctx)
+
+    def fill() -> None:
+        for shard in shards:
+            if source.tensors.holds(shard.name):
+                target = shard.without_padding(shard.parameter.detach())
+                shard.parameter.zero_()  # its padding
+                target.copy_(source.read(shard.name, Region(shard.offset, tuple(target.shape))))
+            elif initialize:
+                init_shard(shard, source.config.seed)
+
+    def explain(error: Exception) -> UserError:
+        return CheckpointError(
+            f"{source.path}: could not be loaded ({type(error).__name__}: {error}). {SAVE_AGAIN}"
+        )
+
+    ranks.together(fill, explain)
+    mine = ranks.together(lambda: source.tensors.digests(lambda _: None) if ranks.is_main else {}, explain)
+    files: dict[str, Any] = ranks.broadcast(mine)
+    origin = {
+        "kind": "huggingface",
+        "name": source.config.name,
+        "revision": commit_of(source.path),
+        "files": files,
+    }
+    return Manifest(
+        0, "", {}, {}, imported_state(source.config, origin, source.filled), digest=digest_of_files(files)
+    )

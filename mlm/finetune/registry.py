@@ -1,0 +1,81 @@
+"""The types of task by `task.kind`, and the checks of a task's settings.
+
+`task.kind` names a shipped type, or a custom one by its import path, `my_package.my_module:TASK`: an instance
+of a subclass of `TaskType`, in a module that mlm/config/imports.py trusts.
+"""
+
+import math
+import re
+
+from mlm.config.imports import imported
+from mlm.config.suggest import nearest
+from mlm.finetune.chat import CHAT, PREFERENCES
+from mlm.finetune.classification import CHOICE, CLASSIFICATION, REGRESSION
+from mlm.finetune.config import SHIPPED, TaskConfig
+from mlm.finetune.metrics import EXTRA
+from mlm.finetune.span import SPAN
+from mlm.finetune.task_type import TaskType
+from mlm.util.errors import Problem, UserError, show
+from mlm.util.extras import load_extra
+
+TASK_TYPES = dict(zip(SHIPPED, (CLASSIFICATION, REGRESSION, CHOICE, SPAN, CHAT, PREFERENCES), strict=True))
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+FILE_NAME = re.compile(r"[\w-][\w.-]*")
+
+
+def task_type(kind: str) -> TaskType:
+    """Return the type of task that `task.kind` names. Raises UserError."""
+    own = imported("task.kind", kind, SHIPPED, TaskType)
+    return TASK_TYPES[kind] if own is None else own
+
+
+def check_installed(task: TaskConfig) -> None:
+    """Raise UserError if a package is missing, before training rather than at its first validation."""
+    for module in task_type(task.kind).modules:
+        load_extra(module, f"task={task.name}", EXTRA)
+
+
+def check_task(task: TaskConfig) -> list[Problem]:
+    """Return every problem of a task, each with its keys below `task`."""
+    try:
+        kind = task_type(task.kind)
+    except UserError as error:
+        return list(error.problems)
+    problems, (low, high) = kind.problems(task), task.label_range or (0.0, 1.0)
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        problem = f"task.label_range={show([low, high])} must be the least and the largest label"
+        problems.append(Problem(("task.label_range",), problem))
+    return [*problems, *_metrics(task, kind), *_names(task)]
+
+
+def _metrics(task: TaskConfig, kind: TaskType) -> list[Problem]:
+    known, problems = kind.metric_names or tuple(kind.metrics), list[Problem]()
+    if not task.metrics or len(set(task.metrics)) < len(task.metrics):
+        problem = f"task.metrics={show(list(task.metrics))} must be one or more, all different"
+        problems.append(Problem(("task.metrics",), problem))
+    for name in task.metrics:
+        if name not in known:
+            near = nearest(name, known)
+            problem = f"task.metrics: '{name}' is none of kind {task.kind}'s ({', '.join(known)})"
+            problems.append(Problem(("task.metrics",), problem, f"did you mean '{near}'?" if near else ""))
+        elif (unsuited := kind.metric_problem(task, name)) is not None:
+            problems.append(unsuited)
+    return problems
+
+
+def _names(task: TaskConfig) -> list[Problem]:
+    problems = []
+    if task.hub is not None and not HUB_NAME.fullmatch(task.hub):
+        problems.append(Problem(("task.hub",), f"task.hub={task.hub} is no Hub dataset", "write OWNER/NAME"))
+    splits = {"train": (task.train,), "validations": task.validations, "tests": task.tests}
+    for key, names in (*splits.items(), ("subsets", task.subsets), ("submission", task.submission)):
+        bad = [name for name in names if not FILE_NAME.fullmatch(name)]
+        fix = "use letters, digits, - and _"
+        problems += [Problem((f"task.{key}",), f"task.{key}: '{name}' is no name", fix) for name in bad]
+    if not task.validations:
+        problem = "task.validations=[]: no split to choose the best checkpoint on"
+        problems.append(Problem(("task.validations",), problem, "name one"))
+    if len(task.submission) > len(task.tests):
+        problem = f"task.submission={show(list(task.submission))} has more names than task.tests"
+        problems.append(Problem(("task.submission", "task.tests"), problem, "leave some out"))
+    return problems

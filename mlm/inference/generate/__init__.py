@@ -1,1 +1,0 @@
-"""Continuation of prompts by a checkpoint."""

@@ -1,0 +1,96 @@
+"""Sizes of a model: the parts that its family decides, parameters, floating-point operations."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from mlm.models.config import KINDS, ModelConfig
+from mlm.models.family import Architecture, family_of
+
+if TYPE_CHECKING:  # checks of settings need no torch
+    from torch import Tensor, nn
+
+
+def architecture_of(model: ModelConfig) -> Architecture:
+    """Return the parts and sizes that the family decides. Raises OwnCodeError as `family_of`."""
+    return family_of(model.kind).architecture(model)
+
+
+def is_tied(model: ModelConfig) -> bool:
+    """True if the output layer is the token table, which the last stage then holds too."""
+    return model.head == "language_model" and architecture_of(model).tied
+
+
+def build_on_meta(model: ModelConfig) -> "nn.Module":
+    """Return a whole model in one process, without memory. Raises OwnCodeError as `family_of`."""
+    with import_module("torch").device("meta"):
+        whole: nn.Module = family_of(model.kind).model(model)
+    return whole
+
+
+def parameters_by_name(model: ModelConfig) -> "dict[str, Tensor]":
+    """Parameters of a model on the meta device, without padding."""
+    return dict(build_on_meta(replace(model, vocab_multiple=1)).named_parameters())
+
+
+def count_parameters(model: ModelConfig, *, with_state: bool = False) -> int:
+    """Parameters of a model, counted in its modules on the meta device; padding rows and copies not.
+
+    `with_state` counts those that no gradient moves too: what routers know of the loads of experts.
+    Raises OwnCodeError (a UserError) if there is no such family.
+    """
+    return _sum_over_layers(model, lambda _, p: p.numel() if with_state or p.requires_grad else 0)
+
+
+def count_active_parameters(model: ModelConfig) -> int:
+    """Parameters that a token goes through: of each layer's experts those that it chooses."""
+    return _sum_over_layers(model, lambda name, p: _active(model, name, p) if p.requires_grad else 0)
+
+
+def layer_weights(model: ModelConfig) -> float:
+    """Elements of the matrices of a layer that a token goes through, the mean over the layers."""
+
+    def size(name: str, p: "Tensor") -> int:
+        return _active(model, name, p) if name.startswith("layers.") and p.dim() > 1 else 0
+
+    return _sum_over_layers(model, size) / model.num_layers
+
+
+def _active(model: ModelConfig, name: str, p: "Tensor") -> int:
+    """Elements of a parameter that a token goes through."""
+    parts = architecture_of(model)
+    return p.numel() * parts.experts_per_token // parts.experts if ".experts." in name else p.numel()
+
+
+def _sum_over_layers(model: ModelConfig, size: "Callable[[str, Tensor], int]") -> int:
+    """Sum of `size(name, parameter)`. Of layers that are alike two are built, however many a file claims."""
+
+    def total(num_layers: int) -> int:
+        return sum(size(*each) for each in parameters_by_name(replace(model, num_layers=num_layers)).items())
+
+    built = count_distinct(model)
+    if model.num_layers <= built + 1:
+        return total(model.num_layers)
+    one, two = total(built), total(built + 1)
+    return one + (model.num_layers - built) * (two - one)
+
+
+def count_distinct(model: ModelConfig) -> int:
+    """First layers of a model of which the last is like all after it: all of those of a user's own family."""
+    layers, first = model.num_layers, architecture_of(model).dense_layers
+    return min(layers, first + 1) if model.kind in KINDS else layers
+
+
+def flops_per_token(model: ModelConfig, seq_length: int, tp: int = 1) -> float:
+    """Model floating-point operations of one training token, forward and backward, no recomputation.
+
+    Matrix products only: 6 per weight, plus 12 * L * N * D * S for attention scores and values
+    (arXiv:2104.04473, section 5.1, without its recomputed forward pass; N * D is H there). Weights after
+    the layers count as the family defines it: vocabulary projections of scored tokens.
+    """
+    parts = architecture_of(model)
+    width = model.num_heads * (parts.head_dim + parts.values_dim)
+    attention = 6 * model.num_layers * width * parts.attended(seq_length)
+    layers = model.num_layers * layer_weights(model)
+    return 6 * (layers + family_of(model.kind).head_products(model, tp)) + attention

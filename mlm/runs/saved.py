@@ -1,0 +1,53 @@
+"""The settings saved in a checkpoint, and whether its tensors are those of their model."""
+
+from math import prod
+from pathlib import Path
+
+from mlm.checkpoint.native.format import Manifest
+from mlm.config.build import from_dict
+from mlm.config.imports import OwnCodeError, is_path
+from mlm.models.config import KINDS, ModelConfig
+from mlm.models.documents import Boundaries
+from mlm.models.family import family_of
+from mlm.models.shape import architecture_of, count_parameters
+from mlm.runs.checks import saved_problems
+from mlm.runs.config import PretrainConfig
+from mlm.util.errors import CorruptFileError
+
+LISTED = 3  # problems of a saved configuration that a message lists
+
+
+def trained_config(manifest: Manifest, path: Path) -> PretrainConfig:
+    """The run spec saved in a checkpoint. Raises CorruptFileError if it is none of this version."""
+    try:
+        config = from_dict(PretrainConfig, dict(manifest.state["config"]))
+        if is_path(config.model.kind):
+            family_of(config.model.kind)
+        if problems := saved_problems(config):
+            raise ValueError("; ".join(problems[:LISTED]))
+        Boundaries.of(config.data)  # the model will be asked to keep documents apart by it
+        return config
+    except OwnCodeError:
+        raise  # the file is whole
+    except (KeyError, TypeError, ValueError) as error:
+        reason = "; ".join(str(error).split("\n")[:LISTED])
+        raise CorruptFileError(f"{path}: holds no configuration this version can read ({reason})") from error
+
+
+def check_stored_parameters(manifest: Manifest, model: ModelConfig, path: Path) -> None:
+    """Raise CorruptFileError unless the tensors stored are as many and as large as those of the model.
+
+    Asked before the model is built: then it takes the memory of tensors that are there, and no more.
+    """
+    stored = [entry for name, entry in manifest.tensors.items() if name.startswith("model.")]
+    held, last = sum(prod(entry.shape) for entry in stored), f"model.layers.{model.num_layers - 1}."
+    is_deep = len(stored) >= model.num_layers and any(name.startswith(last) for name in manifest.tensors)
+    # counting builds the layers that are not alike, however many a file claims
+    is_short = is_deep or (model.kind in KINDS and architecture_of(model).dense_layers < len(stored))
+    made_of = count_parameters(model, with_state=True) if is_short else 0
+    if not is_deep or held != made_of:
+        made = f"{made_of:,} parameters in " if is_short else ""
+        raise CorruptFileError(
+            f"{path}: its configuration makes {made}{model.num_layers:,} layers, "
+            f"other than the {held:,} stored: restore it from a copy, or load another"
+        )

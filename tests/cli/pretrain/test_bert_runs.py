@@ -1,0 +1,228 @@
+"""BERT from text to score, by the commands: corpus, pretraining, validation, `mlm eval loss`."""
+
+import json
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlm.checkpoint.native.save_load import resolve
+from mlm.cli import main
+from mlm.cli.compose.composition import load_config
+from mlm.cli.evaluate.loss import preflight
+from mlm.data.blend_history import seed_of
+from mlm.data.sampler import eval_batches
+from mlm.models.bert.samples import BERTBatch, BERTSamples
+from mlm.parallel.mesh import shape_context
+from mlm.runs.config import PretrainConfig
+from mlm.runs.corpora import (
+    corpora,
+    corpus_problems,
+    corpus_samples,
+    sources,
+    train_dataset,
+    validation_sets,
+)
+from mlm.training.state import load_weights
+from mlm.training.trainer import Trainer
+from mlm.util.errors import UserError
+from tests.training.records import records
+
+WORDS = """
+sun moon star sea river stone tree bird wolf king queen crown sword night day wind rain snow
+""".split()  # noqa: SIM905
+SEQ = 32
+
+
+def story(rng: random.Random) -> str:
+    sentences = (" ".join(rng.choices(WORDS, k=rng.randint(4, 9))) for _ in range(rng.randint(6, 14)))
+    return " ".join(sentence.capitalize() + "." for sentence in sentences)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of sentences as `mlm data build` writes it, with a validation part."""
+    root, rng = tmp_path_factory.mktemp("bert"), random.Random(0)
+    for part, count in (("train", 60), ("validation", 12)):
+        lines = (json.dumps({"text": story(rng)}) for _ in range(count))
+        (root / f"{part}.jsonl").write_text("\n".join(lines) + "\n")
+    wordpiece = str(root / "wordpiece.json")
+    assert (
+        main(
+            [
+                "data",
+                "tokenizer",
+                f"input={root}/train.jsonl",
+                "kind=wordpiece",
+                "vocab_size=120",
+                f"out={wordpiece}",
+            ]
+        )
+        == 0
+    )
+    build = [f"input={root}", f"tokenizer={wordpiece}", "sentences=true", "append_eod=false", "recipe=plain"]
+    assert main(["data", "build", *build, f"out={root}/corpus"]) == 0
+    return root / "corpus"
+
+
+def typed(corpus: Path, *more: str) -> list[str]:
+    return [
+        "model=bert_tiny",
+        "model.vocab_size=256",
+        "model.hidden_size=32",
+        f"data.seq_length={SEQ}",
+        "train.global_batch_size=4",
+        "train.micro_batch_size=2",
+        "train.validate_batches=2",
+        "schedule=constant",
+        "log.live=off",
+        *([] if any("data." in word for word in more) else [f"data.path={corpus}"]),
+        *more,
+    ]
+
+
+def spec(corpus: Path, *more: str) -> PretrainConfig:
+    config: PretrainConfig = load_config("pretrain", typed(corpus, *more))
+    return config
+
+
+@pytest.fixture(scope="module")
+def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps of a tiny BERT."""
+    out = tmp_path_factory.mktemp("run") / "bert"
+    assert (
+        main(
+            [
+                "pretrain",
+                *typed(corpus, "train.steps=6", "train.validate_every=3", "log.every=1", f"out={out}"),
+            ]
+        )
+        == 0
+    )
+    return out
+
+
+def test_both_losses_and_accuracies_are_logged_and_validated(run: Path) -> None:
+    steps, validations = records(run, "step"), records(run, "validation")
+    assert len(steps) == 6
+    assert len(validations) == 2
+    for record in steps:
+        assert record["loss"] == pytest.approx(record["mlm_loss"] + record["sop_loss"])
+        assert 0 <= record["mlm_accuracy"] <= 1
+        assert 0 <= record["sop_accuracy"] <= 1
+    for record in validations:
+        assert record["loss"] == pytest.approx(record["validation/mlm_loss"] + record["validation/sop_loss"])
+        assert record["perplexity"] == pytest.approx(np.exp(record["validation/mlm_loss"]))
+    assert steps[0]["mlm_loss"] == pytest.approx(np.log(256), rel=0.05)
+    assert steps[0]["sop_loss"] == pytest.approx(np.log(2), rel=0.05)
+
+
+def scored(run: Path, corpus: Path, out: Path, *more: str) -> dict[str, Any]:
+    assert main(["eval", "loss", f"ckpt={run}", f"path={corpus}/validation", f"out={out}", *more]) == 0
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def test_a_score_does_not_depend_on_the_batch(run: Path, corpus: Path, tmp_path: Path) -> None:
+    one, other = (scored(run, corpus, tmp_path / f"{b}.json", f"batch_size={b}") for b in (1, 5))
+    assert one["samples"] == other["samples"] > 12
+    assert one["tokens"] == other["tokens"]
+    for name in ("mlm_loss", "sop_loss", "mlm_accuracy", "sop_accuracy"):
+        assert one[name] == pytest.approx(other[name], abs=1e-5)
+
+
+def test_a_score_is_the_mean_over_all_samples(run: Path, corpus: Path, tmp_path: Path) -> None:
+    """Against the batches of the validation set summed here, one sample at a time."""
+    found = scored(run, corpus, tmp_path / "score.json")
+    config = spec(corpus, "precision=fp64")
+    trainer = Trainer(config, shape_context())
+    load_weights(tuple(trainer.shards), resolve(run), trainer.ctx)
+    (part,) = validation_sets(config)
+    batches = eval_batches(part.windows, micro_batch_size=1, rank=0, size=1)
+    sums, masked, samples = np.zeros(4), 0, 0
+    for batch in batches:
+        masked_here, one, *_ = trainer.objective.counts(batch)
+        assert one == 1
+        sums += trainer.objective.sums(trainer.model.chunks[0], batch, None).numpy()
+        masked, samples = masked + masked_here, samples + 1
+    assert (found["tokens"], found["samples"]) == (masked, samples)
+    expected = sums / [masked, samples, masked, samples]
+    names = ("mlm_loss", "sop_loss", "mlm_accuracy", "sop_accuracy")
+    assert [found[name] for name in names] == pytest.approx(expected.tolist(), abs=1e-5)
+    assert found["loss"] == pytest.approx(found["mlm_loss"] + found["sop_loss"])
+
+
+def test_what_fills_up_an_evaluation_is_not_scored(corpus: Path) -> None:
+    config = spec(corpus)
+    (part,) = validation_sets(config)
+    count, found = len(part.windows), 0
+    for rank in range(3):
+        for batch in eval_batches(part.windows, micro_batch_size=4, rank=rank, size=3):
+            assert isinstance(batch, BERTBatch)
+            found += int((batch.is_swapped != -100).sum())
+    assert found == count
+
+
+def test_a_blend_of_corpora_has_the_samples_of_each(corpus: Path, tmp_path: Path) -> None:
+    """Sample for sample, in the blend's order."""
+    twin = tmp_path / "twin"
+    twin.mkdir()
+    for file in corpus.iterdir():
+        if file.is_file():
+            (twin / file.name).write_bytes(file.read_bytes())
+    config = spec(corpus, f"data.blend=[0.25 {corpus},0.75 {twin}]")
+    blend = train_dataset(config, 40)
+    source, number = blend.locate(np.arange(40))  # type: ignore[attr-defined]
+    samples = blend.gather(np.arange(40))
+    assert isinstance(samples, BERTSamples)
+    assert set(source) == {0, 1}
+    own = [
+        corpus_samples(config, corpus.train, 40, seed_of(known, config.seed))
+        for corpus, known in zip(corpora(config.data), sources(config.data), strict=True)
+    ]
+    for k in range(40):
+        expected = own[source[k]].gather([number[k]])
+        assert isinstance(expected, BERTSamples)
+        np.testing.assert_array_equal(samples.tokens[k], expected.tokens[0])
+        np.testing.assert_array_equal(samples.labels[k], expected.labels[0])
+        assert samples.is_swapped[k] == expected.is_swapped[0]
+
+
+def test_documents_that_are_not_split_are_rejected(corpus: Path) -> None:
+    receipt = corpus / "corpus.json"
+    said = receipt.read_text()
+    try:
+        receipt.write_text(json.dumps(json.loads(said) | {"sentences": False}))
+        assert "sentences=true" in "\n".join(corpus_problems(spec(corpus)))
+    finally:
+        receipt.write_text(said)
+    assert corpus_problems(spec(corpus)) == []
+
+
+def test_a_tokenizer_without_a_mask_is_rejected(corpus: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a story of the sea " * 50)
+    assert main(["data", "tokenizer", f"input={text}", "vocab_size=300", f"out={tmp_path}/bpe.json"]) == 0
+    config = spec(corpus)
+    config = replace(config, data=replace(config.data, tokenizer=str(tmp_path / "bpe.json")))
+    assert "[MASK]" in "\n".join(corpus_problems(config))
+
+
+def test_a_run_without_a_tokenizer_is_rejected(corpus: Path) -> None:
+    config = spec(corpus, f"data.train={corpus}/train")
+    assert "data.tokenizer" in "\n".join(corpus_problems(config))
+    with pytest.raises(UserError, match=r"data\.tokenizer"):
+        train_dataset(config, 4)
+
+
+def test_a_score_needs_the_tokenizer_before_ranks_start(run: Path, corpus: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "run"
+    shutil.copytree(run, bare)
+    (bare / "tokenizer.json").unlink()
+    config = load_config("eval_loss", [f"ckpt={bare}", f"path={corpus}/validation"])
+    (problem,) = preflight(config)
+    assert "tokenizer=" in problem

@@ -1,0 +1,109 @@
+"""A run that begins with the weights of a model folder of `transformers`."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from mlm.cli import main
+from mlm.cli.pretrain.run import model_of_ckpt, run
+from mlm.convert.source import open_source
+from mlm.data.config import DataConfig
+from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.runs.config import PretrainConfig, TrainConfig
+from mlm.runs.corpora import train_dataset
+from mlm.tracking.config import LogConfig
+from mlm.training.preflight import preflight
+from tests.data.corpora import write_corpus
+from tests.finetune.chats import write_llama
+from tests.finetune.runs import losses
+from tests.ranks import run_on_ranks
+
+STEPS, BATCH = 3, 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("continued")
+    write_llama(made / "llama")
+    draw = torch.Generator().manual_seed(0)
+    documents = [torch.randint(0, 330, (40,), generator=draw).tolist() for _ in range(20)]
+    (made / "corpus").mkdir()
+    write_corpus(made / "corpus" / "train", documents)
+    return made
+
+
+def settings(folder: Path, out: str, **changes: object) -> PretrainConfig:
+    model = open_source(str(folder / "llama")).config.model
+    config = PretrainConfig(
+        name="more",
+        out=str(folder / out),
+        ckpt=str(folder / "llama"),
+        model=model,
+        data=DataConfig(path=str(folder / "corpus"), seq_length=16),
+        optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.0),
+        schedule=ScheduleConfig(decay="constant", warmup_steps=0),
+        precision=PrecisionConfig(dtype="fp32"),
+        train=TrainConfig(steps=STEPS, global_batch_size=BATCH, micro_batch_size=2, validate_every=0),
+        log=LogConfig(every=1, live="off"),
+    )
+    return replace(config, **changes)  # type: ignore[arg-type]
+
+
+def trained(ctx: ParallelContext, config: PretrainConfig) -> None:
+    run(config, ctx)
+
+
+def test_continued_pretraining_at_tp_2_equals_a_plain_loop_of_transformers(folder: Path) -> None:
+    config = settings(folder, "out", parallel=ParallelConfig(tp=2))
+    assert preflight(config) == []
+    run_on_ranks(trained, config, tp=2)
+    samples = torch.from_numpy(train_dataset(config, STEPS * BATCH).gather(range(STEPS * BATCH)))
+    model, given = transformers.LlamaForCausalLM.from_pretrained(folder / "llama"), config.optimizer
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=given.lr, betas=given.betas, eps=given.eps, weight_decay=0.0
+    )
+    found = []
+    for rows in samples.split(BATCH):
+        logits = model(rows[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), given.clip_grad_norm)
+        optimizer.step()
+        found.append(loss.item())
+    assert losses(Path(config.out)) == pytest.approx(found, rel=0, abs=1e-5)
+
+
+def test_run_that_names_no_model_takes_the_folder_s(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"ckpt={folder / 'llama'}", f"data.path={folder / 'corpus'}", "data.seq_length=16"]
+    words += ["train.steps=1", "train.global_batch_size=2", "train.micro_batch_size=2", "dist.device=cpu"]
+    words += ["schedule.warmup_steps=0", "log.live=off", "train.validate_every=0"]
+    assert main(["pretrain", *words, f"out={tmp_path / 'out'}"]) == 0
+    said = capsys.readouterr()
+    assert "llama, 2 layers, hidden size 32, 4 heads" in said.err
+    assert f"weights from {folder / 'llama'} (step 0)" not in said.err
+    assert main(["pretrain", f"resume={tmp_path / 'out'}", "train.steps=2"]) == 0
+    assert "resuming from" in capsys.readouterr().out
+
+
+def test_model_of_another_shape_is_an_error(folder: Path) -> None:
+    config = settings(folder, "other")
+    (problem,) = preflight(replace(config, model=replace(config.model, num_layers=3)))
+    assert "model.num_layers=3" in str(problem)
+    assert f"the weights in {folder / 'llama'} are of a model with 2" in str(problem)
+
+
+def test_folder_without_weights_is_an_error(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((folder / "llama" / "config.json").read_bytes())
+    (problem,) = preflight(settings(folder, "none", ckpt=str(tmp_path)))
+    assert str(tmp_path) in str(problem)
+    assert model_of_ckpt(str(tmp_path)) is None
+    assert model_of_ckpt(str(folder / "llama")) == asdict(settings(folder, "any").model)

@@ -1,0 +1,195 @@
+"""Rules of layouts: each problem names key, value and the nearest layout that works."""
+
+import pytest
+
+from mlm.cli.compose.composition import load_config
+from mlm.launch.rules import layout as layout_checks
+from mlm.runs.checks import check_pretrain
+from tests.slow import thinned
+
+SOUND = ["model=gpt2_tiny", "model.num_layers=12", "data=synthetic"]  # 4 heads, 128 positions
+
+
+def problems_of(
+    *overrides: str, world_size: int | None = None, local_devices: int | None = None
+) -> list[str]:
+    config = load_config("pretrain", [*SOUND, *overrides])
+    return check_pretrain(config, world_size=world_size, local_devices=local_devices)
+
+
+def overlap_problem(setting: str, tokens: int, fix: str) -> str:
+    return f"{setting} does not divide a rank's {tokens} tokens of a sequence; use {fix}"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    thinned(
+        [
+            ["pp=5"],  # stages need not be equal
+            ["pp=12"],
+            ["pp=3", "vp=2", "train.global_batch_size=48"],
+            ["pp=2", "vp=6"],
+            ["pp=4", "pipeline=zb_h1", "train.global_batch_size=8"],  # fewer micro-batches than stages
+            ["pp=1", "pipeline=zb_h1"],
+            ["pp=4", "pipeline=gpipe"],
+            ["pp=2", "vp=2", "pipeline=gpipe"],
+            ["pp=2", "zero=2"],
+            ["zero=3", "dp=1"],
+            ["zero=3", "dp=2"],
+            ["tp=4", "sequence_parallel=true"],
+            ["tp=1", "sequence_parallel=true", "data.seq_length=127"],
+            ["tp=4", "sequence_parallel=false", "data.seq_length=127"],
+            ["cp=64"],
+            ["tp=4", "sequence_parallel=true", "tp_overlap=32"],
+            ["tp=1", "tp_overlap=3"],
+            ["cp=2", "tp=4", "pp=2", "dp=1", "zero=2", "sequence_parallel=true"],
+            [
+                "tp=2",
+                "pp=3",
+                "vp=2",
+                "dp=2",
+                "zero=2",
+                "sequence_parallel=true",
+                "train.global_batch_size=48",
+            ],
+        ],
+        4,
+    ),
+)
+def test_layout_that_runs_has_no_problem(overrides: list[str]) -> None:
+    assert problems_of(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    "overrides, problem",
+    thinned(
+        [
+            (
+                ["cp=3"],
+                "cp=3 splits sequences into 6 pieces, but 6 does not divide data.seq_length=128; use "
+                "data.seq_length=126 or cp=1",
+            ),
+            (
+                ["cp=2", "tp=4", "sequence_parallel=true", "data.seq_length=12"],
+                "sequence_parallel=true splits sequences, but cp=2 * tp=4 does not divide "
+                "data.seq_length=12; use data.seq_length=8 or data.seq_length=16",
+            ),
+            (["pp=13"], "pp=13 stages are more than model.num_layers=12; use pp=12"),
+            (
+                ["pp=4", "vp=4", "train.global_batch_size=96"],
+                "pp=4 * vp=4 = 16 stages are more than model.num_layers=12; use vp=3 or pp=3",
+            ),
+            (
+                ["pp=4", "vp=2"],
+                "pp=4 * vp=2 = 8 stages do not divide model.num_layers=12, as vp > 1 needs; use vp=1 or vp=3",
+            ),
+            (["vp=2"], "vp=2 interleaves the stages of a pipeline, but pp=1 makes none; use vp=1 or pp=2"),
+            (
+                ["pp=2", "vp=2", "pipeline=zb_h1"],
+                "pipeline=zb_h1 has one stage per rank, but vp=2; use pipeline=1f1b or vp=1",
+            ),
+            (
+                ["pp=2", "zero=3"],
+                "zero=3 would gather the weights again for each micro-batch of a pipeline (pp=2); use zero=2",
+            ),
+            (
+                ["tp=4", "sequence_parallel=true", "data.seq_length=126"],
+                "sequence_parallel=true splits sequences, but tp=4 does not divide data.seq_length=126; "
+                "use data.seq_length=124 or data.seq_length=128",
+            ),
+            (
+                ["tp=4", "sequence_parallel=true", "data.seq_length=3"],
+                "sequence_parallel=true splits sequences, but tp=4 does not divide data.seq_length=3; "
+                "use data.seq_length=4 or sequence_parallel=false",
+            ),
+            (["tp=2", "tp_overlap=3"], overlap_problem("tp_overlap=3", 128, "tp_overlap=2 or tp_overlap=4")),
+            (
+                ["cp=2", "tp=4", "sequence_parallel=true", "tp_overlap=100"],
+                overlap_problem("tp_overlap=100", 16, "tp_overlap=16"),
+            ),
+            (
+                ["pp=3", "vp=2", "dp=2", "train.global_batch_size=64"],
+                "train.global_batch_size=64 is not a multiple of dp=2 * train.micro_batch_size=8 * pp=3 = "
+                "48; use train.global_batch_size=48 or train.global_batch_size=96",
+            ),
+        ],
+        2,
+    ),
+)
+def test_problem_names_value_and_remedy(overrides: list[str], problem: str) -> None:
+    assert problems_of(*overrides) == [problem]
+
+
+@pytest.mark.parametrize(
+    "overrides, world_size, problem",
+    [
+        (
+            ["tp=4"],
+            6,
+            "tp=4 * pp=1 = 4 does not divide the 6 ranks started; "
+            "use tp=2 train.global_batch_size=504, or start a multiple of 4 ranks",
+        ),
+        (
+            ["tp=2", "pp=3"],
+            8,
+            "tp=2 * pp=3 = 6 does not divide the 8 ranks started; "
+            "use pp=2 or pp=4, or start a multiple of 6 ranks",
+        ),
+        (
+            ["cp=2", "dp=2"],
+            8,
+            "tp=1 * cp=2 * pp=1 * dp=2 = 4 ranks, not the 8 ranks started; use dp=4 or dp=null, or start "
+            "4 ranks",
+        ),
+        (
+            ["tp=2", "dp=2"],
+            8,
+            "tp=2 * pp=1 * dp=2 = 4 ranks, not the 8 ranks started; use dp=4 or dp=null, or start 4 ranks",
+        ),
+    ],
+)
+def test_world_of_a_launcher_must_be_filled(overrides: list[str], world_size: int, problem: str) -> None:
+    assert problems_of(*overrides, world_size=world_size) == [problem]
+
+
+def test_alternatives_of_one_problem_break_no_other_rule() -> None:
+    heads = ["model.num_heads=24", "model.hidden_size=48", "tp=5"]
+    batches = ["train.micro_batch_size=1", "train.global_batch_size=40"]
+    (problem,) = problems_of(*heads, *batches, world_size=40)
+    assert "; use tp=4 or tp=8 (" in problem  # tp=6 divides the heads, but not the ranks
+
+
+@pytest.mark.parametrize(
+    "local_devices, remedy",
+    [
+        (8, "this host has 8 GPUs; {}, or here use dp=4"),
+        (
+            None,
+            "a CPU host runs at most 64; {}, or here use dp=32 or tp=1",
+        ),
+    ],
+)
+def test_first_remedy_of_too_many_ranks_is_to_launch_them(local_devices: int | None, remedy: str) -> None:
+    batch = ["train.global_batch_size=768", "train.micro_batch_size=1"]
+    remedy = remedy.format("start 128 ranks with torchrun or SLURM (scripts/slurm/pretrain.sbatch)")
+    assert problems_of("tp=2", "dp=64", *batch, local_devices=local_devices) == [
+        f"tp=2 * pp=1 * dp=64 = 128 ranks, but {remedy}"
+    ]
+
+
+def test_too_few_ranks_here_do_not_shrink_the_other_remedies() -> None:
+    problems = problems_of("tp=4", "pp=12", "zero=3", "dp=8", local_devices=8)
+    assert [problem.split("; ")[1].split(", or here ")[-1] for problem in problems] == [
+        "use zero=2",
+        "use pp=2 dp=1 zero=2",
+    ]
+
+
+def test_a_host_without_the_memory_for_the_weights_is_no_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_checks, "host_memory", lambda: 24 << 30)
+    large = ["model.num_layers=72", "model.hidden_size=3072", "model.num_heads=24", "tp=8", "dp=64"]
+    batch = ["train.global_batch_size=512", "train.micro_batch_size=1"]
+    (problem,) = problems_of(*large, *batch)
+    assert problem.endswith("(scripts/slurm/pretrain.sbatch)")
+    (problem,) = problems_of(*large, "model.num_layers=2", *batch)
+    assert problem.endswith(", or here use dp=8 or tp=1")
