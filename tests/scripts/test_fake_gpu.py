@@ -13,7 +13,7 @@ import fake_gpu
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu.fake import arithmetic, attention, rehearsal
+from gpu.fake import arithmetic, rehearsal
 from gpu.fake.build import UnavailableError, installed
 from gpu.runner import Ended
 from torch import Tensor
@@ -21,8 +21,6 @@ from torch import Tensor
 from tests.slow import slow_but
 
 SCRIPT = Path(fake_gpu.__file__)
-CLOSE: Any = {"rtol": 1e-5, "atol": 1e-6}
-"""Sums of a softmax are float32, as those of the kernels."""
 
 
 def can_fake() -> bool:
@@ -38,129 +36,6 @@ needs_cuda_build = pytest.mark.skipif(
 )
 
 
-def heads(groups: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    torch.manual_seed(1)
-    shapes = (2, 4, 5, 8), (2, groups, 5, 8), (2, groups, 5, 8)
-    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
-
-
-@pytest.mark.parametrize("groups", [4, 2])
-@pytest.mark.parametrize("causal, biased", [(True, False), (False, False), (False, True)])
-def test_attention_and_its_gradients_are_pytorch_s(groups: int, causal: bool, biased: bool) -> None:
-    q, k, v = heads(groups)
-    bias = torch.randn(2, 1, 5, 5, dtype=q.dtype, requires_grad=True) if biased else None
-    expected = F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, enable_gqa=groups < 4)
-    dy = torch.randn_like(expected)
-    inputs = [q, k, v] if bias is None else [q, k, v, bias]
-    wanted = torch.autograd.grad(expected, inputs, dy)
-    with torch.no_grad():
-        out, sums, *_ = attention.efficient(q, k, v, bias, True, 0.0, causal)
-        found = attention.efficient_backward(
-            dy, q, k, v, bias, out, sums, *attention.NONE.state, 0.0, [True, True, True, biased], causal
-        )
-    torch.testing.assert_close(out, expected)
-    assert out.stride() == out.transpose(1, 2).contiguous().transpose(1, 2).stride()
-    for mine, theirs in zip(found, wanted, strict=False):
-        torch.testing.assert_close(mine, theirs, **CLOSE)
-
-
-def test_kernels_of_one_kind_of_attention_agree() -> None:
-    q, k, v = heads(4)
-    dy = torch.randn(2, 4, 5, 8, dtype=q.dtype)
-    with torch.no_grad():
-        out, sums = attention.forward(q, k, v, None, True, None)
-        wanted = attention.backward(dy, q, k, v, out, sums, None, True, None)[:3]
-        rest = (None, None, 5, 5, 0.0, True)
-        state = torch.tensor(0)
-        found = (
-            attention.flash_backward(dy, q, k, v, out, sums, *rest, state, state),
-            attention.cudnn_backward(dy, q, k, v, out, sums, state, state, None, *rest),
-        )
-        outs = attention.flash(q, k, v, 0.0, True)[0], attention.cudnn(q, k, v, None, True, 0.0, True)[0]
-    assert torch.equal(*outs)
-    for heads_found in found:
-        assert all(map(torch.equal, heads_found, wanted))
-
-
-def test_packed_attention_is_that_of_each_sequence() -> None:
-    q, k, v = (x.detach()[0].transpose(0, 1).contiguous() for x in heads(4))
-    ends = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
-    dy = torch.randn_like(q)
-    out, sums, *_ = attention.varlen(q, k, v, ends, ends, 3, 3, 0.0, True, False)
-    found = attention.varlen_backward(dy, q, k, v, out, sums, ends, ends, 3, 3, 0.0, True, out, out)
-    for first, end in ((0, 2), (2, 5)):
-        parts = [x[first:end].transpose(0, 1)[None].requires_grad_() for x in (q, k, v)]
-        expected = F.scaled_dot_product_attention(*parts, is_causal=True)
-        wanted = torch.autograd.grad(expected, parts, dy[first:end].transpose(0, 1)[None])
-        torch.testing.assert_close(out[first:end], expected[0].transpose(0, 1))
-        for mine, theirs in zip(found, wanted, strict=True):
-            torch.testing.assert_close(mine[first:end], theirs[0].transpose(0, 1), **CLOSE)
-
-
-def test_blocks_of_keys_have_the_gradients_of_all_of_them() -> None:
-    """Backward passes get the output and the sums of more keys than theirs: context parallelism."""
-    q, k, v = heads(4)
-    expected = F.scaled_dot_product_attention(q, k, v)
-    dy = torch.randn_like(expected)
-    wanted = torch.autograd.grad(expected, [q, k, v], dy)
-    with torch.no_grad():
-        out, sums = attention.forward(q, k, v, None, False, None)
-        blocks = [
-            attention.backward(dy, q, k[:, :, part], v[:, :, part], out, sums, None, False, None)[:3]
-            for part in (slice(0, 2), slice(2, 5))
-        ]
-    torch.testing.assert_close(blocks[0][0] + blocks[1][0], wanted[0], **CLOSE)
-    for n in (1, 2):
-        joined = torch.cat([block[n] for block in blocks], 2)
-        torch.testing.assert_close(joined, wanted[n], **CLOSE)
-
-
-class Generator:
-    """A GPU's, as far as attention asks."""
-
-    offset = 0
-
-    def initial_seed(self) -> int:
-        return 7
-
-    def get_offset(self) -> int:
-        return self.offset
-
-    def set_offset(self, offset: int) -> None:
-        self.offset = offset
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_masks_of_dropout_follow_the_generator_and_return_in_backward(
-    packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "default_generators", (Generator(),))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    q, k, v = heads(4)
-    if packed:
-        ends = torch.tensor([0, 5], dtype=torch.int32)
-        rows = [x.detach()[0].transpose(0, 1) for x in (q, k, v)]
-        calls = [attention.varlen(*rows, ends, ends, 5, 5, 0.5, True, False) for _ in range(2)]
-        dy = torch.ones_like(rows[0])
-        found = attention.varlen_backward(
-            dy, *rows, *calls[1][:2], ends, ends, 5, 5, 0.5, True, *calls[1][2:4]
-        )
-        found = tuple(x.transpose(0, 1)[None] for x in found)
-        q, k, v = (x.detach()[:1].requires_grad_() for x in (q, k, v))
-    else:
-        with torch.no_grad():
-            calls = [attention.flash(q, k, v, 0.5, True) for _ in range(2)]
-            dy = torch.ones_like(calls[1][0])
-            state = calls[1][6:8]
-            found = attention.flash_backward(dy, q, k, v, *calls[1][:2], None, None, 5, 5, 0.5, True, *state)
-    assert not torch.equal(calls[0][0], calls[1][0])
-    weights = ((q @ k.mT / 8**0.5).masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf)).softmax(-1)
-    factors = attention.Dropout(0.5, 7, attention.TAKEN).factors(weights)
-    wanted = torch.autograd.grad((weights * factors @ v).sum(), [q, k, v])
-    for mine, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, theirs, **CLOSE)
-
-
 def test_operators_that_only_cuda_has() -> None:
     x, y = torch.randn(3, 4).bfloat16(), torch.randn(4, 5).bfloat16()
     total = torch.randn(3, 5)
@@ -169,10 +44,6 @@ def test_operators_that_only_cuda_has() -> None:
     out = torch.empty(3, 5)
     assert arithmetic.OPERATORS["addmm.dtype_out"](total, x, y, torch.float32, out=out) is out
     torch.testing.assert_close(out, total + wide)
-    scales = torch.tensor(2.0), torch.tensor(0.25)
-    narrow = x.to(torch.float8_e4m3fn), y.to(torch.float8_e4m3fn)
-    found = arithmetic.scaled_mm(*narrow, *scales, out_dtype=torch.float32)
-    torch.testing.assert_close(found, 0.5 * (narrow[0].float() @ narrow[1].float()))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])

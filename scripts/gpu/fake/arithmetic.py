@@ -1,8 +1,9 @@
 """Compute the operators of CUDA tensors on the host memory that stands in for the device's.
 
 Every operator that PyTorch registers for CUDA is replaced by its CPU kernel on tensors over the same memory;
-what only CUDA has is in `OPERATORS` and attention.py. What happens before and after stays PyTorch's CUDA
-code: dispatch, autograd's threads, streams, the allocator, process groups.
+what only CUDA has is in `OPERATORS`, and attention is PyTorch's composite one: fused kernels of attention and
+of 8 bits are not there. What happens around them stays PyTorch's CUDA code: dispatch, autograd's threads,
+streams, the allocator, process groups.
 """
 
 import ctypes
@@ -14,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
-
-from gpu.fake import attention
 
 MIXED = {"copy_", "_copy_from", "index", "index_put_", "_index_put_impl_"}
 """Operators that take tensors of the host beside the device's."""
@@ -50,21 +49,6 @@ def into(out: Tensor, found: Tensor) -> Tensor:
     return out.copy_(found)
 
 
-def scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None = None,
-    scale_result: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    use_fast_accum: bool = False,
-) -> Tensor:
-    """aten::_scaled_mm."""
-    y = (a.float() * scale_a) @ (b.float() * scale_b)
-    return (y if bias is None else y + bias.float()).to(out_dtype or a.dtype)
-
-
 def rms_norm_backward(
     dy: Tensor, x: Tensor, shape: list[int], scale: Tensor, weight: Tensor | None, wanted: list[bool]
 ) -> tuple[Tensor, Tensor | None]:
@@ -83,12 +67,10 @@ def norms(tensors: list[Tensor], order: float = 2, dtype: torch.dtype | None = N
 
 
 OPERATORS: dict[str, Callable[..., Any]] = {
-    **attention.OPERATORS,
     "mm.dtype": mm_wide,
     "mm.dtype_out": lambda x, y, dtype, *, out: into(out, mm_wide(x, y, dtype)),
     "addmm.dtype": addmm_wide,
     "addmm.dtype_out": lambda *args, out, **rest: into(out, addmm_wide(*args, **rest)),
-    "_scaled_mm.default": scaled_mm,
     "_fused_rms_norm_backward.default": rms_norm_backward,
     "_foreach_norm.Scalar": norms,
     "_local_scalar_dense.default": lambda x: x.item(),
@@ -191,6 +173,8 @@ def computing(key: str = "CUDA") -> Iterator[tuple[str, Any]]:
 def install() -> int:
     """Replace the operators of CUDA for this process; return their number."""
     count = 0
+    for fused in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{fused}_sdp")(False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns of each replacement
         for name, operator in computing():
