@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.cli.commands import COMMANDS, resolve
+from mlm.cli.commands import COMMANDS
 from mlm.cli.outcome import report
 from mlm.config.build import build, to_dict
 from mlm.data.config import DataConfig
@@ -18,6 +18,7 @@ from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.runs.config import PretrainConfig
 from mlm.util.ownership import claim_folder
+from mlm.util.system import resolve
 from tests.checkpoint.native.helpers import save
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_heads=2, vocab_size=32, max_positions=16)

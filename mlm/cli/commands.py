@@ -1,4 +1,4 @@
-"""All commands, in the order of `mlm --help`, collected from the features."""
+"""All commands, in the order of `mlm --help`."""
 
 from mlm.cli.ckpt.diff import DIFF
 from mlm.cli.ckpt.inspect import INSPECT
@@ -20,20 +20,17 @@ from mlm.cli.import_hf import IMPORT_HF
 from mlm.cli.import_megatron import IMPORT_MEGATRON
 from mlm.cli.plan import COMMANDS as PLAN
 from mlm.cli.pretrain import COMMANDS as PRETRAIN
-from mlm.cli.replay import COMMANDS as INCIDENTS
-from mlm.cli.report import COMMANDS as PAGE
+from mlm.cli.replay import COMMANDS as REPLAY
+from mlm.cli.report import COMMANDS as REPORT
 from mlm.cli.reshard import RESHARD
 from mlm.cli.verify import COMMANDS as VERIFY
-from mlm.util.system import resolve
-
-__all__ = ["COMMANDS", "SPECS", "Command", "resolve"]
 
 COMMANDS: tuple[Command, ...] = (
     *PRETRAIN,
     *VERIFY,
     *DOCTOR,
-    *INCIDENTS,
-    *PAGE,
+    *REPLAY,
+    *REPORT,
     *PLAN,
     *EVALUATE,
     *GENERATE,

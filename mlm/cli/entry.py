@@ -7,14 +7,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from mlm.cli.commands import COMMANDS, resolve
+from mlm.cli.commands import COMMANDS
 from mlm.cli.compose.arguments import HELP, VERSION, find_command, second_words
 from mlm.cli.compose.help import main_help
 from mlm.cli.outcome import FAILED, INTERRUPTED, MISTAKE, OK, report, say, version_line
 from mlm.launch.stop import note_stop_requests, unblock_stop_signals
 from mlm.launch.typed import record_command_line
 from mlm.util.errors import UserError
-from mlm.util.system import writable_streams
+from mlm.util.system import resolve, writable_streams
 
 TRAINING = ("pretrain", "finetune")
 """Commands that save when they are asked to stop."""

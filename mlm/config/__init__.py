@@ -1,1 +1,1 @@
-"""What every settings class needs: fields, values as keys, errors, import paths."""
+"""Settings toolbox: fields, values as keys, errors, import paths."""

@@ -1,10 +1,11 @@
-"""What a name holds: a run or checkpoint, adapters on a base, a model of `transformers` or of the Hub.
+"""The model that a name holds: of a run or checkpoint, adapters on a base, `transformers` or the Hub.
 
 `open_source` finds it once and reads its settings; the `Source` is handed on, and reads tensors and tokenizer
 when it is asked for them.
 """
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -103,7 +104,7 @@ def model_folder(name: str) -> Path | None:
     return None if repository is None else fetch(repository, None, "ckpt")
 
 
-class Source:
+class Source(ABC):
     """A model that was found: settings now, tensors and tokenizer when they are asked for.
 
     Attributes:
@@ -135,7 +136,7 @@ class Source:
 
     @cached_property
     def origin(self) -> dict[str, JSON]:
-        """What a checkpoint made of it records: ids and labels to keep; iteration and layout."""
+        """Facts that a converted checkpoint records: ids and labels to keep, iteration, layout."""
         return {}
 
     @cached_property
@@ -148,25 +149,26 @@ class Source:
         """Every parameter of the model, by our name."""
         return parameters(self.model)
 
+    @abstractmethod
     def read(self, name: str, region: Region) -> Tensor:
         """Return elements of a parameter, float32 on the CPU, with what adapters add to them."""
-        raise NotImplementedError
 
     def whole(self, name: str) -> Tensor:
         """Return a parameter."""
         return self.read(name, Region.whole(self.parameters[name].shape))
 
+    @abstractmethod
     def digests(self) -> dict[str, str]:
         """Compare every file with the checksums that it has; return the digest of each."""
-        raise NotImplementedError
 
     @property
     def digest(self) -> str:
-        """Digest of the weights, for which a model folder's files are read. Raises UserError, OSError."""
-        raise NotImplementedError
+        """Digest of the weights, for which foreign files are read. Raises UserError, OSError."""
+        return digest_of_files(self.digests())
 
     def check(self) -> None:
         """Read all that a conversion reads but tensors. Raises UserError, CorruptFileError."""
+        _ = self.tokenizer
 
     @property
     def conversion_notes(self) -> list[str]:
@@ -200,7 +202,7 @@ class Source:
 
         Raises NoTokenizerError, and CorruptFileError for another than it was trained with.
         """
-        raise NotImplementedError
+        raise NoTokenizerError(f"{key}=null: {self.path} holds no tokenizer: give {key}=…/tokenizer.json")
 
     @property
     def tokenizer_digest(self) -> TokenizerDigest | None:
@@ -393,7 +395,7 @@ class Checkpoint(Source):
         return tokenizer
 
     def check(self) -> None:
-        _ = self.tokenizer
+        super().check()
         if self.base is not None:
             self.base.check()
 
@@ -417,7 +419,7 @@ class Checkpoint(Source):
 
     @cached_property
     def _changes(self) -> dict[str, Callable[[], WeightChange]]:
-        """What computes the change of a weight, by name; the base's files are digested once."""
+        """Functions that compute the change of a weight, by name. Digests the files of the base once."""
         assert self.base is not None
         self._check_base(self.base.digest)
         model, lora, names = self.model, self.config.lora, layer_names(self.model)

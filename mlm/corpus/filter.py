@@ -168,7 +168,7 @@ LETTER = re.compile(r"[^\W\d_]")
 
 
 class Measures:
-    """What the rules measure of a text, counted when first asked for."""
+    """Measures of a text for the rules, computed on first use."""
 
     def __init__(self, text: str) -> None:
         self.text = text

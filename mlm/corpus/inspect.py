@@ -1,4 +1,4 @@
-"""What a corpus holds: counts, lengths, beginnings of documents."""
+"""Contents of a corpus: counts, lengths, beginnings of documents."""
 
 from pathlib import Path
 from typing import Any

@@ -301,8 +301,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if is_trained and d_weight is None:  # nothing to score
             d_weight, is_transposed = torch.zeros_like(weight, dtype=loss_dtype(weight.dtype)), False
         d_weight = d_weight.t().contiguous() if d_weight is not None and is_transposed else d_weight
-        if d_bias is not None:
-            d_bias = d_bias.to(weight.dtype)
+        d_bias = None if d_bias is None else d_bias.to(weight.dtype)
         grad_factor: Tensor | None = row_factor if half else None  # d_weight has yet to be multiplied by it
         if fuses_grad and d_weight is not None:
             add_to_grad(table.weight, d_weight, grad_factor)

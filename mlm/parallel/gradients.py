@@ -264,12 +264,7 @@ def build_reducer(
 
     if zero == 0 or dp.group is None:
         return _grouped([whole(some, axis) for axis, some in parameters_by_axis(model, dp).items()])
-    # routers, `replicated` parameters and those of one rank alone stay whole
-    kept = {*replicated, *(p for m in model.modules() if isinstance(m, Router) for p in m.parameters())}
-    unsharded = [
-        (axis, [p for p in some if p in kept or axis.group is None])
-        for axis, some in parameters_by_axis(model, dp).items()
-    ]
+    unsharded = _unsharded(model, dp, replicated)
     from mlm.parallel.sharded import ShardedReducer  # loads FSDP: 0.5 s in every rank's start
 
     sharded = ShardedReducer(
@@ -284,6 +279,17 @@ def build_reducer(
         whole={p for _, some in unsharded for p in some},
     )
     return _grouped([sharded, *(whole(some, axis) for axis, some in unsharded if some)])
+
+
+def _unsharded(
+    model: nn.Module, dp: Axis, replicated: Sequence[nn.Parameter]
+) -> list[tuple[Axis, list[nn.Parameter]]]:
+    """Parameters that zero=2|3 leaves whole: routers, `replicated` ones, and parameters of one rank alone."""
+    kept = {*replicated, *(p for m in model.modules() if isinstance(m, Router) for p in m.parameters())}
+    return [
+        (axis, [p for p in some if p in kept or axis.group is None])
+        for axis, some in parameters_by_axis(model, dp).items()
+    ]
 
 
 def _grouped(reducers: Sequence[Reducer]) -> Reducer:

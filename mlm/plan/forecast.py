@@ -1,4 +1,4 @@
-"""What `mlm pretrain` prints before a run builds its model, and what its summary compares with.
+"""Forecast that `mlm pretrain` prints before it builds the model, and that its summary compares with.
 
 A small run on CPUs has a bound of its memory. The forecast of any other counts what its layers do, which
 loads the plan and a compiler: two seconds of processor time, so that it is imported only then.

@@ -1,6 +1,6 @@
-"""What training on the meta device lacks in PyTorch and no argument gives: attributes replaced for a while.
+"""Attributes of PyTorch replaced during a dry run on the meta device, for which PyTorch has no argument.
 
-Nothing else in mlm replaces an attribute of PyTorch or of its own.
+Nothing else in mlm replaces an attribute of PyTorch.
 
 - FSDP2 asks `torch.meta` for streams and events, as of each device, and there is none. PyTorch registers a
   device's module for good; this one is for a dry run alone.

@@ -49,7 +49,7 @@ class Forecast:
 
     @property
     def predicted(self) -> Predicted:
-        """What the summary of the run compares with the numbers of rank 0."""
+        """Numbers that the summary of the run shows beside the measured ones of rank 0."""
         hardware = self.query.hardware
         if self.step is None:
             return Predicted(None, self.first, None, "")

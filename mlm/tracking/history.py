@@ -76,7 +76,8 @@ class History(Sink):
         self.append("save_failed", {"step": step, "error": error})
 
     def measured(self, step: int, values: Parts) -> None:
-        self.append("measured", {"step": step, **values})
+        own = {"step": step}
+        self.append("measured", {**own, **values, **own})
 
     def event(self, kind: str, fields: Mapping[str, object]) -> None:
         self.append(kind, fields)
@@ -97,7 +98,8 @@ class History(Sink):
 
     def append(self, kind: str, fields: Mapping[str, object]) -> None:
         """Write one record, and any that wait."""
-        record = {"kind": kind, "time": round(time.time(), 3), **fields}
+        head = {"kind": kind, "time": round(time.time(), 3)}
+        record = {**head, **fields, **head}  # an observer's number may have such a name
         self.flush(json.dumps(replace_nonfinite(record), allow_nan=False).encode() + b"\n")
 
     def flush(self, line: bytes = b"") -> None:

@@ -152,7 +152,7 @@ class Throughput:
     """Stopwatch of training steps. Validation and saving are left out: pause() before, start() after.
 
     `tokens_per_step` counts the global batch if all steps are alike; otherwise pass `count` the tokens.
-    `flops_per_token` is ModelConfig.flops_per_token, `devices` the world size, `peak` the FLOP/s of one
+    `flops_per_token` is that of `mlm.models.shape`, `devices` the world size, `peak` the FLOP/s of one
     device or None. Call lap() and pause() when the device is synchronised, or steps in flight are left out.
     """
 

@@ -103,15 +103,20 @@ class Reporter(Sink):
         """Show that a stop was requested; False if no display can. Safe inside a signal handler."""
         return sum(sink.announce(text) for sink in self.sinks) > 0
 
+    def measured(self, step: int, values: Mapping[str, float | torch.Tensor]) -> None:
+        """Report numbers by name; waits for the device where they are tensors of one element."""
+        if self.sinks:
+            numbers = {name: float(value) for name, value in values.items()}
+            self._call_each("measured", step, numbers)
+
     def advance(self, step: int) -> None:
         """Move the progress bar to `step` issued steps; reads nothing from the device."""
         self.done = step
         self._call_each("advance", step)
 
 
-PASSED_ON = tuple(
-    name for name in vars(Sink) if name[0] != "_" and name not in ("start", "announce", "advance", "close")
-)
+OWN = ("start", "announce", "measured", "advance", "close")
+PASSED_ON = tuple(name for name in vars(Sink) if name[0] != "_" and name not in OWN)
 """Reports that each sink takes as they are."""
 
 

@@ -64,7 +64,7 @@ class Shape:
         return [Batch(tokens, labels, 0) for tokens, labels in make_batches(self, seed)]
 
     def flops_per_token(self) -> float:
-        """Model FLOPs of one trained token (see ModelConfig.flops_per_token)."""
+        """Model FLOPs of one trained token (see mlm.models.shape)."""
         return flops_per_token(self.model(), self.seq_length)
 
     def describe(self) -> str:

@@ -9,7 +9,8 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-from mlm.cli.commands import COMMANDS, Command
+from mlm.cli.command import Command
+from mlm.cli.commands import COMMANDS
 from mlm.cli.compose.command_help import composed_leaves
 from mlm.cli.compose.groups import command_groups, effect_of, takes_task
 from mlm.cli.compose.help import EXIT_CODES, FLAGS, SPELLINGS

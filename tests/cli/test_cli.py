@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import mlm
-from mlm.cli.commands import COMMANDS, Command, resolve
+from mlm.cli.command import Command
+from mlm.cli.commands import COMMANDS
 from mlm.cli.compose.groups import takes_task, task_names, task_summaries
+from mlm.util.system import resolve
 from tests.cli.doubles import Cli, make_cli, write
 from tests.data.corpora import write_corpus
 from tests.slow import thinned

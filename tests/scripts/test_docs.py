@@ -14,7 +14,8 @@ from links import GATHERED, OWN, ROOT, references, rewrite, sources
 from reference import command_uri, group_uri, pages
 
 import mlm
-from mlm.cli.commands import COMMANDS, Command
+from mlm.cli.command import Command
+from mlm.cli.commands import COMMANDS
 from mlm.config.tree import choices, leaves
 
 GROUPS = sorted(path for path in (ROOT / "configs").iterdir() if path.is_dir())

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mlm.tracking.config import LogConfig
 from mlm.tracking.metrics import flatten_metrics
@@ -32,6 +33,14 @@ def test_validation_record_holds_the_loss_of_every_corpus(tmp_path: Path) -> Non
     assert record.pop("time") > 0
     numbers = {"step": 10, "loss": 4.5, "perplexity": 90.0, "validation/wiki": 4.0, "validation/web": None}
     assert record == {"kind": "validation", **numbers}
+
+
+def test_numbers_of_an_observer_may_be_tensors(tmp_path: Path) -> None:
+    with reporter(tmp_path) as report:
+        report.measured(10, {"norm": torch.tensor(1.5), "rate": math.inf, "step": 2, "kind": 3})
+    record = read_metrics(tmp_path)[-1]
+    assert record.pop("time") > 0
+    assert record == {"kind": "measured", "step": 10, "norm": 1.5, "rate": None}
 
 
 def test_a_tracker_gets_the_loss_of_every_corpus() -> None:

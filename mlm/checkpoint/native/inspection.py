@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its manifest alone."""
+"""Facts of a checkpoint, from its manifest alone."""
 
 from dataclasses import asdict, dataclass
 from math import prod

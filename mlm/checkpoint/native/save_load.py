@@ -110,9 +110,8 @@ def save_checkpoint(
         return merged
 
     try:
-        declared = ranks.gather_bytes(
-            ranks.together(lambda: declare_shards(shards, step, main_step), explain)
-        )
+        declare = partial(declare_shards, shards, step, main_step)
+        declared = ranks.gather_bytes(ranks.together(declare, explain))
         # Before a byte is written: what would not load is not worth a disk full of it.
         tensors = ranks.together(prepare, explain)
         written = ranks.together(lambda: write_shards(staging, ranks.rank, shards, save_id, staged), explain)

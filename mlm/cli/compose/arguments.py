@@ -10,7 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mlm.cli.commands import COMMANDS, Command
+from mlm.cli.command import Command
+from mlm.cli.commands import COMMANDS
 from mlm.cli.compose.groups import OWN_TASK, takes_task, task_names
 from mlm.config.fields import MOST, expand_home
 from mlm.config.paths import CONFIG_DIR, groups

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from mlm.cli.commands import Command
+from mlm.cli.command import Command
 from mlm.cli.compose.composition import compose_values
 from mlm.cli.compose.groups import choice_rows, command_groups, takes_task, task_names
 from mlm.cli.compose.help import EXIT_CODES, FLAGS, SPELLINGS, example_lines, table, tasks_block, wrap

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, QuotedString
 from hydra.errors import HydraException
 
-from mlm.cli.commands import Command
+from mlm.cli.command import Command
 from mlm.cli.compose.arguments import quote
 from mlm.cli.compose.groups import (
     GLOBAL,

@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mlm.cli.commands import SPECS, Command
+from mlm.cli.command import Command
+from mlm.cli.commands import SPECS
 from mlm.cli.compose.arguments import Arguments, run_config, tasks_of
 from mlm.cli.compose.groups import OWN_TASK, TASK, task_names
 from mlm.config.fields import Role, expand_home, path_problem

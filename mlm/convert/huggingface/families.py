@@ -1,4 +1,4 @@
-"""What `transformers` has of each model family: its mapping, and its names of layers."""
+"""Lookup of the mapping to `transformers` by model family, and of its names of layers."""
 
 from importlib import import_module
 

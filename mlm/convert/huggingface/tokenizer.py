@@ -1,4 +1,4 @@
-"""What an import keeps of a model folder beside its tensors: tokenizer, chat template, ids and labels."""
+"""Tokenizer, chat template, token ids and labels that an import keeps of a model folder."""
 
 from dataclasses import replace
 from pathlib import Path
