@@ -112,6 +112,7 @@ class Ranks:
             result = work()
         except Exception as e:  # whatever it is: unshared, it would leave the other ranks waiting forever
             cause, shared = e, e if isinstance(e, UserError) else explain(e)
+        # a message of bounded size: every rank receives that of each
         verdicts = self.all_gather(shared and [type(shared).__name__, str(shared)[:2000]])
         failed = [verdict for verdict in verdicts if verdict]
         if not failed:

@@ -267,8 +267,9 @@ def decode_manifest(encoded: bytes, path: Path | str, *, with_chunks: bool = Tru
 
 def _build(body: dict[str, JSON], version: int, digest: str, with_chunks: bool) -> Manifest:
     step, save_id = whole_number(body["step"]), body["save_id"]
-    if version != VERSION or step > 10**18 - 1:
+    if version != VERSION or step > 10**18 - 1:  # eighteen digits in a name
         raise ValueError(f"version {version} or step {step} is not in range")
+    # a save id is shown in messages, and compared
     if not isinstance(save_id, str) or not save_id.isprintable() or len(save_id) > 100:
         raise ValueError(f"save_id {str(save_id)[:40]!r} is not allowed")
     if not all(isinstance(body[name], dict) for name in ("files", "tensors", "state")):
