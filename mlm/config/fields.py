@@ -1,8 +1,8 @@
 """Metadata of config fields, declared in annotations: bounds, conditions, purposes of paths, other names.
 
-A field is annotated `Annotated[int, POSITIVE]`, `InputPath | None` or `Annotated[int, Also("n_layer")]`. The
-engine reads the metadata: `build.py` checks bounds, expands `~`, rejects empty paths and looks at what exists
-at a path, and `suggest.py` knows the other names.
+A field is annotated `Annotated[int, POSITIVE]`, `InputPath | None` or `Annotated[int, Aliases("n_layer")]`.
+`build.py` checks bounds, expands `~`, rejects empty paths and looks at what exists at a path; `suggest.py`
+knows the other names.
 """
 
 import os
@@ -78,7 +78,7 @@ SEED = Bound(lambda x: 0 <= x < 2**63, "0 to 2**63 - 1", most=None)
 MANY = Bound(lambda x: x > 0, "greater than 0", most=None)
 
 
-class Also:
+class Aliases:
     """Names that other programs have for a field, as someone who comes from there types them.
 
     nanoGPT and minGPT, Megatron-LM's and DeepSpeed's flags, `transformers`' configurations and
@@ -139,11 +139,11 @@ class Role(Enum):
 READ = (Role.INPUT, Role.STORED, Role.BLEND)
 
 
-OUT_NAMES = Also("out_dir", "output_dir", "save", "save_dir")
+OUT_NAMES = Aliases("out_dir", "output_dir", "save", "save_dir")
 """Of the first path that a command writes."""
 
 InputPath = Annotated[str, Role.INPUT]
-CHECKPOINT_NAMES = Also("checkpoint", "load", "load_dir", "model_name_or_path", "pretrained")
+CHECKPOINT_NAMES = Aliases("checkpoint", "load", "load_dir", "model_name_or_path", "pretrained")
 CheckpointPath = Annotated[str, Role.INPUT, CHECKPOINT_NAMES]
 StoredCheckpoint = Annotated[str, Role.STORED, CHECKPOINT_NAMES]
 BlendEntry = Annotated[str, Role.BLEND]

@@ -11,7 +11,17 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache, reduce
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from mlm.config.fields import Also, Bound, Columns, ImportPath, ObserverEntry, OnlyIf, Options, Role, metadata
+from mlm.config.fields import (
+    Aliases,
+    Bound,
+    Columns,
+    ImportPath,
+    ObserverEntry,
+    OnlyIf,
+    Options,
+    Role,
+    metadata,
+)
 from mlm.util.errors import Problem
 
 HOISTED = "parallel"  # the section whose fields are top-level keys
@@ -35,7 +45,7 @@ class Leaf:
     """Purpose of its path; None for what is no path."""
     bound: Bound | None = None
     """Bound of its number; None for what is no number, or has no bound."""
-    also: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
     """Names that other programs have for it."""
     shipped: tuple[str, ...] | None = None
     """Shipped values of a key that also takes an import path; None for other keys."""
@@ -61,7 +71,7 @@ def other_names(cls: type) -> dict[str, tuple[str, ...]]:
     """Names that other programs have for keys of a run spec, and the keys: the first is the likeliest."""
     found: dict[str, tuple[str, ...]] = {}
     for key, leaf in leaves(cls).items():
-        for name in leaf.also:
+        for name in leaf.aliases:
             found[name] = (*found.get(name, ()), key)
     return found
 
@@ -188,7 +198,7 @@ def _walk(cls: type, prefix: str, section_only_if: OnlyIf | None = None) -> Iter
             else:
                 yield from _walk(kind, f"{prefix}{item.name}.", only_if)
         else:
-            names, own = metadata(annotation, Also), metadata(annotation, ImportPath)
+            names, own = metadata(annotation, Aliases), metadata(annotation, ImportPath)
             yield Leaf(
                 key=f"{prefix}{item.name}",
                 type=kind,
@@ -196,7 +206,7 @@ def _walk(cls: type, prefix: str, section_only_if: OnlyIf | None = None) -> Iter
                 doc=docs.get(item.name, ""),
                 role=metadata(annotation, Role),
                 bound=metadata(annotation, Bound),
-                also=names.names if names else (),
+                aliases=names.names if names else (),
                 shipped=own.shipped if own else None,
                 only_if=only_if,
             )

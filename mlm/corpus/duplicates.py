@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from mlm.corpus.config import DedupConfig
-from mlm.corpus.minhash import NO_KEY, Hashes, Numbers, Signer, shingles
+from mlm.corpus.minhash import NO_KEY, Hashes, MinHasher, Numbers, shingles
 
 # What bounds the work on a component of thousands of documents that share boilerplate. All are counts of
 # documents, so the result depends on no clock, machine or number of workers.
@@ -148,7 +148,7 @@ class _KeptDocuments:
         """Return the earliest candidate above the threshold and its similarity with a document's `hashes`."""
         if self.estimates:
             # the low bytes of a signature [slots]
-            self.sketch = (Signer(self.config).slots_of([hashes])[0] & 0xFF).astype(np.uint8)
+            self.sketch = (MinHasher(self.config).slots_of([hashes])[0] & 0xFF).astype(np.uint8)
         lists = [self.by_key[key] for key in keys if key in self.by_key]
         candidates = np.array(sorted(set().union(*lists)), np.int64)
         for position in self._promising(candidates, len(hashes)).tolist():

@@ -192,7 +192,7 @@ BATCH_CHARACTERS = {"word": 1 << 18, "character": 1 << 16}
 _MULTIPLIER = np.uint64(0xFF51AFD7ED558CCD)
 
 
-class Signer:
+class MinHasher:
     """Signatures of documents under one configuration.
 
     A document's signature is a function of its set of shingles and the configuration, not of its neighbours,

@@ -64,10 +64,10 @@ class Segment:
     sources: tuple[BlendSource, ...]
 
 
-History = tuple[Segment, ...]
+BlendSegments = tuple[Segment, ...]
 
 
-def continue_history(history: History, now: Sequence[BlendSource], consumed: int) -> History:
+def continue_history(history: BlendSegments, now: Sequence[BlendSource], consumed: int) -> BlendSegments:
     """Return the history of a run that has read `consumed` samples and continues with the blend `now`.
 
     The same blend continues its segment; another begins one, each corpus where the run left it.
@@ -95,7 +95,7 @@ def continue_history(history: History, now: Sequence[BlendSource], consumed: int
     return (*history, Segment(consumed, tuple(begun)))
 
 
-def samples_read(history: History, source: BlendSource, consumed: int) -> int:
+def samples_read(history: BlendSegments, source: BlendSource, consumed: int) -> int:
     """Count the samples of a corpus that a run has read after `consumed` in all."""
     end = consumed
     for segment in reversed(history):
@@ -123,7 +123,7 @@ def samples_needed(segment: Segment, num_samples: int) -> list[int]:
     return [s.first + count for s, count in zip(segment.sources, counts.tolist(), strict=True)]
 
 
-def changed_corpus_problem(history: History, now: Sequence[BlendSource]) -> str | None:
+def changed_corpus_problem(history: BlendSegments, now: Sequence[BlendSource]) -> str | None:
     """Report a corpus that replaced another one of the run at its path, and that the run has never read.
 
     To continue there would silently repeat and skip samples.
@@ -143,7 +143,7 @@ def changed_corpus_problem(history: History, now: Sequence[BlendSource]) -> str 
     return None
 
 
-def describe_change(history: History, consumed: int) -> str | None:
+def describe_change(history: BlendSegments, consumed: int) -> str | None:
     """Describe in a line the changes of the newest segment; None if there are none."""
     if len(history) < 2 or history[-1].from_sample != consumed:
         return None
@@ -163,18 +163,18 @@ def describe_change(history: History, consumed: int) -> str | None:
     return f"data changed at sample {consumed:,}: {', '.join(parts)}{without}"
 
 
-def trained_on(history: History) -> list[dict[str, Any]]:
+def trained_on(history: BlendSegments) -> list[dict[str, Any]]:
     """Return the corpora of the newest blend as JSON, for records and scores; empty for synthetic data."""
     keys = ("name", "weight", "digest", "receipt")
     return [{key: asdict(source)[key] or None for key in keys} for s in history[-1:] for source in s.sources]
 
 
-def encode(history: History) -> list[dict[str, Any]]:
+def encode(history: BlendSegments) -> list[dict[str, Any]]:
     """Return a history as JSON."""
     return [{"from_sample": s.from_sample, "sources": [asdict(c) for c in s.sources]} for s in history]
 
 
-def decode(saved: Any, consumed: int) -> History:
+def decode(saved: Any, consumed: int) -> BlendSegments:
     """Parse a saved history of a run that has read `consumed` samples.
 
     Raises ValueError, KeyError or TypeError for anything else.

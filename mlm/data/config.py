@@ -8,7 +8,7 @@ from mlm.config.fields import (
     POSITIVE,
     PROBABILITY,
     SHARE,
-    Also,
+    Aliases,
     BlendEntry,
     CacheFolder,
     ImportPath,
@@ -24,19 +24,21 @@ MASKED = 0.15
 """Share of the tokens that a BERT predicts (arXiv:1810.04805, section 3.1)."""
 
 BERT = OnlyIf("model.kind", "bert")
-DATA_NAMES = Also("dataset", "data_dir", "data_path", "train_file")
+DATA_NAMES = Aliases("dataset", "data_dir", "data_path", "train_file")
 DataPath = Annotated[InputPath, DATA_NAMES]
 StoredPath = Annotated[str, Role.STORED, DATA_NAMES]
 StoredPrefix = Annotated[str, Role.STORED]
 SeqLength = Annotated[
     int,
     POSITIVE,
-    Also("block_size", "context_length", "context_size", "max_seq_len", "max_seq_length", "n_ctx"),
+    Aliases("block_size", "context_length", "context_size", "max_seq_len", "max_seq_length", "n_ctx"),
 ]
 MicroBatchSize = Annotated[
     int,
     POSITIVE,
-    Also("batch_size", "per_device_train_batch_size", "train_micro_batch_size_per_gpu", "micro_batch_size"),
+    Aliases(
+        "batch_size", "per_device_train_batch_size", "train_micro_batch_size_per_gpu", "micro_batch_size"
+    ),
 ]
 
 

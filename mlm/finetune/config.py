@@ -8,7 +8,7 @@ from mlm.config.fields import (
     NOT_NEGATIVE,
     POSITIVE,
     SEED,
-    Also,
+    Aliases,
     Bound,
     CheckpointPath,
     Columns,
@@ -171,9 +171,9 @@ class FinetuneDataConfig(TaskDataConfig):
 class FinetuneTrainConfig:
     """Length of training and batch sizes."""
 
-    epochs: Annotated[int, POSITIVE, Also("num_epochs", "num_train_epochs")] = 3
+    epochs: Annotated[int, POSITIVE, Aliases("num_epochs", "num_train_epochs")] = 3
     """Passes over the training rows."""
-    global_batch_size: Annotated[int, POSITIVE, Also("train_batch_size")] = 32
+    global_batch_size: Annotated[int, POSITIVE, Aliases("train_batch_size")] = 32
     """Rows per step over all data-parallel ranks; the last step of an epoch takes what is left."""
     micro_batch_size: MicroBatchSize = 8
     """Texts of task.max_length tokens one rank runs through the model at once; more of shorter ones. The rest
@@ -182,7 +182,7 @@ class FinetuneTrainConfig:
     """Rows of this many batches are sorted by length before they are split into batches, so that little is
     padded; 1 leaves them in random order."""
     validate_every: Annotated[
-        int | None, NOT_NEGATIVE, Also("eval_interval", "eval_steps", "val_interval", "val_every")
+        int | None, NOT_NEGATIVE, Aliases("eval_interval", "eval_steps", "val_interval", "val_every")
     ] = None
     """Steps between validations; null validates after every epoch. The last step is validated too."""
     patience: Annotated[int, NOT_NEGATIVE] = 0
@@ -208,7 +208,7 @@ class FinetuneScheduleConfig:
 class FinetuneCheckpointConfig:
     """Intervals of saving, and checkpoints to keep. The best by the first metric is kept in out/best."""
 
-    save_every: Annotated[int, NOT_NEGATIVE, Also("save_interval", "save_steps")] = 0
+    save_every: Annotated[int, NOT_NEGATIVE, Aliases("save_interval", "save_steps")] = 0
     """Steps between checkpoints to resume from; 0 saves after each validation."""
     keep_last: Annotated[int, POSITIVE] = 1
     """Newest checkpoints kept, in addition to the best."""
@@ -231,7 +231,7 @@ class FinetuneConfig:
     seeds: Annotated[int, POSITIVE] = 1
     """Runs with the seeds seed, seed + 1, …, each in out/seed-…; the median of their scores is reported
     (arXiv:1909.08053, section 5.3)."""
-    dropout: Annotated[float | None, FRACTION, Also("resid_pdrop", "embd_pdrop", "dropout_rate")] = None
+    dropout: Annotated[float | None, FRACTION, Aliases("resid_pdrop", "embd_pdrop", "dropout_rate")] = None
     """Dropout of hidden states and of attention; null takes the checkpoint's."""
     compile: bool = False
     """torch.compile each transformer layer."""

@@ -11,7 +11,7 @@ from mlm.config.fields import (
     POSITIVE,
     PROBABILITY,
     SEED,
-    Also,
+    Aliases,
     CheckpointPath,
     InputPath,
     OnlyIf,
@@ -43,7 +43,7 @@ class SamplingOptions:
 
     batch_size: MicroBatchSize = 8
     """Texts continued at a time. What is drawn does not depend on it."""
-    max_new_tokens: Annotated[int, POSITIVE, Also("max_tokens")] = 128
+    max_new_tokens: Annotated[int, POSITIVE, Aliases("max_tokens")] = 128
     """Most tokens to generate; a sequence may end earlier."""
     min_new_tokens: Annotated[int, NOT_NEGATIVE] = 0
     """Fewest tokens to generate before the end-of-document token is allowed."""

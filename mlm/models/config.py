@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mlm.config.fields import EXTENT, FRACTION, NOT_NEGATIVE, POSITIVE, Also, ImportPath, OnlyIf, Options
+from mlm.config.fields import EXTENT, FRACTION, NOT_NEGATIVE, POSITIVE, Aliases, ImportPath, OnlyIf, Options
 
 KINDS = ("gpt2", "bert", "llama")
 """Shipped families, each a folder here."""
@@ -17,21 +17,21 @@ ALL_LINEAR = "all-linear"
 class LoraConfig:
     """Low-rank adapters, trained in place of the weights (arXiv:2106.09685)."""
 
-    rank: Annotated[int, NOT_NEGATIVE, Also("lora_r", "lora_rank")] = 0
+    rank: Annotated[int, NOT_NEGATIVE, Aliases("lora_r", "lora_rank")] = 0
     """Rank r of the adapters; 0 trains the weights themselves."""
-    alpha: Annotated[float, POSITIVE, ADAPTED, Also("lora_alpha")] = 16.0
+    alpha: Annotated[float, POSITIVE, ADAPTED, Aliases("lora_alpha")] = 16.0
     """Adapters are scaled by alpha / rank."""
-    targets: Annotated[tuple[str, ...], ADAPTED, Also("target_modules", "lora_target_modules")] = (
+    targets: Annotated[tuple[str, ...], ADAPTED, Aliases("target_modules", "lora_target_modules")] = (
         ALL_LINEAR,
     )
     """Layers with adapters, by the ends of their names here (qkv, query, kv, out, up, down) or in
     transformers (q_proj, v_proj, c_attn); all-linear takes every linear layer of the transformer layers, but
     those of routed experts, which `experts` takes."""
-    dropout: Annotated[float, FRACTION, ADAPTED, Also("lora_dropout")] = 0.0
+    dropout: Annotated[float, FRACTION, ADAPTED, Aliases("lora_dropout")] = 0.0
     """Dropout on the inputs of adapters, but those of routed experts."""
-    rslora: Annotated[bool, ADAPTED, Also("use_rslora")] = False
+    rslora: Annotated[bool, ADAPTED, Aliases("use_rslora")] = False
     """Scale by alpha / sqrt(rank), which keeps large ranks as strong (arXiv:2312.03732)."""
-    dora: Annotated[bool, ADAPTED, Also("use_dora")] = False
+    dora: Annotated[bool, ADAPTED, Aliases("use_dora")] = False
     """Train norms of a weight's rows, but of routed experts, apart from directions (arXiv:2402.09353)."""
 
     @property
@@ -50,38 +50,38 @@ class ModelConfig:
     kind: Annotated[str, ImportPath(*KINDS)] = "gpt2"
     """Model family: gpt2 and llama (with Qwen and Mistral) read from left to right, bert both ways; or one of
     your own by its import path, my_package.my_family:FAMILY."""
-    num_layers: Annotated[int, EXTENT, Also("n_layer", "n_layers", "num_hidden_layers", "layers", "depth")]
+    num_layers: Annotated[int, EXTENT, Aliases("n_layer", "n_layers", "num_hidden_layers", "layers", "depth")]
     """Transformer layers, L."""
-    hidden_size: Annotated[int, EXTENT, Also("n_embd", "d_model", "dim", "embed_dim", "width")]
+    hidden_size: Annotated[int, EXTENT, Aliases("n_embd", "d_model", "dim", "embed_dim", "width")]
     """Width of the residual stream, H. Must be a multiple of num_heads."""
-    num_heads: Annotated[int, EXTENT, Also("n_head", "n_heads", "num_attention_heads", "heads")]
+    num_heads: Annotated[int, EXTENT, Aliases("n_head", "n_heads", "num_attention_heads", "heads")]
     """Attention heads, N. Must be a multiple of tp."""
     ffn_hidden_size: Annotated[
-        int | None, POSITIVE, Also("n_inner", "d_ff", "intermediate_size", "mlp_dim")
+        int | None, POSITIVE, Aliases("n_inner", "d_ff", "intermediate_size", "mlp_dim")
     ] = None
     """Width of the MLP; null means 4 * hidden_size. Must be a multiple of tp."""
-    max_positions: Annotated[int, POSITIVE, Also("n_positions", "max_position_embeddings")] = 1024
+    max_positions: Annotated[int, POSITIVE, Aliases("n_positions", "max_position_embeddings")] = 1024
     """The longest sequence the model can read, in tokens: rows of the table where positions are learned."""
     vocab_size: Annotated[int, POSITIVE] = 50257
     """Tokens of the tokenizer. The table is padded to a multiple of vocab_multiple * tp rows."""
     vocab_multiple: Annotated[int, POSITIVE] = 128
     """Padding quantum of the vocabulary (arXiv:1909.08053, section 3)."""
     hidden_dropout: Annotated[
-        float, FRACTION, Also("dropout", "resid_pdrop", "embd_pdrop", "dropout_rate")
+        float, FRACTION, Aliases("dropout", "resid_pdrop", "embd_pdrop", "dropout_rate")
     ] = 0.1
     """Dropout after the embeddings and on both residual branches."""
     attention_dropout: Annotated[
-        float, FRACTION, Also("attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+        float, FRACTION, Aliases("attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
     ] = 0.1
     """Dropout on attention probabilities."""
-    init_std: Annotated[float, NOT_NEGATIVE, Also("init_method_std", "initializer_range")] = 0.02
+    init_std: Annotated[float, NOT_NEGATIVE, Aliases("init_method_std", "initializer_range")] = 0.02
     """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 * num_layers)."""
     mup_base_width: Annotated[int | None, EXTENT] = None
     """muP (arXiv:2203.03466): settings are those of a model of this hidden_size, and learning rates, initial
     weights and the output layer follow this model's width. MLPs and experts widen with it, not heads, ranks
     or the number of experts. Of gpt2 and llama; null for none. One that is trained so stays so."""
     layer_norm_eps: Annotated[
-        float, POSITIVE, Also("layer_norm_epsilon", "layernorm_epsilon", "norm_eps")
+        float, POSITIVE, Aliases("layer_norm_epsilon", "layernorm_epsilon", "norm_eps")
     ] = 1e-5
     """Added to the variance in layer norm."""
     norm: Literal["pre", "post"] = "pre"

@@ -3,17 +3,17 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, ImportPath, OnlyIf, Options, exact
+from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Aliases, ImportPath, OnlyIf, Options, exact
 
 OPTIMIZERS = ImportPath("adamw", "muon")
 DECAYS = ImportPath("cosine", "linear", "constant", "inverse_sqrt")
 STABLE_DECAYS = ("constant", "inverse_sqrt")
 """Decays that do not depend on the length of the run: a cooldown may begin at any step."""
 STABLE = OnlyIf("decay", *STABLE_DECAYS)
-DECAY_NAMES = Also("lr_decay_style", "lr_scheduler_type", "scheduler")
-MinLearningRate = Annotated[float, NOT_NEGATIVE, Also("min_learning_rate", "lr_min")]
-WARMUP_NAMES = Also("warmup_iters", "num_warmup_steps", "lr_warmup_iters")
-WARMUP_SHARE_NAMES = Also("warmup_ratio", "warmup_fraction", "lr_warmup_fraction")
+DECAY_NAMES = Aliases("lr_decay_style", "lr_scheduler_type", "scheduler")
+MinLearningRate = Annotated[float, NOT_NEGATIVE, Aliases("min_learning_rate", "lr_min")]
+WARMUP_NAMES = Aliases("warmup_iters", "num_warmup_steps", "lr_warmup_iters")
+WARMUP_SHARE_NAMES = Aliases("warmup_ratio", "warmup_fraction", "lr_warmup_fraction")
 HALF = OnlyIf("dtype", "bf16", "fp16", "fp8")
 FP16 = OnlyIf("dtype", "fp16")
 
@@ -54,18 +54,18 @@ class OptimizerConfig:
     class derived from torch.optim.Optimizer, called as Lion(groups, lr=lr, **options), or a function, called
     as build(groups, config), that returns one. Either declares elementwise = True if the update of an element
     reads no other; else tp=1 pp=1 zero=0."""
-    lr: Annotated[float, POSITIVE, Also("learning_rate", "max_lr", "base_lr", "peak_lr")] = 1.5e-4
+    lr: Annotated[float, POSITIVE, Aliases("learning_rate", "max_lr", "base_lr", "peak_lr")] = 1.5e-4
     """Peak learning rate."""
     betas: Annotated[tuple[float, float], FRACTION] = (0.9, 0.999)
     """Decay rates of the first and second moment."""
-    eps: Annotated[float, POSITIVE, Also("adam_eps", "adam_epsilon", "epsilon")] = 1e-8
+    eps: Annotated[float, POSITIVE, Aliases("adam_eps", "adam_epsilon", "epsilon")] = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: Annotated[float, NOT_NEGATIVE, Also("wd")] = 0.01
+    weight_decay: Annotated[float, NOT_NEGATIVE, Aliases("wd")] = 0.01
     """Decoupled weight decay; biases and norm parameters have none."""
-    cautious_decay: Annotated[bool, Also("cautious_weight_decay")] = False
+    cautious_decay: Annotated[bool, Aliases("cautious_weight_decay")] = False
     """Decay an element only where its update moves it towards 0, too (arXiv:2510.12402, algorithm 1)."""
     clip_grad_norm: Annotated[
-        float, NOT_NEGATIVE, Also("grad_clip", "clip_grad", "max_grad_norm", "gradient_clip_val")
+        float, NOT_NEGATIVE, Aliases("grad_clip", "clip_grad", "max_grad_norm", "gradient_clip_val")
     ] = 1.0
     """Largest global L2 norm of the gradient; 0 turns clipping off."""
     embedding_lr: Annotated[float | None, POSITIVE] = None
@@ -93,21 +93,21 @@ class ScheduleConfig:
     warmup: Annotated[float, FRACTION, OnlyIf("warmup_steps", None), WARMUP_SHARE_NAMES] = 0.01
     """Share of train.steps that warms up where warmup_steps is null; a hundredth as in arXiv:1909.08053."""
     decay_steps: Annotated[
-        int | None, POSITIVE, OnlyIf("decay", "cosine", "linear"), Also("lr_decay_iters", "decay_iters")
+        int | None, POSITIVE, OnlyIf("decay", "cosine", "linear"), Aliases("lr_decay_iters", "decay_iters")
     ] = None
     """Step at which min_lr is reached; null means train.steps, whose last step repeats the rate of the step
     before where min_lr=0."""
     min_lr: MinLearningRate = 1e-5
     """Learning rate at decay_steps and after; at the end of a cooldown; the least of inverse_sqrt."""
-    cooldown: Annotated[int | None, NOT_NEGATIVE, STABLE, Also("lr_wsd_decay_iters", "num_decay_steps")] = (
-        None
-    )
+    cooldown: Annotated[
+        int | None, NOT_NEGATIVE, STABLE, Aliases("lr_wsd_decay_iters", "num_decay_steps")
+    ] = None
     """Last steps of the run, in which the rate falls to min_lr, of decay=constant or inverse_sqrt; null means
     the share schedule.cooldown_share of train.steps. For a run that is resumed, or begins with ckpt=…, and
     without train.steps: the next so many steps, the last of the run."""
     cooldown_share: Annotated[float, FRACTION, OnlyIf("cooldown", None)] = 0.0
     """Share of train.steps that cools down where cooldown is null."""
-    cooldown_shape: Annotated[Literal["linear", "1-sqrt"], STABLE, Also("lr_wsd_decay_style")] = "1-sqrt"
+    cooldown_shape: Annotated[Literal["linear", "1-sqrt"], STABLE, Aliases("lr_wsd_decay_style")] = "1-sqrt"
     """The share of the rate that is left after a share x of the cooldown: 1 - x, or 1 - sqrt(x)
     (arXiv:2405.18392, section 3)."""
     options: Options = field(default_factory=dict)
@@ -135,7 +135,7 @@ class PrecisionConfig:
 
     dtype: Annotated[
         Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64"],
-        Also("mixed_precision", "torch_dtype"),
+        Aliases("mixed_precision", "torch_dtype"),
     ] = "fp32"
     """Format of activations and matrix products; tf32: float32, multiplied with 10-bit mantissas;
     fp8: bf16 whose linear layers multiply 8-bit floats, on an H100 or later."""

@@ -3,24 +3,24 @@
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
-from mlm.config.fields import POSITIVE, Also, OnlyIf
+from mlm.config.fields import POSITIVE, Aliases, OnlyIf
 from mlm.util.errors import format_settings
 
 TensorSize = Annotated[
-    int, POSITIVE, Also("tensor_model_parallel_size", "tensor_parallel", "tensor_parallel_size")
+    int, POSITIVE, Aliases("tensor_model_parallel_size", "tensor_parallel", "tensor_parallel_size")
 ]
 PipelineSize = Annotated[
-    int, POSITIVE, Also("pipeline_model_parallel_size", "pipeline_parallel", "pipeline_parallel_size")
+    int, POSITIVE, Aliases("pipeline_model_parallel_size", "pipeline_parallel", "pipeline_parallel_size")
 ]
-VirtualSize = Annotated[int, POSITIVE, Also("virtual_pipeline_model_parallel_size")]
+VirtualSize = Annotated[int, POSITIVE, Aliases("virtual_pipeline_model_parallel_size")]
 ContextSize = Annotated[
-    int, POSITIVE, Also("context_parallel", "context_parallel_size", "ring_attention_size")
+    int, POSITIVE, Aliases("context_parallel", "context_parallel_size", "ring_attention_size")
 ]
-ExpertSize = Annotated[int, POSITIVE, Also("expert_model_parallel_size", "expert_parallel_size")]
-ExpertTensorSize = Annotated[int, POSITIVE, Also("expert_tensor_parallel_size")]
-DataSize = Annotated[int, POSITIVE, Also("data_parallel", "data_parallel_size")]
+ExpertSize = Annotated[int, POSITIVE, Aliases("expert_model_parallel_size", "expert_parallel_size")]
+ExpertTensorSize = Annotated[int, POSITIVE, Aliases("expert_tensor_parallel_size")]
+DataSize = Annotated[int, POSITIVE, Aliases("data_parallel", "data_parallel_size")]
 Schedule = Literal["1f1b", "gpipe", "zb_h1"]
-Zero = Annotated[Literal[0, 2, 3], Also("zero_stage")]
+Zero = Annotated[Literal[0, 2, 3], Aliases("zero_stage")]
 ZeroReduce = Literal["last", "every"]
 Recompute = Literal["none", "selective", "full"]
 
@@ -56,7 +56,7 @@ class ParallelConfig:
     zero_reduce: Annotated[ZeroReduce, OnlyIf("zero")] = "last"
     """zero=2|3: reduce-scatter gradients in the last micro-batch of a step, until which the whole gradient is
     kept, or in every micro-batch, which keeps 1/dp of it."""
-    recompute: Annotated[Recompute, Also("recompute_granularity")] = "none"
+    recompute: Annotated[Recompute, Aliases("recompute_granularity")] = "none"
     """Activations that backward recomputes: selective the attention matrices, full each layer."""
 
     @property

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY, Also, Bound, OnlyIf, ResultFile
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY, Aliases, Bound, OnlyIf, ResultFile
 from mlm.launch.config import DistConfig
 from mlm.launch.rules.layout import MAX_CPU_RANKS
 from mlm.parallel.config import (
@@ -67,7 +67,7 @@ class SearchedLayoutConfig(ParallelConfig):
     pipeline: Schedule | None = None  # type: ignore[assignment]
     zero: Zero | None = None  # type: ignore[assignment]
     zero_reduce: ZeroReduce | None = None  # type: ignore[assignment]
-    recompute: Annotated[Recompute | None, Also("recompute_granularity")] = None  # type: ignore[assignment]
+    recompute: Annotated[Recompute | None, Aliases("recompute_granularity")] = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,13 +83,13 @@ class PlanLayoutsConfig(PlannedRunConfig):
     """The run spec of `mlm plan layouts`: search the layouts of a model on a number of GPUs."""
 
     hardware: HardwareConfig
-    gpus: Annotated[int, POSITIVE, Also("world_size", "num_gpus", "n_gpus")] = 8
+    gpus: Annotated[int, POSITIVE, Aliases("world_size", "num_gpus", "n_gpus")] = 8
     """GPUs to use, all of them; goal=cost tries its halves too."""
     goal: Literal["time", "cost", "memory"] = "time"
     """time: the fastest layouts. memory: from the leanest to the fastest, those that no other beats in both
     memory and time. cost: of gpus, gpus/2, gpus/4, … the numbers that no other beats in both GPU-hours and
     time, with their fastest layouts, the cheapest first."""
-    tokens: Annotated[float | None, POSITIVE, Also("train_tokens", "max_tokens")] = None
+    tokens: Annotated[float | None, POSITIVE, Aliases("train_tokens", "max_tokens")] = None
     """Tokens to train on, such as 300e9: adds days and, with a price, cost."""
     price_per_gpu_hour: Annotated[float | None, POSITIVE, OnlyIf("tokens")] = None
     """Price of one GPU for an hour, in any currency; needs tokens."""
@@ -132,7 +132,7 @@ class PlanCalibrateConfig:
 
     out: ResultFile | None = None
     """YAML to write, for hardware=FILE; null only keeps the result for hardware=this."""
-    ranks: Annotated[int | None, HOST_RANKS, Also("nproc_per_node", "gpus")] = None
+    ranks: Annotated[int | None, HOST_RANKS, Aliases("nproc_per_node", "gpus")] = None
     """Ranks to start on this host; null: one for each GPU, or on a CPU for each core, at most 8. A launcher's
     ranks are taken as they are."""
     max_waiting: Annotated[float, PROBABILITY] = 0.1

@@ -8,7 +8,7 @@ from mlm.config.fields import (
     POSITIVE,
     PROBABILITY,
     SEED,
-    Also,
+    Aliases,
     Bound,
     CheckpointPath,
     ImportPath,
@@ -42,21 +42,21 @@ class TrainConfig:
     steps: Annotated[
         int,
         POSITIVE,
-        Also("max_iters", "max_steps", "train_iters", "num_steps", "iterations", "num_train_steps"),
+        Aliases("max_iters", "max_steps", "train_iters", "num_steps", "iterations", "num_train_steps"),
     ] = 300_000
     """Optimizer steps."""
-    global_batch_size: Annotated[int, POSITIVE, Also("train_batch_size")] = 512
+    global_batch_size: Annotated[int, POSITIVE, Aliases("train_batch_size")] = 512
     """Samples per step over all data-parallel ranks. A multiple of dp * micro_batch_size."""
-    ramp_batch: Annotated[tuple[int, int, int] | None, POSITIVE, Also("rampup_batch_size")] = None
+    ramp_batch: Annotated[tuple[int, int, int] | None, POSITIVE, Aliases("rampup_batch_size")] = None
     """Smaller steps first: [32,32,12000000] begins with 32 samples and grows by 32, evenly, until
     global_batch_size is reached after 12 million samples. Steps and the schedule count as ever."""
     micro_batch_size: MicroBatchSize = 8
     """Samples one rank runs through the model at once, B; the rest are accumulated."""
     validate_every: Annotated[
-        int, NOT_NEGATIVE, Also("eval_interval", "eval_steps", "val_interval", "val_every")
+        int, NOT_NEGATIVE, Aliases("eval_interval", "eval_steps", "val_interval", "val_every")
     ] = 1000
     """Steps between validations; 0 turns them off. The last step is validated too."""
-    validate_batches: Annotated[int, POSITIVE, OnlyIf("validate_every"), Also("eval_iters")] = 10
+    validate_batches: Annotated[int, POSITIVE, OnlyIf("validate_every"), Aliases("eval_iters")] = 10
     """Global batches of validation samples per validation."""
     sample_prompts: Annotated[tuple[str, ...], OnlyIf("validate_every")] = ()
     """Texts that the model continues at each validation, at most 64: sample_prompts=["The","ROMEO:"]. What it
@@ -77,7 +77,7 @@ class TrainConfig:
 class CheckpointConfig:
     """Intervals of saving, and checkpoints to keep."""
 
-    save_every: Annotated[int, NOT_NEGATIVE, Also("save_interval", "save_steps")] = 1000
+    save_every: Annotated[int, NOT_NEGATIVE, Aliases("save_interval", "save_steps")] = 1000
     """Steps between checkpoints; 0 saves only the last."""
     keep_last: Annotated[int, POSITIVE] = 2
     """Newest checkpoints kept."""
@@ -153,16 +153,16 @@ class PretrainConfig:
     ckpt: CheckpointPath | None = None
     """Checkpoint or run directory to take initial weights and optimizer state from, or a model folder of
     transformers, for its weights."""
-    compile: Annotated[bool | None, Also("torch_compile")] = None
+    compile: Annotated[bool | None, Aliases("torch_compile")] = None
     """torch.compile each transformer layer; null does on a GPU that has a compiler."""
-    attention: Annotated[AttentionKernel, Also("attn_implementation")] = "auto"
+    attention: Annotated[AttentionKernel, Aliases("attn_implementation")] = "auto"
     """Kernel of attention on a GPU; auto takes the first that can: cudnn (first on H100 and later; only where
     all micro-batches have one shape), flash, efficient, math. With flash, padding and data.reset_attention
     cost no bias: sequences are packed."""
-    deterministic: Annotated[bool, Also("deterministic_mode")] = False
+    deterministic: Annotated[bool, Aliases("deterministic_mode")] = False
     """Kernels that repeat every bit, where a GPU's fastest (attention's backward pass) do not; an operation
     without one is an error. CPUs repeat theirs anyway."""
-    fuse_accumulation: Annotated[bool, Also("gradient_accumulation_fusion")] = False
+    fuse_accumulation: Annotated[bool, Aliases("gradient_accumulation_fusion")] = False
     """Add a weight's gradient to the sum over micro-batches inside its product (addmm), not after it."""
     cuda_graphs: bool = False
     """Replay each compiled layer's launches as a CUDA graph: the host launches a layer at once, not some 100

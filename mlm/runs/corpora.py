@@ -10,8 +10,8 @@ from mlm.config.imports import OwnCodeError, imported
 from mlm.data.blend import BlendedDataset
 from mlm.data.blend_checks import corpus_names, normalize_weights, parse_entry
 from mlm.data.blend_history import (
+    BlendSegments,
     BlendSource,
-    History,
     continue_history,
     known_digest,
     samples_needed,
@@ -191,7 +191,7 @@ def sources(data: DataConfig) -> tuple[BlendSource, ...]:
     )
 
 
-def train_dataset(config: PretrainConfig, num_samples: int, history: History = ()) -> Dataset:
+def train_dataset(config: PretrainConfig, num_samples: int, history: BlendSegments = ()) -> Dataset:
     """The training samples of the run up to number `num_samples`.
 
     They follow the newest segment of `history`; without one the run begins.
@@ -263,7 +263,7 @@ def validation_prefixes(data: DataConfig) -> dict[str, Path]:
     return {c.name: c.validation for c in corpora(data) if c.validation is not None}
 
 
-def validation_sets(config: PretrainConfig, history: History = ()) -> list[ValidationSet]:
+def validation_sets(config: PretrainConfig, history: BlendSegments = ()) -> list[ValidationSet]:
     """Validation sets; empty where there is none. Weights are those of the newest blend."""
     data, samples = config.data, family_of(config.model.kind).samples
     if data.kind != "indexed":

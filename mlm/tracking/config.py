@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Annotated, Literal
 
-from mlm.config.fields import POSITIVE, Also, Bound, InputPath, OnlyIf, ResultFile
+from mlm.config.fields import POSITIVE, Aliases, Bound, InputPath, OnlyIf, ResultFile
 
 WAIT = Bound(lambda x: 0 < x <= 86_400, "above 0 and at most 86400, a day")
 """Longer waits overflow a browser's timer, which then reloads without a pause."""
@@ -14,7 +14,7 @@ WAIT = Bound(lambda x: 0 < x <= 86_400, "above 0 and at most 86400, a day")
 class LogConfig:
     """Reports during training. metrics.jsonl is always written."""
 
-    every: Annotated[int, POSITIVE, Also("log_interval", "logging_steps")] = 10
+    every: Annotated[int, POSITIVE, Aliases("log_interval", "logging_steps")] = 10
     """Steps between logged lines; numbers leave the device only then."""
     live: Literal["auto", "on", "off"] = "auto"
     """Live panel: auto shows it on a terminal, plain lines elsewhere."""

@@ -31,7 +31,7 @@ from mlm.checkpoint.native.save_load import (
 )
 from mlm.checkpoint.parameters import as_shard, model_shards
 from mlm.config.build import to_dict
-from mlm.data.blend_history import History, decode, encode
+from mlm.data.blend_history import BlendSegments, decode, encode
 from mlm.optim.adamw import applied_steps, ensure_state, moment, moments
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
@@ -149,7 +149,7 @@ def load(trainer: Trainer, path: Path) -> Manifest:
     return manifest
 
 
-def read_history(state: Mapping[str, Any]) -> History:
+def read_history(state: Mapping[str, Any]) -> BlendSegments:
     """Return the corpora that a run has read, and how far; empty for synthetic data.
 
     Raises ValueError, KeyError or TypeError for a state that is not of a training run.

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mlm.data.blend_history import History
+from mlm.data.blend_history import BlendSegments
 from mlm.data.sampler import Dataset, Loader, MicroBatch, Ranges, batch_at, first_of_step
 from mlm.models.backbone import Transformer
 from mlm.models.config import KINDS
@@ -172,7 +172,7 @@ class Trainer(Generic[B]):
         self.step = 0
         self.consumed_samples = 0
         self.newest_samples = range(0)
-        self.history: History = ()
+        self.history: BlendSegments = ()
         self.left_out: Ranges = ()
         self.is_finite = True
         self.wrong_since: int | None = None

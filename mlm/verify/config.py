@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, NamedTuple, TypeVar
 
-from mlm.config.fields import POSITIVE, Also, CheckpointPath, OutFolder, ResultFile
+from mlm.config.fields import POSITIVE, Aliases, CheckpointPath, OutFolder, ResultFile
 from mlm.parallel.config import ParallelConfig, PipelineSize, TensorSize
 from mlm.runs.config import PretrainConfig
 from mlm.tracking.config import LogConfig
@@ -92,9 +92,9 @@ class AuditConfig:
     """Tensor-parallel size."""
     pp: PipelineSize = 1
     """Pipeline-parallel size."""
-    dp: Annotated[int, POSITIVE, Also("data_parallel", "data_parallel_size")] = 1
+    dp: Annotated[int, POSITIVE, Aliases("data_parallel", "data_parallel_size")] = 1
     """Data-parallel size."""
-    cp: Annotated[int, POSITIVE, Also("context_parallel", "context_parallel_size")] = 1
+    cp: Annotated[int, POSITIVE, Aliases("context_parallel", "context_parallel_size")] = 1
     """Context-parallel size."""
     steps: Annotated[int, POSITIVE] = 2
     """Steps compared."""

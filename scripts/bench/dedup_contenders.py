@@ -17,7 +17,7 @@ import numpy as np
 from bench.dedup_corpus import NGRAM, grams
 from mlm.corpus.config import DedupConfig
 from mlm.corpus.duplicates import components, duplicates_in, links_of_band, star_links
-from mlm.corpus.minhash import Signer
+from mlm.corpus.minhash import MinHasher
 
 SLOTS = 128  # of the libraries that decide by a signature's estimate: the default of both
 
@@ -60,7 +60,7 @@ def contenders(config: DedupConfig) -> dict[str, Contender]:
 
 def run_mlm(texts: Sequence[str], config: DedupConfig) -> set[int]:
     """Signatures, links, components, exact similarities."""
-    keys = Signer(config).keys(texts)
+    keys = MinHasher(config).keys(texts)
     links = np.empty((0, 2), np.int64)
     for band in np.ascontiguousarray(keys.T):
         links = star_links(*components(np.concatenate((links, links_of_band(band))), len(texts)))

@@ -83,7 +83,7 @@ def allowed(leaf: Leaf) -> str:
         words = words.replace("a path: a ", "a ") if leaf.role is not Role.INPUT else words
     if leaf.bound:
         words += f", {leaf.bound.words}"
-    also = f"<br>Elsewhere: {', '.join(f'`{name}`' for name in leaf.also)}" if leaf.also else ""
+    also = f"<br>Elsewhere: {', '.join(f'`{name}`' for name in leaf.aliases)}" if leaf.aliases else ""
     return f"<br>*{text(words)}*{also}"
 
 

@@ -10,7 +10,7 @@ import pytest
 from mlm.cli.command import no_problems
 from mlm.cli.commands import SPECS
 from mlm.config.build import build
-from mlm.config.fields import FRACTION, POSITIVE, READ, Also, InputPath, Role, path_argument, path_problem
+from mlm.config.fields import FRACTION, POSITIVE, READ, Aliases, InputPath, Role, path_argument, path_problem
 from mlm.config.suggest import nearest_key
 from mlm.config.tree import Leaf, choices, defaults, leaves
 from mlm.util.errors import ConfigError
@@ -115,7 +115,7 @@ def test_an_argument_that_is_no_path_is_named(value: object) -> None:
 class Tower:
     """A run spec that no feature has: the engine knows a key by its annotation alone."""
 
-    floors: Annotated[int, POSITIVE, Also("storeys", "levels")] = 3
+    floors: Annotated[int, POSITIVE, Aliases("storeys", "levels")] = 3
     """Number of floors."""
     heights: Annotated[tuple[float, ...], FRACTION] = ()
     """One for each floor."""
@@ -125,7 +125,7 @@ class Tower:
 
 def test_key_of_a_feature_is_declared_at_its_field_alone() -> None:
     floors = leaves(Tower)["floors"]
-    assert (floors.type, floors.bound, floors.also) == (int, POSITIVE, ("storeys", "levels"))
+    assert (floors.type, floors.bound, floors.aliases) == (int, POSITIVE, ("storeys", "levels"))
     assert leaves(Tower)["plan"].role is Role.INPUT
     assert nearest_key(Tower, "levels") == "floors"
 

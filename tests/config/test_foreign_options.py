@@ -85,7 +85,7 @@ def test_entries_name_keys_that_exist_and_each_name_once() -> None:
     specs = (PretrainConfig, PlanLayoutsConfig, GenerateConfig, ReshardConfig)
     known = {key for spec in specs for key in leaves(spec)}
     assert {key for entry in foreign_options() for key in entry.keys} <= known
-    same_values = {name for leaf in leaves(PretrainConfig).values() for name in leaf.also}
+    same_values = {name for leaf in leaves(PretrainConfig).values() for name in leaf.aliases}
     assert same_values & set(names) == {"data_path"}  # which finetuning takes as it is
 
 

@@ -12,7 +12,7 @@ import pytest
 from mlm.corpus import decontaminate, minhash, pieces
 from mlm.corpus.config import DedupConfig
 from mlm.corpus.filter import MEASURES, Measures
-from mlm.corpus.minhash import Signer
+from mlm.corpus.minhash import MinHasher
 from mlm.corpus.pieces import pieces_of, segments
 from mlm.data.tokenizer import Tokenizer
 from tests.corpus.texts import small_tokenizer, words, write_jsonl
@@ -40,7 +40,7 @@ def test_measures_words_and_signatures_of_pieces_are_those_of_the_whole(
         return [
             *(MEASURES[name](measures) for name in names),
             *(part.tolist() for part in (*decontaminate.spans(text), hits.begin, hits.end)),
-            *(Signer(DedupConfig(unit=unit)).keys([text]).tolist() for unit in get_args(minhash.Unit)),
+            *(MinHasher(DedupConfig(unit=unit)).keys([text]).tolist() for unit in get_args(minhash.Unit)),
         ]
 
     whole = results()

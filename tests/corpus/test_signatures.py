@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlm.corpus.config import DedupConfig
-from mlm.corpus.minhash import BATCH_DOCUMENTS, NO_KEY, Signer, Slots, band_keys
+from mlm.corpus.minhash import BATCH_DOCUMENTS, NO_KEY, MinHasher, Slots, band_keys
 
 CONFIG = DedupConfig(bands=42, rows=6)
 RNG_SEED = 20190917
@@ -25,7 +25,7 @@ def agreement(common: int, union: int, trials: int, config: DedupConfig = CONFIG
 
 def slots_of(config: DedupConfig, sets: np.ndarray) -> Slots:
     offsets = np.arange(len(sets) + 1) * sets.shape[1]
-    return Signer(config).slots(sets.reshape(-1), offsets)
+    return MinHasher(config).slots(sets.reshape(-1), offsets)
 
 
 @pytest.mark.parametrize(
@@ -48,14 +48,14 @@ def test_pairs_are_proposed_as_often_as_the_formula_says(common: int, union: int
 
 def test_a_signature_does_not_depend_on_its_neighbours() -> None:
     texts = [f"document number {i} " * (i % 7) + f"ends {i}" for i in range(3 * BATCH_DOCUMENTS + 5)]
-    signer = Signer(CONFIG)
+    signer = MinHasher(CONFIG)
     together = signer.keys(texts)
     alone = np.concatenate([signer.keys([text]) for text in texts])
     assert np.array_equal(together, alone)
 
 
 def test_a_text_without_words_has_a_key_of_its_own() -> None:
-    keys = Signer(CONFIG).keys(["words", "...", "", "words"])
+    keys = MinHasher(CONFIG).keys(["words", "...", "", "words"])
     assert np.all(keys[1:3] == NO_KEY)
     assert np.all(keys[[0, 3]] != NO_KEY)
     assert np.array_equal(keys[0], keys[3])
@@ -74,5 +74,5 @@ def test_keys_are_equal_where_bands_are() -> None:
 def test_keys_of_this_version_stay_what_they_are() -> None:
     """A build is resumed with keys written before: a change here, or of rensa's, needs a new format."""
     texts = ["five words make one shingle", "Großes Haus, naïve Zeit"]
-    keys = Signer(DedupConfig(bands=2, rows=3)).keys(texts)
+    keys = MinHasher(DedupConfig(bands=2, rows=3)).keys(texts)
     assert keys.tolist() == GOLDEN

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from mlm.data.blend import block
 from mlm.data.blend_checks import normalize_weights
 from mlm.data.blend_history import (
+    BlendSegments,
     BlendSource,
-    History,
     Segment,
     changed_corpus_problem,
     continue_history,
@@ -40,7 +40,7 @@ def blend(**weights: float) -> tuple[BlendSource, ...]:
     )
 
 
-def samples_of(history: History, end: int) -> list[tuple[str, int]]:
+def samples_of(history: BlendSegments, end: int) -> list[tuple[str, int]]:
     """Every sample of a run, in order: (corpus, number in it)."""
     ends = [segment.from_sample for segment in history[1:]] + [end]
     found = []
@@ -67,7 +67,7 @@ def test_no_sample_is_repeated_or_skipped_however_the_blend_changes(
     legs: list[tuple[int, dict[str, float]]],
 ) -> None:
     """Of each corpus the run reads 0, 1, 2, …, whichever corpora come, go and return."""
-    history, consumed = History(), 0
+    history, consumed = BlendSegments(), 0
     for length, weights in legs:
         history = continue_history(
             decode(json.loads(json.dumps(encode(history))), consumed), blend(**weights), consumed

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from mlm.config.fields import POSITIVE, Also, InputPath, OnlyIf, ResultFile
+from mlm.config.fields import POSITIVE, Aliases, InputPath, OnlyIf, ResultFile
 from mlm.inference.config import SamplingOptions, TrainedModelConfig
 
 STDIN = "-"
@@ -18,7 +18,7 @@ class GenerateConfig(SamplingOptions, TrainedModelConfig):
     on from there.
     """
 
-    prompt: Annotated[str, OnlyIf("prompts", None), Also("start", "text")] = ""
+    prompt: Annotated[str, OnlyIf("prompts", None), Aliases("start", "text")] = ""
     """Text to continue; - reads it from standard input. Empty begins a document: after what the tokenizer
     itself puts before a text, else an end-of-document token."""
     prompts: InputPath | None = None

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlm.corpus.filter import Cleaner
-from mlm.corpus.minhash import Signer
+from mlm.corpus.minhash import MinHasher
 from mlm.corpus.pieces import segments
 from mlm.corpus.read.read import read_shard
 from mlm.corpus.read.records import BadRecordError, Document
@@ -71,7 +71,7 @@ class Cleaning:
         self._cleaner = Cleaner(config.normalise, config.filter)
         self._least = config.filter.least_tokens
         self._tokenizer = plan.load_tokenizer()
-        self._signer = Signer(config.dedup) if config.dedup.enabled else None
+        self._signer = MinHasher(config.dedup) if config.dedup.enabled else None
         self._writer = stack.enter_context(IndexedWriter(self.prefix, TEXT))
         self.keys = list[NDArray[np.uint64]]()
         self._batch, self._size = list[Document](), 0
