@@ -27,7 +27,7 @@ from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
 from mlm.runs.config import IncidentConfig, PretrainConfig, TrainConfig
-from mlm.training.incidents.numbers import Recent
+from mlm.training.incidents.numbers import RecentSteps
 from mlm.training.trainer import Trainer
 
 FAULTS = ("gradient x 10", "gradient x 100", "gradient x 10,000", "loss + 2")
@@ -109,7 +109,7 @@ def train(run: dict[str, Any], steps: int, seed: int, text: Tensor) -> Series:
 
 def judged(series: Series) -> NDArray[np.int64]:
     """Counts over the finite steps that are judged: steps, alarms, and each of FAULTS found."""
-    counts, recent = np.zeros(2 + len(FAULTS), dtype=np.int64), Recent(IncidentConfig().window)
+    counts, recent = np.zeros(2 + len(FAULTS), dtype=np.int64), RecentSteps(IncidentConfig().window)
     for loss, norm in series.tolist():
         if not math.isfinite(loss) or not math.isfinite(norm):
             continue  # an overflow of float16

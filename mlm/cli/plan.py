@@ -10,7 +10,7 @@ from mlm.config.suggest import either, multiples_around, nearest
 from mlm.config.tree import out_of_range, values_of
 from mlm.launch.rules.checks import Rule, problems_of
 from mlm.launch.rules.layout import RANK_RULES, SCHEDULE_RULES, TRAIN_RULES, Launch, LayoutValues
-from mlm.plan.candidates import OPTIONS, Query, first_breach, layouts, query_of
+from mlm.plan.candidates import OPTIONS, Query, first_violation, layouts, query_of
 from mlm.plan.config import (
     PlanCalibrateConfig,
     PlanCompareConfig,
@@ -134,7 +134,7 @@ def _layout_is_valid(config: PlanCompareConfig, key: str) -> Problem | None:
         fix = "write it as `mlm plan layouts` does, such as tp8 pp4 dp16 sp mb2"
         return Problem((key,), f"{key}={label}: {error}", fix)
     values = LayoutValues({**values_of(config), **layout.settings(defaults=True)})
-    if broken := first_breach(TRAIN_RULES, values, Launch(layout.gpus, None)):
+    if broken := first_violation(TRAIN_RULES, values, Launch(layout.gpus, None)):
         return Problem((key,), f"{key}={label}: {broken.why}", "use one that `mlm plan layouts` finds")
     return context_problem(layout.cp, config.model, config.data)
 

@@ -61,14 +61,14 @@ def corpus_loss(
         means, counts = evaluate(trained.model, objective, map(count, batches))
     if not ctx.is_main:
         return None
-    loss, is_bert = math.fsum(means[: objective.losses]), len(means) > 1
+    loss, is_bert = math.fsum(means[: objective.num_losses]), len(means) > 1
     bits = None if is_bert else bits_per_byte(loss * counts[0], tokenizer, prefix, indexed, trained.source)
     receipt = prefix.with_name(RECEIPT)
     return {
         "task": "loss",
         "protocol": family.protocol,
         "loss": loss,
-        **(dict(zip(objective.parts, means, strict=True)) if is_bert else {}),
+        **(dict(zip(objective.metrics, means, strict=True)) if is_bert else {}),
         "perplexity": math.exp(min(means[0], 700.0)),
         "bits_per_byte": bits,
         "tokens": counts[0],

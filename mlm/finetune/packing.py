@@ -208,18 +208,18 @@ class PairLoss(AnswerLoss):
     """
 
     methods = ("log_likelihoods",)
-    losses = 1
+    num_losses = 1
 
     def __init__(self, ctx: ParallelContext, dtype: torch.dtype, task: TaskConfig) -> None:
         super().__init__(ctx, dtype)
         self.task, self.has_reference = task, task.loss not in REFERENCE_FREE
-        self.parts = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
+        self.metrics = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
         if self.has_reference:
-            self.parts = (*self.parts, "kl")
+            self.metrics = (*self.metrics, "kl")
 
     def counts(self, batch: PairBatch) -> Sequence[int]:  # type: ignore[override]
         """Return the number of pairs for each part."""
-        return (len(batch.examples),) * len(self.parts)
+        return (len(batch.examples),) * len(self.metrics)
 
     def likelihoods(
         self, chunk: GPT2, batch: PairBatch, stream: DropoutStream | None, x: Tensor | None
@@ -248,7 +248,7 @@ class PairLoss(AnswerLoss):
     @torch.no_grad()
     def sums(self, chunk: GPT2, batch: PairBatch, x: Tensor | None) -> Tensor:  # type: ignore[override]
         """Return hidden states, or in the last stage the sums of all parts, [k] float64."""
-        one = torch.ones(len(self.parts), dtype=torch.float64, device=self.ctx.device)
+        one = torch.ones(len(self.metrics), dtype=torch.float64, device=self.ctx.device)
         y = self.output(chunk, batch, one, None, x)
         return y.double() if chunk.stage.is_last else y
 
@@ -278,7 +278,7 @@ class PairLoss(AnswerLoss):
 
     def scores(self, means: Sequence[float]) -> dict[str, float]:
         """Return the metrics of a validation."""
-        return dict(zip(self.parts, means, strict=True))
+        return dict(zip(self.metrics, means, strict=True))
 
 
 def set_reference(

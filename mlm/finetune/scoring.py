@@ -40,8 +40,8 @@ NOT_FINITE = ": use another checkpoint, a lower optimizer.lr, or precision=fp32"
 class Finetuning:
     """The objective of finetuning on a type of task: the mean loss per example."""
 
-    parts: tuple[str, ...] = ("loss",)
-    losses = 1
+    metrics: tuple[str, ...] = ("loss",)
+    num_losses = 1
     methods: tuple[str, ...] = ("outputs",)
 
     def __init__(self, kind: TaskType, ctx: ParallelContext, dtype: torch.dtype) -> None:

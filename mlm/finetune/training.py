@@ -238,7 +238,7 @@ class FinetuneLoop(Loop):
     def parts(self, means: Sequence[float], rates: Rates) -> Parts:
         """Epochs, and examples per second since the last logged step."""
         rows, self.rows = self.rows, 0
-        names = self.trainer.objective.parts
+        names = self.trainer.objective.metrics
         return {
             **dict(zip(names[1:], means[1:], strict=True)),
             "epoch": self.trainer.step / self.order.steps_per_epoch,

@@ -112,11 +112,11 @@ class SampleSource(Protocol):
 class Objective(Protocol[C_in, B_in]):
     """Training objective: the numbers that a micro-batch gives, and what each is divided by.
 
-    Its `parts` are k numbers; the first `losses` of them are minimised.
+    `metrics` names its k numbers, of which the first `num_losses` are minimised.
     """
 
-    parts: tuple[str, ...]
-    losses: int
+    metrics: tuple[str, ...]
+    num_losses: int
     methods: tuple[str, ...]
     """Methods of the model that it calls, other than `forward`."""
 

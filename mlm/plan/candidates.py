@@ -12,7 +12,7 @@ from typing import Any
 
 from mlm.config.suggest import divisors
 from mlm.config.tree import values_of
-from mlm.launch.rules.layout import TRAIN_RULES, Breach, Launch, LayoutRule, LayoutValues
+from mlm.launch.rules.layout import TRAIN_RULES, Launch, LayoutRule, LayoutValues, Violation
 from mlm.models.shape import architecture_of
 from mlm.parallel.config import ParallelConfig
 from mlm.plan.config import PlanLayoutsConfig
@@ -103,15 +103,15 @@ def _chosen(query: Query, choices: Iterable[Choice], name: str, rejected: list[s
         values = LayoutValues({**query.values, **choice})
         for value in [query.fixed[name]] if name in query.fixed else OPTIONS[name](query, choice):
             values[key] = value
-            if breach := first_breach(CHECKED[name], values, launch):
-                rejected.append(breach.why)
+            if violation := first_violation(CHECKED[name], values, launch):
+                rejected.append(violation.why)
             else:
                 yield {**choice, name: value}
 
 
-def first_breach(rules: Iterable[LayoutRule], values: LayoutValues, launch: Launch) -> Breach | None:
-    """The breach of the first rule, in their order, that settings do not keep; None if they keep all."""
-    return next((found for rule in rules if (found := rule.breach(values, launch))), None)
+def first_violation(rules: Iterable[LayoutRule], values: LayoutValues, launch: Launch) -> Violation | None:
+    """The violation of the first rule, in their order, that settings do not keep; None if they keep all."""
+    return next((found for rule in rules if (found := rule.violation(values, launch))), None)
 
 
 def _last_read(rule: LayoutRule) -> str:

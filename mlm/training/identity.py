@@ -69,8 +69,8 @@ SAMPLE_KEYS = ("data.masked_lm_prob", "data.short_seq_prob", "data.max_ngram")
 
 
 @dataclass(frozen=True)
-class Past:
-    """Past that a run continues; checkpoints carry it."""
+class RunAncestry:
+    """RunAncestry that a run continues; checkpoints carry it."""
 
     lineage: Lineage = field(default_factory=Lineage)
     changes: tuple[dict[str, Any], ...] = ()
@@ -80,7 +80,7 @@ class Past:
         """As JSON values."""
         return {**self.lineage.encode(), "changes": list(self.changes)}
 
-    def after(self, save: Save) -> "Past":
+    def after(self, save: Save) -> "RunAncestry":
         """The past of the next checkpoint."""
         return replace(self, lineage=replace(self.lineage, ancestors=self.lineage.after(save)))
 

@@ -248,7 +248,7 @@ class StepLogger(Observer):
         loop.reporter.step(
             StepMetrics(
                 step=trainer.step,
-                loss=math.fsum(means[: trainer.objective.losses]),
+                loss=math.fsum(means[: trainer.objective.num_losses]),
                 lr=outcome.lr,
                 grad_norm=float(outcome.grad_norm.item()),
                 loss_scale=float(scaler.scale.item()) if scaler.dynamic else None,
@@ -350,10 +350,10 @@ def composed_yaml(config: Any, command: str) -> str:
 
 def resume_command(command: str, out: Path, config: Any) -> list[str]:
     """The words to type to resume a run, started as this one was."""
-    return ["mlm", command, f"resume={out}", *own_code(config)]
+    return ["mlm", command, f"resume={out}", *user_code(config)]
 
 
-def own_code(config: Any) -> list[str]:
+def user_code(config: Any) -> list[str]:
     """The settings that name the user's own code: a saved import path is followed only if typed again."""
     spec: type = type(config)
     values = values_of(config)

@@ -226,7 +226,7 @@ def evaluate(
     ranks, and the same on each.
     """
     ctx = model.ctx
-    sums = torch.zeros(2, len(objective.parts), dtype=torch.float64, device=ctx.device)
+    sums = torch.zeros(2, len(objective.metrics), dtype=torch.float64, device=ctx.device)
     for batch, result in model.evaluate(batches, objective.sums):
         sums[0] += result
         if ctx.cp.rank == 0:  # counts are of whole sequences, sums of this rank's tokens

@@ -28,7 +28,7 @@ from mlm.checkpoint.native.staging import StagedFile
 from mlm.parallel.mesh import host_group
 from mlm.parallel.watch import LostPeer, Watch
 from mlm.tracking.reporter import Reporter
-from mlm.training.identity import Past
+from mlm.training.identity import RunAncestry
 from mlm.training.observer import Observer
 from mlm.training.state import counters, owned_shards
 from mlm.training.trainer import Trainer
@@ -158,10 +158,10 @@ class Saver(Observer):
             self._failed, self._unjudged = self._collect(), pending
 
     @property
-    def past(self) -> Past:
-        """The past of the trainer's state, the save in flight included; of rank 0."""
-        past, pending = self.trainer.past, self._pending
-        return past.after(Save(pending.step, pending.save_id)) if pending else past
+    def ancestry(self) -> RunAncestry:
+        """The ancestry of the trainer's state, the save in flight included; of rank 0."""
+        ancestry, pending = self.trainer.ancestry, self._pending
+        return ancestry.after(Save(pending.step, pending.save_id)) if pending else ancestry
 
     def before_weights_change(self) -> None:
         """Wait until the state of the save in flight has been copied: it may change then."""
@@ -204,7 +204,7 @@ class Saver(Observer):
             pending.thread.join()
             pending.waited += time.perf_counter() - begin
         if pending.path is not None:
-            self.trainer.past = self.trainer.past.after(Save(pending.step, pending.save_id))
+            self.trainer.ancestry = self.trainer.ancestry.after(Save(pending.step, pending.save_id))
             self.reporter.saved(
                 pending.step, pending.path, pending.seconds, min(pending.waited, pending.seconds)
             )

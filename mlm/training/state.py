@@ -38,7 +38,7 @@ from mlm.parallel.sharding import ParameterShard
 from mlm.runs.config import PretrainConfig
 from mlm.training.identity import (
     MAX_CHANGES,
-    Past,
+    RunAncestry,
     changes_since,
     function_errors,
     identity_errors,
@@ -80,7 +80,7 @@ def counters(trainer: Trainer) -> dict[str, Any]:
         "config": to_dict(replace(trainer.config, data=replace(trainer.config.data, change=False))),
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
         **({"data": {"segments": encode(trainer.history)}} if trainer.history else {}),
-        LINEAGE: trainer.past.encode(),
+        LINEAGE: trainer.ancestry.encode(),
         **trainer.extra_state,
     }
 
@@ -133,7 +133,7 @@ def load(trainer: Trainer, path: Path) -> Manifest:
         trainer.history = read_history(state)
         trainer.scaler.load_state(state["scaler"])
         ensure_state(trainer.optimizer, float(state["applied_steps"]))
-        trainer.past = read_past(trainer.config, path, manifest) if ctx.is_main else Past()
+        trainer.ancestry = read_ancestry(trainer.config, path, manifest) if ctx.is_main else RunAncestry()
         if TOKENIZER in state:
             trainer.extra_state.setdefault(TOKENIZER, state[TOKENIZER])
         for key in (INCIDENTS, VALIDATION_DUE):
@@ -200,13 +200,13 @@ def upcycled_from(config: PretrainConfig, path: Path, manifest: Manifest) -> Pre
     return None if is_own or not isinstance(saved, Mapping) else dense_config(config, saved)
 
 
-def read_past(config: PretrainConfig, path: Path, manifest: Manifest) -> Past:
+def read_ancestry(config: PretrainConfig, path: Path, manifest: Manifest) -> RunAncestry:
     """The past of a run that continues from a checkpoint: its ancestors, and the allowed changes since."""
     since = changes_since(config, manifest.state["config"], manifest.step)
     if later := descendants_set_aside(path.parent, path):
         since += ({"step": manifest.step, "key": "rollback", "from": max(later), "to": manifest.step},)
     changes = (*recorded_changes(manifest.state), *since)[-MAX_CHANGES:]
-    return Past(Lineage.of(manifest.state), changes).after(manifest.save)
+    return RunAncestry(Lineage.of(manifest.state), changes).after(manifest.save)
 
 
 def load_weights(

@@ -38,7 +38,7 @@ from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import DP_SLICES, ParameterShard, parameter_shards, shard_of
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import fill_eod_id
-from mlm.training.identity import Past
+from mlm.training.identity import RunAncestry
 from mlm.training.kernels import choose_kernels, compile_layers, should_compile
 from mlm.training.observer import Observer, Observers, StepOutcome
 from mlm.training.pipelined import PipelinedModel, evaluate
@@ -113,7 +113,7 @@ class Trainer(Generic[B]):
         split_parts: whose attention masks this process draws where kernels draw them (`DropoutStream`).
         balances_experts: True if loads of experts are counted and balanced. Not in finetuning, where padding
             would count, which differs by layout; not of adapters, beside which routers are frozen.
-        past: saves that the run descends from and changes of its settings; of rank 0, which writes them.
+        ancestry: saves that the run descends from and changes of its settings; of rank 0, which writes them.
         extra_state: further state of checkpoints, as JSON values.
     """
 
@@ -135,7 +135,7 @@ class Trainer(Generic[B]):
         )
         has_experts = architecture_of(config.model).experts > 0
         self.balances_experts = has_experts and objective is None and not config.lora.rank
-        self.past = Past()
+        self.ancestry = RunAncestry()
         self.extra_state: dict[str, Any] = {}
         self.reducers = self._build_reducers()
         self.gradients = [
@@ -351,7 +351,7 @@ class Trainer(Generic[B]):
 
     def mean_loss(self, outcome: StepOutcome) -> float:
         """The minimised loss, mean over the global batch, in nats. Collective as `mean_parts`."""
-        return sum(self.mean_parts(outcome)[: self.objective.losses])
+        return sum(self.mean_parts(outcome)[: self.objective.num_losses])
 
     def validate(self, batches: Iterable[B]) -> list[float]:
         """Mean of each part of the objective over all ranks' batches, whatever the layout and batch size."""

@@ -137,7 +137,7 @@ class MlmTrainee(Trainee):
             assert shard.parameter.grad is not None
             gradients[shard.name] = shard.without_padding(shard.parameter.grad).float().cpu()
         self.clear()
-        return float(parts[: self.trainer.objective.losses].sum()), gradients
+        return float(parts[: self.trainer.objective.num_losses].sum()), gradients
 
     def clear(self) -> None:
         for reducer in self.trainer.reducers:

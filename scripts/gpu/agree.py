@@ -121,7 +121,7 @@ def train(config: PretrainConfig, device: str) -> tuple[Reference, list[float]]:
                 for shard in trainer.shards
                 if (grad := shard.parameter.grad) is not None
             }
-            first = Reference(float(parts[: trainer.objective.losses].sum()), gradients)
+            first = Reference(float(parts[: trainer.objective.num_losses].sum()), gradients)
         losses.append(trainer.mean_loss(trainer.clip_and_update(parts)))
     assert first is not None
     return first, losses

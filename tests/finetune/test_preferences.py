@@ -95,7 +95,7 @@ def our_gradients(folder: Path, **task: Any) -> tuple[torch.Tensor, dict[str, to
     numbers = sorted(range(len(examples)), key=lambda n: -sum(map(len, examples[n].texts)))
     batches = packer.micro_batches(examples, numbers, 0)
     assert len(batches) > 1
-    scale = torch.full((len(objective.parts),), 1 / len(examples), dtype=torch.float64)
+    scale = torch.full((len(objective.metrics),), 1 / len(examples), dtype=torch.float64)
     parts = torch.stack(model.train(batches, objective, scale, lambda _: None)).sum(0)
     return parts, {s.name: s.without_padding(s.parameter.grad) for s in shards}, objective  # type: ignore[arg-type]
 
@@ -189,7 +189,7 @@ def test_reference_free_losses_equal_their_published_formulas(folder: Path) -> N
 def test_kl_is_the_mean_of_log_ratios_over_both_answers() -> None:
     y, reference = torch.tensor([[-3.0, -8.0], [-6.0, -2.0]]), torch.tensor([[-4.0, -7.0], [-5.0, -2.5]])
     objective = PairLoss(ParallelContext(), torch.float64, shipped("preferences", loss="dpo", beta=0.3))
-    parts = dict(zip(objective.parts, objective.parts_of(y, torch.ones(2, 2), reference), strict=True))
+    parts = dict(zip(objective.metrics, objective.parts_of(y, torch.ones(2, 2), reference), strict=True))
     assert parts["kl"].tolist() == [(-1 + 1) / 2, (1 - 0.5) / 2]
 
 

@@ -25,5 +25,5 @@ def save(trainer: Trainer[Any], out: Path) -> Path:
         keep_every=trainer.config.checkpoint.keep_every,
         save_id=save_id,
     )
-    trainer.past = trainer.past.after(Save(trainer.step, save_id))
+    trainer.ancestry = trainer.ancestry.after(Save(trainer.step, save_id))
     return path

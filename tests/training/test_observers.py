@@ -18,7 +18,7 @@ from mlm.config.fields import POSITIVE
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.runs.config import PretrainConfig
 from mlm.tracking.reporter import Reporter
-from mlm.training.loop import own_code
+from mlm.training.loop import user_code
 from mlm.training.observer import DeferredCheck, Observer, Observers, StepOutcome
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
@@ -116,7 +116,7 @@ def test_an_observer_takes_fields_and_a_resumed_run_has_them(
         PretrainConfig, read_manifest(tmp_path / "checkpoints" / "step-00000002").state["config"]
     )
     assert saved.train.observers == ({"use": f"{__name__}:Counts", "every": 2},)
-    assert len(own_code(saved)) == 1
+    assert len(user_code(saved)) == 1
     assert main(["pretrain", f"resume={tmp_path}", "train.steps=4"]) == 2
     typed = capsys.readouterr().err.partition("if you trust it, type '")[2].partition("' or set")[0]
     assert main(["pretrain", f"resume={tmp_path}", "train.steps=4", typed]) == 0
@@ -161,7 +161,7 @@ def test_the_command_that_resumes_a_run_names_its_observers() -> None:
         ((fields,), '[{use:"my_file:Mine",every:2}]'),
     ):
         spec = replace(SPEC, train=replace(SPEC.train, observers=observers))
-        assert own_code(spec) == [f"train.observers={typed}"]
+        assert user_code(spec) == [f"train.observers={typed}"]
 
 
 class Decides(Observer):

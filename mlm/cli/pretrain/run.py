@@ -183,7 +183,7 @@ def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str
     if start is not None:
         begins = "resuming from" if trainer.step else "weights from"
         lines.append(f"{begins} {start} (step {trainer.step})")
-    since = tuple(c for c in trainer.past.changes if c["step"] == trainer.step)
+    since = tuple(c for c in trainer.ancestry.changes if c["step"] == trainer.step)
     if since and left > 0:
         lines.append(f"{changes_line(since)}; for a new run instead, set another out=…")
     if changed is not None:
@@ -300,13 +300,13 @@ class PretrainLoop(Loop):
 
     def parts(self, means: Sequence[float], rates: Rates | None = None) -> Parts:
         """The parts of the objective by name; nothing where the loss is all there is."""
-        names = self.trainer.objective.parts
+        names = self.trainer.objective.metrics
         return dict(zip(names, means, strict=True)) if len(names) > 1 else {}
 
     def score(self) -> None:
         """Mean loss over the validation windows; of a blend, the mean over its corpora by weight."""
         parts = [self.trainer.validate(self.validation_batches(part)) for part in self.validation]
-        losses = [math.fsum(means[: self.trainer.objective.losses]) for means in parts]
+        losses = [math.fsum(means[: self.trainer.objective.num_losses]) for means in parts]
         weights = normalize_weights([part.weight for part in self.validation])
         whole = [math.fsum(map(operator.mul, weights, part)) for part in zip(*parts, strict=True)]
         self.last_validation = math.fsum(map(operator.mul, weights, losses))

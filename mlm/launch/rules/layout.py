@@ -63,7 +63,7 @@ class LayoutValues(dict[str, Any]):
 
 
 @dataclass(frozen=True)
-class Breach:
+class Violation:
     """A broken rule."""
 
     why: str
@@ -90,7 +90,7 @@ class LayoutRule:
     """Keys it depends on; skipped when one of them is out of range."""
     moves: tuple[str, ...]
     """Keys that a fix changes, the likeliest first."""
-    breach: Callable[[LayoutValues, Launch], Breach | None]
+    violation: Callable[[LayoutValues, Launch], Violation | None]
     only_here: bool = False
     """True if starting elsewhere fixes it too: the fixes of other problems need not keep it when broken."""
 
@@ -132,46 +132,48 @@ def batch_quantum(values: LayoutValues, launch: Launch) -> int:
     return int(replicas * values["train.micro_batch_size"] * (values["pp"] if interleaved else 1))
 
 
-def _heads_divide_hidden(values: LayoutValues, _: Launch) -> Breach | None:
+def _heads_divide_hidden(values: LayoutValues, _: Launch) -> Violation | None:
     if values["model.hidden_size"] % values["model.num_heads"] == 0:
         return None
-    return Breach(f"{values.typed('model.num_heads')} does not divide {values.typed('model.hidden_size')}")
+    return Violation(f"{values.typed('model.num_heads')} does not divide {values.typed('model.hidden_size')}")
 
 
-def _tp_fits_kv_heads(values: LayoutValues, _: Launch) -> Breach | None:
+def _tp_fits_kv_heads(values: LayoutValues, _: Launch) -> Violation | None:
     heads, tp = (values.get("model.options") or {}).get("num_kv_heads"), values["tp"]
     if type(heads) is not int or heads <= 0 or values["model.num_heads"] % tp:  # num_heads has its own rule
         return None
     if heads % tp == 0 or tp % heads == 0:
         return None
-    return Breach(f"of {values.typed('tp')} and model.options.num_kv_heads={heads} neither divides the other")
+    return Violation(
+        f"of {values.typed('tp')} and model.options.num_kv_heads={heads} neither divides the other"
+    )
 
 
-def _tp_divides(key: str, values: LayoutValues, _: Launch) -> Breach | None:
+def _tp_divides(key: str, values: LayoutValues, _: Launch) -> Violation | None:
     # ffn_hidden_size=null is 4 * hidden_size: divided where the heads are
     if values[key] is None or values[key] % values["tp"] == 0:
         return None
     valid = divisors(values[key])
     listed = f" (its divisors: {', '.join(map(str, valid))})" if len(valid) <= 12 else ""
-    return Breach(f"{values.typed('tp')} does not divide {values.typed(key)}", note=listed)
+    return Violation(f"{values.typed('tp')} does not divide {values.typed(key)}", note=listed)
 
 
-def _sequence_fits(values: LayoutValues, _: Launch) -> Breach | None:
+def _sequence_fits(values: LayoutValues, _: Launch) -> Violation | None:
     length, positions = values["data.seq_length"], values["model.max_positions"]
     if length <= positions:
         return None
-    return Breach(
+    return Violation(
         f"{values.typed('data.seq_length')} is more than {values.typed('model.max_positions')}",
         note=f", or model.max_positions={length}",
     )
 
 
-def _tp_divides_sequence(values: LayoutValues, _: Launch) -> Breach | None:
+def _tp_divides_sequence(values: LayoutValues, _: Launch) -> Violation | None:
     tokens = values["data.seq_length"] // values["cp"]  # of one cp rank
     if not values["sequence_parallel"] or tokens % values["tp"] == 0:
         return None
     ranks = values.typed(*(("cp", "tp") if values["cp"] > 1 else ("tp",)))
-    return Breach(
+    return Violation(
         f"{values.typed('sequence_parallel')} splits sequences, but {ranks} does not divide "
         f"{values.typed('data.seq_length')}"
     )
@@ -183,27 +185,27 @@ def overlapped_tokens(values: LayoutValues) -> int:
     return int(tokens // values["tp"] if values["sequence_parallel"] else tokens)
 
 
-def _parts_divide_sequence(values: LayoutValues, _: Launch) -> Breach | None:
+def _parts_divide_sequence(values: LayoutValues, _: Launch) -> Violation | None:
     tokens, parts = overlapped_tokens(values), values["tp_overlap"]
     if values["tp"] == 1 or tokens % parts == 0:
         return None
-    return Breach(f"{values.typed('tp_overlap')} does not divide a rank's {tokens} tokens of a sequence")
+    return Violation(f"{values.typed('tp_overlap')} does not divide a rank's {tokens} tokens of a sequence")
 
 
-def _cp_divides_sequence(values: LayoutValues, _: Launch) -> Breach | None:
+def _cp_divides_sequence(values: LayoutValues, _: Launch) -> Violation | None:
     cp = values["cp"]
     if cp == 1 or values["data.seq_length"] % (2 * cp) == 0:
         return None
-    return Breach(
+    return Violation(
         f"{values.typed('cp')} splits sequences into {2 * cp} pieces, but {2 * cp} does not divide "
         f"{values.typed('data.seq_length')}"
     )
 
 
-def _sequences_are_whole(values: LayoutValues, _: Launch) -> Breach | None:
+def _sequences_are_whole(values: LayoutValues, _: Launch) -> Violation | None:
     if values["cp"] == 1:
         return None
-    return Breach(f"{values.typed('cp')} splits the sequences of pretraining and `mlm eval loss` alone")
+    return Violation(f"{values.typed('cp')} splits the sequences of pretraining and `mlm eval loss` alone")
 
 
 def num_experts(values: LayoutValues) -> int:
@@ -212,103 +214,103 @@ def num_experts(values: LayoutValues) -> int:
     return experts if type(experts) is int and experts > 0 else 0
 
 
-def _ep_divides_experts(values: LayoutValues, _: Launch) -> Breach | None:
+def _ep_divides_experts(values: LayoutValues, _: Launch) -> Violation | None:
     experts, ep = num_experts(values), values.get("ep", 1)
     if ep == 1 or (experts and experts % ep == 0):
         return None
-    return Breach(f"{values.typed('ep')} cannot split model.options.num_experts={experts} evenly")
+    return Violation(f"{values.typed('ep')} cannot split model.options.num_experts={experts} evenly")
 
 
-def _ep_divides_replicas(values: LayoutValues, launch: Launch) -> Breach | None:
+def _ep_divides_replicas(values: LayoutValues, launch: Launch) -> Violation | None:
     keys = ("tp", "cp", "dp") if values.get("expert_tp") == 1 else ("cp", "dp")
     folded = values.changed({"dp": num_replicas(replica_size(values), values["dp"], launch)})
     ranks = math.prod(folded[key] for key in keys)
     if ranks % values.get("ep", 1) == 0:
         return None
     typed = f"{folded.typed(*keys)} = {ranks} ranks"
-    return Breach(f"{values.typed('ep')} does not divide {typed}, which it is folded of")
+    return Violation(f"{values.typed('ep')} does not divide {typed}, which it is folded of")
 
 
-def _experts_fit_tp(values: LayoutValues, _: Launch) -> Breach | None:
+def _experts_fit_tp(values: LayoutValues, _: Launch) -> Violation | None:
     tp, expert_tp = values["tp"], values.get("expert_tp")
     if expert_tp not in (None, 1, tp):
-        return Breach(f"{values.typed('expert_tp')} is neither 1 nor {values.typed('tp')}")
+        return Violation(f"{values.typed('expert_tp')} is neither 1 nor {values.typed('tp')}")
     if num_experts(values) and expert_tp == 1 < tp and not values.get("sequence_parallel", False):
-        return Breach(
+        return Violation(
             f"{values.typed('expert_tp')} lets each of {values.typed('tp')} ranks send its own tokens, which "
             "sequence_parallel=false leaves them none of"
         )
     return None
 
 
-def _tp_divides_experts(values: LayoutValues, _: Launch) -> Breach | None:
+def _tp_divides_experts(values: LayoutValues, _: Launch) -> Violation | None:
     options, tp = values.get("model.options") or {}, values["tp"]
     width = options.get("expert_ffn_size", 0)
     shared = options.get("shared_experts", 0)
     if not num_experts(values) or type(width) is not int or width <= 0 or type(shared) is not int:
         return None
     if values.get("expert_tp") != 1 and width % tp:
-        return Breach(f"{values.typed('tp')} does not divide model.options.expert_ffn_size={width}")
+        return Violation(f"{values.typed('tp')} does not divide model.options.expert_ffn_size={width}")
     if shared * width % tp:
-        return Breach(f"{values.typed('tp')} does not divide the {shared * width} of the shared experts")
+        return Violation(f"{values.typed('tp')} does not divide the {shared * width} of the shared experts")
     return None
 
 
-def _layers_fill_stages(values: LayoutValues, _: Launch) -> Breach | None:
+def _layers_fill_stages(values: LayoutValues, _: Launch) -> Violation | None:
     layers, pp, vp = values["model.num_layers"], values["pp"], values["vp"]
     stages = f"{values.typed('pp', 'vp')} = {pp * vp} stages" if vp > 1 else f"{values.typed('pp')} stages"
     if pp * vp > layers:
-        return Breach(f"{stages} are more than {values.typed('model.num_layers')}")
+        return Violation(f"{stages} are more than {values.typed('model.num_layers')}")
     if vp > 1 and layers % (pp * vp):
-        return Breach(f"{stages} do not divide {values.typed('model.num_layers')}, as vp > 1 needs")
+        return Violation(f"{stages} do not divide {values.typed('model.num_layers')}, as vp > 1 needs")
     return None
 
 
-def _chunks_interleave(values: LayoutValues, _: Launch) -> Breach | None:
+def _chunks_interleave(values: LayoutValues, _: Launch) -> Violation | None:
     if values["vp"] == 1 or values["pp"] > 1:
         return None
-    return Breach(
+    return Violation(
         f"{values.typed('vp')} interleaves the stages of a pipeline, but {values.typed('pp')} makes none"
     )
 
 
-def _schedule_interleaves(values: LayoutValues, _: Launch) -> Breach | None:
+def _schedule_interleaves(values: LayoutValues, _: Launch) -> Violation | None:
     if values["vp"] == 1 or values["pipeline"] != "zb_h1":
         return None
-    return Breach(f"{values.typed('pipeline')} has one stage per rank, but {values.typed('vp')}")
+    return Violation(f"{values.typed('pipeline')} has one stage per rank, but {values.typed('vp')}")
 
 
-def _weights_stay_gathered(values: LayoutValues, _: Launch) -> Breach | None:
+def _weights_stay_gathered(values: LayoutValues, _: Launch) -> Violation | None:
     if values["zero"] != 3 or values["pp"] == 1:
         return None
-    return Breach(
+    return Violation(
         f"{values.typed('zero')} would gather the weights again for each micro-batch of a pipeline "
         f"({values.typed('pp')})"
     )
 
 
-def _replicas_fill_world(values: LayoutValues, launch: Launch) -> Breach | None:
+def _replicas_fill_world(values: LayoutValues, launch: Launch) -> Violation | None:
     replica, world_size = replica_size(values), launch.world_size
     if world_size is None or world_size % replica == 0:
         return None
-    return Breach(
+    return Violation(
         f"{values.typed(*_replica_keys(values))} = {replica} does not divide {launch.world}",
         note=f", or start a multiple of {replica} ranks",
     )
 
 
-def _dp_fills_world(values: LayoutValues, launch: Launch) -> Breach | None:
+def _dp_fills_world(values: LayoutValues, launch: Launch) -> Violation | None:
     replica, dp, world_size = replica_size(values), values["dp"], launch.world_size
     if world_size is None or dp is None or world_size % replica or replica * dp == world_size:
         return None
     ranks, typed = replica * dp, values.typed(*_replica_keys(values), "dp")
-    return Breach(
+    return Violation(
         f"{typed} = {ranks} ranks, not {launch.world}",
         note=f", or start {ranks} ranks",
     )
 
 
-def _host_has_ranks(values: LayoutValues, launch: Launch) -> Breach | None:
+def _host_has_ranks(values: LayoutValues, launch: Launch) -> Violation | None:
     replica, most = replica_size(values), launch.most_ranks
     dp = num_replicas(replica, values["dp"], launch)
     if launch.world_size is not None or replica * dp <= most:
@@ -318,7 +320,7 @@ def _host_has_ranks(values: LayoutValues, launch: Launch) -> Breach | None:
     start = f"start {ranks} ranks with torchrun or SLURM (scripts/slurm/pretrain.sbatch)"
     fits = launch.local_devices is not None or _weights_fit(values)
     why = f"{typed} = {ranks} ranks, but {here}"
-    return Breach(why, start=start if launch.elsewhere else "", can_start_here=fits)
+    return Violation(why, start=start if launch.elsewhere else "", can_start_here=fits)
 
 
 def _weights_fit(values: LayoutValues) -> bool:
@@ -329,14 +331,14 @@ def _weights_fit(values: LayoutValues) -> bool:
     return TRAINED_BYTES * 12 * layers * hidden**2 <= host_memory()
 
 
-def _batches_divide(values: LayoutValues, launch: Launch) -> Breach | None:
+def _batches_divide(values: LayoutValues, launch: Launch) -> Violation | None:
     size, micro = values["train.global_batch_size"], values["train.micro_batch_size"]
     quantum, dp = batch_quantum(values, launch), num_replicas(replica_size(values), values["dp"], launch)
     if size % quantum == 0:
         return None
     groups = ("pp",) if quantum > dp * micro else ()  # interleaving takes micro-batches in groups of pp
     typed = values.changed({"dp": dp}).typed("dp", "train.micro_batch_size", *groups)
-    return Breach(f"{values.typed('train.global_batch_size')} is not a multiple of {typed} = {quantum}")
+    return Violation(f"{values.typed('train.global_batch_size')} is not a multiple of {typed} = {quantum}")
 
 
 _RANKS = ("tp", "cp", "pp", "dp")

@@ -47,7 +47,7 @@ def layout_problems(
     """
     sound = [rule for rule in rules if not set(rule.reads) & set(out_of_range)]
     settings = LayoutValues(values, names)
-    broken = [rule for rule in sound if rule.breach(settings, launch)]
+    broken = [rule for rule in sound if rule.violation(settings, launch)]
     elsewhere = [rule for rule in broken if rule.only_here]
     rest = [rule for rule in broken if not rule.only_here]
     kept = [rule for rule in sound if rule not in elsewhere]
@@ -75,11 +75,11 @@ class LayoutFixes:
         fixes, alone = self._fixes(broken) if broken else ([], False)
         problems = []
         for rule, changes in zip(broken, fixes, strict=True):
-            breach = rule.breach(self.values, self.launch)
-            assert breach is not None
+            violation = rule.violation(self.values, self.launch)
+            assert violation is not None
             named = ({self.fix_names.get(key, key): value for key, value in c.items()} for c in changes)
-            fix = breach.fix(" or ".join(map(format_settings, named)), alone=alone)
-            problems.append(Problem(map(self.values.name, rule.reads), breach.why, fix))
+            fix = violation.fix(" or ".join(map(format_settings, named)), alone=alone)
+            problems.append(Problem(map(self.values.name, rule.reads), violation.why, fix))
         return problems
 
     def _fixes(self, broken: list[LayoutRule]) -> tuple[list[list[Change]], bool]:
@@ -134,13 +134,13 @@ class LayoutFixes:
     def _changes(self, key: str, layout: LayoutValues, rules: Iterable[LayoutRule]) -> list[Change]:
         """The changes of a key to the nearest values below and above, and to null, that keep `rules`."""
         changed = ((value, layout.changed({key: value})) for value in self._range(key, layout))
-        valid = [v for v, values in changed if not any(rule.breach(values, self.launch) for rule in rules)]
+        valid = [v for v, values in changed if not any(rule.violation(values, self.launch) for rule in rules)]
         numbers = [v for v in valid if isinstance(v, int) and not isinstance(v, bool)]
         nearest = around(layout[key], numbers) if numbers else []
         return [{key: value} for value in (*nearest, *(v for v in valid if v not in numbers))]
 
     def _broken(self, values: LayoutValues) -> list[LayoutRule]:
-        return [rule for rule in self.rules if rule.breach(values, self.launch)]
+        return [rule for rule in self.rules if rule.violation(values, self.launch)]
 
     def _range(self, key: str, values: LayoutValues) -> Iterable[Any]:
         """Values worth trying for one key, the others as they are in `values`."""

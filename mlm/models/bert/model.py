@@ -140,8 +140,8 @@ class BERT(Transformer):
 class MaskedTokens:
     """Cross-entropy of masked tokens and of the order of the segments (`PARTS`)."""
 
-    parts: tuple[str, ...] = PARTS
-    losses = 2
+    metrics: tuple[str, ...] = PARTS
+    num_losses = 2
     methods: tuple[str, ...] = ("sums",)
 
     def __init__(self, data: DataConfig, ctx: ParallelContext, dtype: torch.dtype) -> None:

@@ -220,8 +220,8 @@ class NextToken:
     `boundaries` selects what restarts at each document of a sample (attention, positions); None for nothing.
     """
 
-    parts: tuple[str, ...] = ("loss",)
-    losses = 1
+    metrics: tuple[str, ...] = ("loss",)
+    num_losses = 1
     methods: tuple[str, ...] = ("losses", "next_logits")
 
     def __init__(self, ctx: ParallelContext, dtype: torch.dtype, boundaries: Boundaries | None) -> None:

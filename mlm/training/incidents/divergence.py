@@ -35,7 +35,7 @@ class DivergenceStop(Observer):
     def after_step(self, outcome: StepOutcome) -> None:
         """Raise IncidentError with a diagnosis. Collective then."""
         memory = self.incidents.memory
-        if memory.since and 0 < self.incidents.settings.patience <= memory.streak:
+        if memory.first_nonfinite_step and 0 < self.incidents.settings.patience <= memory.nonfinite_steps:
             self.fail()
 
     def on_run_end(self) -> None:
@@ -52,10 +52,10 @@ class DivergenceStop(Observer):
         record = {"step": trainer.step, "since": memory.doubt, "good": good and good.name}
         self.reporter.event("diverged", record)
         advice = "another host" if memory.differ else f"a lower optimizer.lr, a higher {self.warmup_key}"
-        if memory.since and trainer.scaler.dynamic:
+        if memory.first_nonfinite_step and trainer.scaler.dynamic:
             advice += " or precision=bf16"
         text, is_latest = self.diagnosis(good), False
-        if good is not None and trainer.ctx.is_main and (memory.since or memory.high):
+        if good is not None and trainer.ctx.is_main and (memory.first_nonfinite_step or memory.high):
             with suppress(UserError, OSError):
                 point_latest(good.parent, step_of(good))
                 is_latest = True
@@ -70,7 +70,7 @@ class DivergenceStop(Observer):
         if memory.differ:
             cause = "replicas differ"
             where = "; ".join(self.incidents.torn) or where
-        elif memory.since:
+        elif memory.first_nonfinite_step:
             probe = StepProbe(trainer)
             probe.run(self.incidents.batches)
             place = probe.gather().first_bad

@@ -49,7 +49,7 @@ LEAST_UPDATE_RISE = 1.0
 RAMP = 8
 """Steps in which losses that grow do not make the next one usual."""
 DOUBTFUL, LONGEST = 3, 8
-"""Count of `Memory` from which weights are doubtful, and the highest: three usual losses end it."""
+"""Count of `IncidentState` from which weights are doubtful, and the highest: three usual losses end it."""
 SUSPICION = "suspicion"
 """Key of what `judge_loss` knows in saved numbers."""
 TINY = 1e-30
@@ -77,7 +77,7 @@ class StepNumbers:
 def sum_numbers(trainer: Trainer, parts: Tensor, norm: Tensor) -> Tensor:
     """Return a step's loss and gradient norm, bit for bit the same on all ranks: [2]. Collective."""
     ctx = trainer.ctx
-    loss = parts[: trainer.objective.losses].sum()
+    loss = parts[: trainer.objective.num_losses].sum()
     mine = torch.stack([loss.to(norm.dtype) / ctx.tp.size, norm / ctx.world_size])
     if ctx.device.type == "cpu":  # the group of all ranks is gloo: one message
         all_reduce(mine, ctx.world)
@@ -133,7 +133,7 @@ def least_update_rise(loss: float) -> float:
     return max(LEAST_UPDATE_RISE, abs(loss) / 4)
 
 
-class Tail:
+class PeaksOverThreshold:
     """Level of a number's last steps, and its excesses over the levels of `size` steps."""
 
     def __init__(self, size: int) -> None:
@@ -179,14 +179,14 @@ class Tail:
         return usual if len(self.excesses) == self.size else min(usual, young)
 
 
-class Recent:
+class RecentSteps:
     """The finite losses and gradient norms of the last `size` steps, and those that their levels need.
 
     Outliers are among them: where training settles on another level, they soon are none.
     """
 
     def __init__(self, size: int, pairs: Sequence[Sequence[float]] = ()) -> None:
-        self.losses, self.norms = Tail(size), Tail(size)
+        self.losses, self.norms = PeaksOverThreshold(size), PeaksOverThreshold(size)
         self.pairs = deque[tuple[float, float]](maxlen=size + LEVEL)
         for loss, norm in pairs[-size - LEVEL :]:
             self.add(float(loss), float(norm))
@@ -208,20 +208,20 @@ class Recent:
 
 
 @dataclass
-class Memory:
-    """Recent numbers, and what incidents have changed."""
+class IncidentState:
+    """RecentSteps numbers, and what incidents have changed."""
 
-    recent: Recent
+    recent: RecentSteps
     ranges: Ranges = ()
     """Samples left out: (first, count)."""
     steps: list[int] = field(default_factory=list)
     """Steps whose update an incident left out."""
     rewinds: int = 0
-    streak: int = 0
+    nonfinite_steps: int = 0
     """Steps in a row without finite gradients."""
-    returned: tuple[int, int] = (0, 0)
+    last_rewind: tuple[int, int] = (0, 0)
     """Step of the incident that training last returned from, and that of the checkpoint it returned to."""
-    since: int = 0
+    first_nonfinite_step: int = 0
     """First of the newest steps that are not finite, overflows of float16 too; 0 if the newest is finite."""
     suspect: int = 0
     """First of the newest steps whose loss is too high; 0 if the newest are usual."""
@@ -237,7 +237,7 @@ class Memory:
     @property
     def doubt(self) -> int:
         """First of the newest steps that have gone wrong; 0 if the newest is sound."""
-        return min(filter(None, (self.since, self.high, self.differ)), default=0)
+        return min(filter(None, (self.first_nonfinite_step, self.high, self.differ)), default=0)
 
     @property
     def high(self) -> int:
@@ -272,7 +272,7 @@ class Memory:
 
         Training that gets no further than the last time goes further back.
         """
-        failed, target = self.returned
+        failed, target = self.last_rewind
         return target if step <= failed else None
 
     def leave_out(self, first: int, count: int) -> None:
@@ -286,18 +286,18 @@ class Memory:
             "left_out_samples": [list(each) for each in self.ranges],
             "left_out_steps": self.steps[-MOST_STEPS:],
             "rewinds": self.rewinds,
-            "streak": self.streak,
-            "returned": list(self.returned),
-            NOT_FINITE_SINCE: self.since,
+            "streak": self.nonfinite_steps,
+            "returned": list(self.last_rewind),
+            NOT_FINITE_SINCE: self.first_nonfinite_step,
             DOUBTFUL_SINCE: self.doubt,
             SUSPICION: [self.suspect, self.count, self.expires, self.differ, *self.ceilings],
         }
 
 
-def decode(saved: Any, window: int) -> Memory:
+def decode(saved: Any, window: int) -> IncidentState:
     """Return the memory that a checkpoint holds. Raises CorruptFileError."""
     if saved is None:
-        return Memory(Recent(window))
+        return IncidentState(RecentSteps(window))
     number = partial(whole_number, most=MOST_SAMPLES)
     try:
         assert isinstance(saved, Mapping)
@@ -305,14 +305,14 @@ def decode(saved: Any, window: int) -> Memory:
         steps = [*map(number, saved["left_out_steps"])]
         if len(ranges) > MOST_RANGES or len(steps) > MOST_STEPS:
             raise ValueError("too many entries")
-        recent = Recent(window, saved["recent"])
+        recent = RecentSteps(window, saved["recent"])
         failed, target = map(number, saved["returned"])
         rewinds, streak, since = (number(saved[k]) for k in ("rewinds", "streak", NOT_FINITE_SINCE))
         suspicion = saved.get(SUSPICION, (0, 0, 0, 0, 0.0, 0.0, 0.0))  # older runs have none
         suspect, count, expires, differ = map(number, suspicion[:4])
         rare, unusual, usual = map(float, suspicion[4:])
         counts = (rewinds, streak, (failed, target), since, suspect, count, expires, differ)
-        return Memory(recent, ranges, steps, *counts, (rare, unusual, usual))
+        return IncidentState(recent, ranges, steps, *counts, (rare, unusual, usual))
     except (AssertionError, KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(
             f"its state of incidents is damaged ({error!r}); take another checkpoint"

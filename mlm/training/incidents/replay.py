@@ -25,7 +25,7 @@ from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import train_dataset
 from mlm.training.identity import recorded_changes
 from mlm.training.incidents.config import ReplayConfig, ReplayRun
-from mlm.training.incidents.numbers import Memory, StepNumbers, decode, shared_numbers
+from mlm.training.incidents.numbers import IncidentState, StepNumbers, decode, shared_numbers
 from mlm.training.incidents.probe import Findings, StepProbe
 from mlm.training.incidents.record import read_incident
 from mlm.training.memory import reuse_large_blocks
@@ -157,7 +157,7 @@ def find_starts(record: dict[str, Any]) -> tuple[list[Save], bool]:
 
 
 @contextmanager
-def steps_of(trainer: Trainer, memory: Memory, step: int) -> Iterator[Iterator[list[MicroBatch]]]:
+def steps_of(trainer: Trainer, memory: IncidentState, step: int) -> Iterator[Iterator[list[MicroBatch]]]:
     """Micro-batches of this rank from the trainer's state on."""
     trainer.left_out = memory.ranges
     size = trainer.config.train.global_batch_size

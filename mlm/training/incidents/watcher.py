@@ -145,7 +145,7 @@ class Incidents(Observer):
         """
         numbers, again = shared_numbers(self.trainer, parts, norm), None
         reasons = self.judge_numbers(numbers)
-        if reasons.kinds and not self.memory.streak:
+        if reasons.kinds and not self.memory.nonfinite_steps:
             again = compute_again(self.trainer, self.batches, parts, norm)
             if not again.numbers.are_finite or self.judge_numbers(again.numbers).kinds:
                 again = None
@@ -163,23 +163,23 @@ class Incidents(Observer):
         if numbers.are_finite:
             self.note_finite(numbers.loss)
             return
-        memory.since = memory.since or self.trainer.step + 1
+        memory.first_nonfinite_step = memory.first_nonfinite_step or self.trainer.step + 1
         self.note_doubt()
         if reasons.kinds:
-            memory.streak += 1
-            if memory.streak == patience:
+            memory.nonfinite_steps += 1
+            if memory.nonfinite_steps == patience:
                 reasons.add("exhausted", f"{patience} steps in a row without finite gradients")
 
     def note_finite(self, loss: float) -> None:
         """Note that the numbers of the next step are finite, and its loss."""
-        self.memory.since = self.memory.streak = 0
+        self.memory.first_nonfinite_step = self.memory.nonfinite_steps = 0
         self.memory.judge_loss(loss, self.trainer.step + 1, is_repeated=self.end is not None)
         self.note_doubt()
 
     def note_doubt(self) -> None:
         """Tell the trainer what its weights are worth."""
         memory = self.memory
-        self.trainer.is_finite = not memory.since
+        self.trainer.is_finite = not memory.first_nonfinite_step
         self.trainer.wrong_since = min(filter(None, (memory.doubt, memory.suspect)), default=None)
 
     def judge_end(self) -> None:
@@ -188,7 +188,9 @@ class Incidents(Observer):
         parts = trainer.compute_gradients(self.batches)
         norm = gradient_norm(trainer.shards, trainer.ctx) / trainer.scaler.scale
         self.end = numbers = shared_numbers(trainer, parts, norm)
-        if trainer.scaler.dynamic and not self.memory.streak:  # an overflow of gradients is usual then
+        if (
+            trainer.scaler.dynamic and not self.memory.nonfinite_steps
+        ):  # an overflow of gradients is usual then
             numbers = replace(numbers, norm=0.0)
         self.count_bad_steps(numbers, IncidentReasons())
 
@@ -336,15 +338,15 @@ class Incidents(Observer):
     def facts(self, numbers: StepNumbers | None) -> dict[str, Any]:
         """Return what a replay needs, and what a reader asks first."""
         trainer, config = self.trainer, self.trainer.config
-        past, samples = self.saver.past, trainer.next_samples
+        ancestry, samples = self.saver.ancestry, trainer.next_samples
         is_finetuning = FINETUNING in trainer.extra_state
         return {
             "numbers": {"loss": numbers.loss, "grad_norm": numbers.norm} if numbers else None,
             "exact": {"loss": numbers.loss.hex(), "grad_norm": numbers.norm.hex()} if numbers else None,
             "samples": None if is_finetuning else [samples.start, len(samples)],
             "finetuning": is_finetuning,
-            "checkpoint": next((step_name(save.step) for save in past.lineage.ancestors[-1:]), None),
-            LINEAGE: past.encode(),
+            "checkpoint": next((step_name(save.step) for save in ancestry.lineage.ancestors[-1:]), None),
+            LINEAGE: ancestry.encode(),
             "layout": {"tp": trainer.ctx.tp.size, "pp": trainer.ctx.pp.size, "dp": trainer.ctx.dp.size},
             "memory": {**self.memory.encode(), "recent": []},
             "scaler": trainer.scaler.state(),
@@ -386,7 +388,7 @@ class Incidents(Observer):
         for range_ in memory.ranges:
             self.memory.leave_out(*range_)
         self.memory.leave_out(first, size)
-        self.memory.rewinds, self.memory.returned = memory.rewinds + 1, (failed, trainer.step)
+        self.memory.rewinds, self.memory.last_rewind = memory.rewinds + 1, (failed, trainer.step)
         trainer.left_out = self.memory.ranges
         self.reporter.rewound(trainer.step)
         line = f"returned from step {failed} to {path}; samples {first} to {first + size - 1} are left out"

@@ -45,7 +45,7 @@ def watcher(trainer: Trainer, folder: Any) -> Incidents:
     said: list[str] = []
     quiet = lambda *_: None  # noqa: E731
     reporter = SimpleNamespace(problem=said.append, note=said.append, event=quiet, rewound=quiet)
-    made = Incidents(trainer, folder, reporter, SimpleNamespace(past=trainer.past))  # type: ignore[arg-type]
+    made = Incidents(trainer, folder, reporter, SimpleNamespace(ancestry=trainer.ancestry))  # type: ignore[arg-type]
     trainer.observers = Observers([made])
     made.said = said  # type: ignore[attr-defined]
     return made

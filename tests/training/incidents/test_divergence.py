@@ -247,12 +247,12 @@ def test_a_run_that_has_used_up_its_rewinds_says_so(run: Path, capsys: Output) -
 
 
 def test_another_incident_returns_to_the_newest_checkpoint() -> None:
-    from mlm.training.incidents.numbers import Memory, Recent, decode
+    from mlm.training.incidents.numbers import IncidentState, RecentSteps, decode
 
-    memory = Memory(Recent(8), returned=(12, 8))
+    memory = IncidentState(RecentSteps(8), last_rewind=(12, 8))
     assert [memory.limit(step) for step in (9, 12, 13)] == [8, 8, None]
     again = decode(json.loads(json.dumps(memory.encode())), 8)
-    assert again.returned == (12, 8)
+    assert again.last_rewind == (12, 8)
 
 
 MILD = ["incident.window=512", "checkpoint.asynchronous=false"]

@@ -11,7 +11,7 @@ import pytest
 from mlm.checkpoint.native.run_state import DOUBTFUL_SINCE, INCIDENTS
 from mlm.parallel.mesh import ParallelContext
 from mlm.runs.config import IncidentConfig
-from mlm.training.incidents.numbers import Memory, Recent, decode
+from mlm.training.incidents.numbers import IncidentState, RecentSteps, decode
 from mlm.training.incidents.watcher import Incidents
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
@@ -25,7 +25,7 @@ NAME = "token.weight"
 
 def doubts(losses: list[float], window: int = 512) -> list[int]:
     """The step since which a run is in doubt, after each of its losses."""
-    memory, found = Memory(Recent(window)), []
+    memory, found = IncidentState(RecentSteps(window)), []
     for step, loss in enumerate(losses, 1):
         memory.judge_loss(loss, step)
         memory.recent.add(loss, 1.0)
@@ -72,7 +72,7 @@ def test_samples_of_the_last_step_are_in_doubt_a_nat_and_a_quarter_above_their_l
     last: float, limit: float
 ) -> None:
     """As after an update of lr=1: 6.54 where the loss of the same samples was 4.30."""
-    memory = Memory(Recent(512))
+    memory = IncidentState(RecentSteps(512))
     for step in range(40):
         memory.recent.add(last + 2 * (step % 2), 1.0)  # others are 2 above by chance
     memory.recent.add(last, 1.0)
@@ -83,7 +83,7 @@ def test_samples_of_the_last_step_are_in_doubt_a_nat_and_a_quarter_above_their_l
 
 
 def test_a_doubt_of_the_last_step_is_not_ended_by_the_samples_that_it_has_fitted() -> None:
-    memory = Memory(Recent(512))
+    memory = IncidentState(RecentSteps(512))
     memory.recent.add(1.0, 1.0)
     memory.judge_loss(4.0, 2)
     memory.judge_loss(1.0, 3, is_repeated=True)
@@ -95,7 +95,7 @@ def test_losses_of_zero_are_usual_and_a_tenth_above_them_too() -> None:
 
 
 def test_a_checkpoint_remembers_the_doubt() -> None:
-    memory = Memory(Recent(8), suspect=3, count=4, expires=9, differ=5, ceilings=(4.5, 4.25, 4.0))
+    memory = IncidentState(RecentSteps(8), suspect=3, count=4, expires=9, differ=5, ceilings=(4.5, 4.25, 4.0))
     again = decode(json.loads(json.dumps(memory.encode())), 8)
     assert (again.suspect, again.count, again.expires, again.differ) == (3, 4, 9, 5)
     assert again.ceilings == (4.5, 4.25, 4.0)

@@ -8,19 +8,24 @@ import pytest
 
 from mlm.checkpoint.native.run_state import INCIDENTS
 from mlm.training.incidents import numbers as module
-from mlm.training.incidents.numbers import Memory, Recent, decode, spare_samples
+from mlm.training.incidents.numbers import IncidentState, RecentSteps, decode, spare_samples
 from mlm.util.errors import CorruptFileError
 
 
-def memory(**changes: Any) -> Memory:
+def memory(**changes: Any) -> IncidentState:
     settings: dict[str, Any] = {"ranges": ((8, 4), (40, 2)), "steps": [3, 11], "rewinds": 2, "streak": 1}
-    return Memory(Recent(4, [(1.5, 2.5), (1.25, 0.5)]), **settings | changes)
+    return IncidentState(RecentSteps(4, [(1.5, 2.5), (1.25, 0.5)]), **settings | changes)
 
 
 def test_a_resumed_run_remembers_all_that_the_first_did() -> None:
     saved = json.loads(json.dumps(memory().encode()))
     found = decode(saved, 4)
-    assert (found.ranges, found.steps, found.rewinds, found.streak) == (((8, 4), (40, 2)), [3, 11], 2, 1)
+    assert (found.ranges, found.steps, found.rewinds, found.nonfinite_steps) == (
+        ((8, 4), (40, 2)),
+        [3, 11],
+        2,
+        1,
+    )
     assert found.encode() == memory().encode()
     assert found.recent.pairs == memory().recent.pairs
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mlm.parallel.mesh import Axis
 from mlm.training.incidents import numbers as findings
-from mlm.training.incidents.numbers import Recent, deviations, exceeds_limits, return_level
+from mlm.training.incidents.numbers import RecentSteps, deviations, exceeds_limits, return_level
 from tests.slow import slow_but
 
 
@@ -45,7 +45,7 @@ def clean_norms(kind: str, count: int) -> list[float]:
 
 @pytest.mark.parametrize("kind", slow_but({2}, ["normal", "exponential", "heavier"]))
 def test_clean_steps_of_any_tail_are_no_outliers_and_faults_are(kind: str) -> None:
-    recent, alarms, found = Recent(512), 0, {100.0: 0, 1e4: 0}
+    recent, alarms, found = RecentSteps(512), 0, {100.0: 0, 1e4: 0}
     norms = clean_norms(kind, 20_000)
     for norm in norms:
         loss = 4 + 0.2 * math.log(norm)
@@ -60,7 +60,7 @@ def test_clean_steps_of_any_tail_are_no_outliers_and_faults_are(kind: str) -> No
 
 def test_a_level_that_rises_for_good_is_soon_usual() -> None:
     draw = random.Random(0)
-    recent = Recent(512)
+    recent = RecentSteps(512)
     alarms = []
     for step in range(600):
         norm = math.exp(draw.gauss(0, 0.1)) * (50 if step >= 300 else 1)
@@ -80,14 +80,14 @@ def test_the_limit_is_reached_once_in_so_many_steps() -> None:
 
 
 def test_a_resumed_run_has_the_limits_of_one_that_was_never_stopped() -> None:
-    draw, recent = random.Random(1), Recent(64)
+    draw, recent = random.Random(1), RecentSteps(64)
     for _ in range(500):
         recent.add(draw.gauss(3, 0.1), draw.expovariate(1.0))
-    assert Recent(64, list(recent.pairs)).limits(1e6) == recent.limits(1e6)
+    assert RecentSteps(64, list(recent.pairs)).limits(1e6) == recent.limits(1e6)
 
 
 def test_the_window_holds_finite_numbers_and_those_of_the_first_level() -> None:
-    recent = Recent(2)
+    recent = RecentSteps(2)
     for loss in range(100):
         recent.add(float(loss), 1.0)
         recent.add(math.nan, 1.0)
@@ -96,10 +96,10 @@ def test_the_window_holds_finite_numbers_and_those_of_the_first_level() -> None:
 
 def test_there_is_no_limit_without_a_threshold_or_before_32_steps_are_known() -> None:
     pairs = [(1.0, 1.0)] * 100
-    assert Recent(512, pairs).limits(0) == (math.inf, math.inf)
-    assert Recent(512, pairs[:31]).limits(1e6) == (math.inf, math.inf)
-    assert max(Recent(512, pairs[:32]).limits(1e6)) < 1001
-    assert Recent(512, [(1.0, 0.0)] * 40).limits(1e6)[1] < 1e-20
+    assert RecentSteps(512, pairs).limits(0) == (math.inf, math.inf)
+    assert RecentSteps(512, pairs[:31]).limits(1e6) == (math.inf, math.inf)
+    assert max(RecentSteps(512, pairs[:32]).limits(1e6)) < 1001
+    assert RecentSteps(512, [(1.0, 0.0)] * 40).limits(1e6)[1] < 1e-20
 
 
 @pytest.mark.parametrize(
@@ -128,5 +128,5 @@ def test_numbers_that_groups_sum_in_other_orders_are_one_for_all(monkeypatch: py
     monkeypatch.setattr(findings, "all_reduce", all_reduce)
     axes = {name: Axis(name) for name in ("tp", "replicas", "pp")}
     ctx = SimpleNamespace(**axes, world_size=1, device=torch.device("cuda"))
-    trainer: Any = SimpleNamespace(ctx=ctx, objective=SimpleNamespace(losses=1))
+    trainer: Any = SimpleNamespace(ctx=ctx, objective=SimpleNamespace(num_losses=1))
     assert findings.sum_numbers(trainer, torch.ones(1), torch.tensor(2.0)).tolist() == [5.0, 7.0]

@@ -16,7 +16,7 @@ from mlm.cli import main
 from mlm.parallel.mesh import ParallelContext
 from mlm.runs.config import IncidentConfig, PretrainConfig
 from mlm.training.incidents.comparisons import fault_begins_here
-from mlm.training.incidents.numbers import Recent
+from mlm.training.incidents.numbers import RecentSteps
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but
@@ -71,10 +71,10 @@ def spoil_sum(trainer: Trainer) -> Callable[[], None]:
 FAULTS = {"activation": spoil_activation, "backward": spoil_backward, "sum": spoil_sum}
 
 
-def usual() -> Recent:
+def usual() -> RecentSteps:
     """Numbers of a run of this size."""
     draw = random.Random(0)
-    return Recent(512, [(4.1 + draw.gauss(0, 0.05), math.exp(draw.gauss(0, 0.2))) for _ in range(600)])
+    return RecentSteps(512, [(4.1 + draw.gauss(0, 0.05), math.exp(draw.gauss(0, 0.2))) for _ in range(600)])
 
 
 def faulty_step(ctx: ParallelContext, spec: PretrainConfig, out: Path) -> list[tuple[Any, ...]]:
@@ -93,7 +93,7 @@ def faulty_step(ctx: ParallelContext, spec: PretrainConfig, out: Path) -> list[t
         same = all(
             torch.equal(a.parameter, b.parameter) for a, b in zip(clean.shards, trainer.shards, strict=True)
         )
-        finite = bool(outcome.grad_norm.isfinite()) and incidents.memory.streak == 0
+        finite = bool(outcome.grad_norm.isfinite()) and incidents.memory.nonfinite_steps == 0
         found.append((same, incidents.said, incidents.rewinds, finite))  # type: ignore[attr-defined]
     return found
 
