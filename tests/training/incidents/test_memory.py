@@ -13,7 +13,12 @@ from mlm.util.errors import CorruptFileError
 
 
 def memory(**changes: Any) -> IncidentState:
-    settings: dict[str, Any] = {"ranges": ((8, 4), (40, 2)), "steps": [3, 11], "rewinds": 2, "streak": 1}
+    settings: dict[str, Any] = {
+        "ranges": ((8, 4), (40, 2)),
+        "steps": [3, 11],
+        "rewinds": 2,
+        "nonfinite_steps": 1,
+    }
     return IncidentState(RecentSteps(4, [(1.5, 2.5), (1.25, 0.5)]), **settings | changes)
 
 
