@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from mlm.cli.commands import COMMANDS
 from mlm.cli.compose.arguments import HELP, VERSION, find_command, second_words
 from mlm.cli.compose.help import main_help
-from mlm.cli.outcome import FAILED, INTERRUPTED, MISTAKE, OK, report, say, version_line
+from mlm.cli.outcome import FAILED, INTERRUPTED, MISTAKE, OK, print_stdout, report, version_line
 from mlm.launch.stop import note_stop_requests, unblock_stop_signals
 from mlm.launch.typed import record_command_line
 from mlm.util.errors import UserError
@@ -45,11 +45,11 @@ def _main(words: list[str]) -> int:
         end = next((len(c.words) for c in COMMANDS if tuple(words[: len(c.words)]) == c.words), len(words))
         words = [*words[:end], HELP[0], *words[end:]]
     if not words or words[0] in HELP:
-        return say(main_help())
+        return print_stdout(main_help())
     if words[0] in VERSION or words == ["version"]:
-        return say(version_line())
+        return print_stdout(version_line())
     if len(words) == 2 and words[1] in HELP and second_words(words[0]):
-        return say(main_help(words[0]))
+        return print_stdout(main_help(words[0]))
     try:
         command, rest = find_command(words)
     except UserError as error:

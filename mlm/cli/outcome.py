@@ -16,7 +16,7 @@ KILLED = 128
 HEAD_START_S = 5.0  # a launcher ends all ranks when one ends: the one that reports must not be cut off
 
 
-def say(text: str) -> int:
+def print_stdout(text: str) -> int:
     """Print a text and return the exit code of success."""
     print(text)
     return OK

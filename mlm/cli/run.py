@@ -30,7 +30,7 @@ from mlm.cli.compose.groups import command_groups, own_keys
 from mlm.cli.compose.overrides import Overrides, keys_of, prepare
 from mlm.cli.compose.saved import SavedValues, take_saved, take_saved_task
 from mlm.cli.compose.unread import unread_problems
-from mlm.cli.outcome import INTERRUPTED, KILLED, OK, report, say, speaks_for_host, version_line
+from mlm.cli.outcome import INTERRUPTED, KILLED, OK, print_stdout, report, speaks_for_host, version_line
 from mlm.config.build import build, path_problems, streams_for
 from mlm.config.imports import trusting
 from mlm.config.suggest import divisors
@@ -76,9 +76,9 @@ def act(command: Command, words: list[str]) -> int:
     """Obey the words that follow a command. Returns the exit code; raises UserError."""
     arguments = parse(command, words)
     if arguments.help:
-        return say(command_help(command, arguments.config_dir, arguments.overrides))
+        return print_stdout(command_help(command, arguments.config_dir, arguments.overrides))
     if arguments.version:
-        return say(version_line())
+        return print_stdout(version_line())
     if arguments.config_dir is not None and not os.path.isdir(arguments.config_dir):
         folder = arguments.config_dir
         raise UserError(
@@ -157,7 +157,7 @@ def prepare_job(job: Execution) -> Callable[[], int]:
         composition = compose(job.command.config, job.texts, config_dir=arguments.config_dir, saved=job.saved)
         _take_model(job, composition)
         if arguments.cfg or arguments.resolve:
-            return partial(say, composition.to_yaml(resolve=arguments.resolve).rstrip("\n"))
+            return partial(print_stdout, composition.to_yaml(resolve=arguments.resolve).rstrip("\n"))
         values = composition.resolved()
     except COMPOSE_ERRORS as error:
         if isinstance(error, UserError):
@@ -186,7 +186,7 @@ def prepare_job(job: Execution) -> Callable[[], int]:
     def start() -> int:
         _announce(job)
         if arguments.check:
-            return say(_verdict(config, arguments.gpus, on_ranks=job.command.check is not None))
+            return print_stdout(_verdict(config, arguments.gpus, on_ranks=job.command.check is not None))
         with trusted(), streams_for(config):
             return _execute(job.command, config)
 

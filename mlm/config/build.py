@@ -33,7 +33,7 @@ from mlm.config.tree import (
     sections,
     values_of,
 )
-from mlm.util.errors import Absent, ConfigError, Problem, show
+from mlm.util.errors import Absent, ConfigError, Problem, format_value
 from mlm.util.files import digest_bytes
 from mlm.util.ownership import STDOUT, file_type_name, kind_of_folder, rejected_place
 from mlm.util.results import result_problems, results_alone_on_stdout
@@ -118,28 +118,28 @@ def missing(leaf: Leaf) -> Problem:
 def problem_of_value(leaf: Leaf, value: Any) -> Problem | None:
     """The problem of a value that is not of the key's type, not finite, or no usable path."""
     if not _is_finite(value):
-        return Problem((leaf.key,), f"{leaf.key}={show(value)} must be finite")
+        return Problem((leaf.key,), f"{leaf.key}={format_value(value)} must be finite")
     # pydantic would read true as 1 and 1e3 as a whole number: the second is meant, the first is a slip
     number_wanted = any(kind in (int, float) for kind in alternatives(leaf.type))
     if not (isinstance(value, bool) and number_wanted):
         try:
             if not _is_finite(_adapter(leaf.type).validate_python(value)):  # of text: 1e400, Infinity
-                return Problem((leaf.key,), f"{leaf.key}={show(value)} must be finite")
+                return Problem((leaf.key,), f"{leaf.key}={format_value(value)} must be finite")
             return None if leaf.role is None else path_problem(leaf.key, value, leaf.role)
         except ValidationError:
             pass
     if leaf.role is Role.BLEND and isinstance(value, list):
         fix = f"weight and corpus are one entry: '{leaf.key}=[0.3 wiki,0.7 web]'"
-        return Problem((leaf.key,), f"{leaf.key}={show(value)} must be {describe_values(leaf)}", fix)
+        return Problem((leaf.key,), f"{leaf.key}={format_value(value)} must be {describe_values(leaf)}", fix)
     if value is None and leaf.role is not None:
         return Problem.at(leaf.key, value, "names no path", "name one, or ./null if it is called so")
     lists = [kind for kind in alternatives(leaf.type) if get_origin(kind) in (tuple, list)]
     if isinstance(value, str) and value and any(get_args(kind)[0] in (str, ObserverEntry) for kind in lists):
-        wrong = f"{leaf.key}={show(value)} must be {describe_values(leaf)}"
+        wrong = f"{leaf.key}={format_value(value)} must be {describe_values(leaf)}"
         return Problem((leaf.key,), wrong, f"use '{leaf.key}=[{value}]'")
     found = nearest(str(value), [str(choice) for choice in choices(leaf.type)])
     hint = f"did you mean {leaf.key}={found}?" if found else ""
-    return Problem((leaf.key,), f"{leaf.key}={show(value)} must be {describe_values(leaf)}", hint)
+    return Problem((leaf.key,), f"{leaf.key}={format_value(value)} must be {describe_values(leaf)}", hint)
 
 
 def _is_finite(value: Any) -> bool:

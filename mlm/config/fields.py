@@ -15,7 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
-from mlm.util.errors import ConfigError, Problem, show, type_of
+from mlm.util.errors import ConfigError, Problem, format_value, type_of
 from mlm.util.object_store import url_problem
 from mlm.util.ownership import file_type_name, read_obstacle
 
@@ -58,9 +58,9 @@ class Bound:
         numbers = value if isinstance(value, list | tuple) else [value]
         numbers = [number for number in numbers if isinstance(number, int | float)]
         if not all(map(self.holds, numbers)):
-            return Problem((key,), f"{key}={show(value)} must be {self.words}")
+            return Problem((key,), f"{key}={format_value(value)} must be {self.words}")
         if self.most is not None and any(isinstance(n, int) and n > self.most for n in numbers):
-            return Problem((key,), f"{key}={show(value)} must be at most {self.most}")
+            return Problem((key,), f"{key}={format_value(value)} must be at most {self.most}")
         return None
 
 

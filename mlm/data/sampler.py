@@ -135,7 +135,9 @@ def batch_at(position: int, whole: int, ramp: Ramp | None) -> tuple[int, int | N
     return start + stage * increment, -(-(stage + 1) * samples // stages) if stages else samples
 
 
-def first_of_step(consumed: int, number: int, whole: int, left_out: Ranges, ramp: Ramp | None = None) -> int:
+def first_of_step(
+    consumed: int, number: int, whole: int, excluded_samples: Ranges, ramp: Ramp | None = None
+) -> int:
     """Return the first sample of step `number` from here, of `whole` samples with consecutive numbers.
 
     A batch that would touch a range that is left out begins after it.
@@ -143,7 +145,9 @@ def first_of_step(consumed: int, number: int, whole: int, left_out: Ranges, ramp
     position, left = consumed, number
     while True:
         size, end = batch_at(position, whole, ramp)
-        gap = next(((first, first + count) for first, count in left_out if first + count > position), None)
+        gap = next(
+            ((first, first + count) for first, count in excluded_samples if first + count > position), None
+        )
         steps = left if gap is None else min(left, max(0, (gap[0] - position) // size))
         steps = steps if end is None else min(steps, -(-(end - position) // size))
         position, left = position + steps * size, left - steps
@@ -164,13 +168,13 @@ class RankSampler:
     rank: int
     size: int
     pin_memory: bool = False
-    left_out: Ranges = ()
+    excluded_samples: Ranges = ()
     ramp: Ramp | None = None
 
     def step(self, number: int) -> list[MicroBatch] | None:
         """This rank's micro-batches of the given step from here, or None when samples run out."""
         whole = self.global_batch_size
-        begin = first_of_step(self.consumed_samples, number, whole, self.left_out, self.ramp)
+        begin = first_of_step(self.consumed_samples, number, whole, self.excluded_samples, self.ramp)
         end = begin + batch_at(begin, whole, self.ramp)[0]
         if end > len(self.dataset):
             return None

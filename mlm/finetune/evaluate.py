@@ -30,7 +30,7 @@ from mlm.inference.trained import (
     result_identity,
 )
 from mlm.parallel.mesh import ParallelContext
-from mlm.util.errors import UserError, show
+from mlm.util.errors import UserError, format_value
 from mlm.util.ownership import claim_problems
 from mlm.util.results import (
     folder_problem,
@@ -117,8 +117,8 @@ def task_problems(config: EvalTaskConfig, start: Start) -> list[str]:
         ]
     mine = {**to_dict(task), "max_length": start.max_length}
     return [
-        f"task.{key}={show(mine[key])}: ckpt={config.ckpt} was finetuned with {show(then)}; use "
-        f"task.{key}={show(then)}"
+        f"task.{key}={format_value(mine[key])}: ckpt={config.ckpt} was finetuned with {format_value(then)}; "
+        f"use task.{key}={format_value(then)}"
         for key in READ_ALIKE
         if (then := saved.get(f"task.{key}", mine[key])) != mine[key]
     ]

@@ -28,7 +28,7 @@ from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
-from mlm.util.errors import ConfigError, UserError, attempt, show
+from mlm.util.errors import ConfigError, UserError, attempt, format_value
 
 RENDERED = 1000
 """Rows of each split that are rendered before ranks start, so that their problems are listed with others."""
@@ -204,5 +204,6 @@ def change(config: FinetuneConfig, key: str, now: Any, then: Any) -> str:
         VOCABULARY: (config.data.tokenizer, "another vocabulary", "name that tokenizer"),
         TEMPLATE: (config.data.chat_template, "another chat template", "name that"),
         ROWS: (config.data.path, f"other rows of split {split}", "bring them back"),
-    }.get(key, (now, show(then), f"use {key}={show(then)}"))
-    return f"{key}={show(value)}: out={config.out} was begun with {other}: {remedy}, or set another out=…"
+    }.get(key, (now, format_value(then), f"use {key}={format_value(then)}"))
+    problem = f"out={config.out} was begun with {other}: {remedy}, or set another out=…"
+    return f"{key}={format_value(value)}: {problem}"

@@ -15,7 +15,7 @@ from mlm.finetune.config import SHIPPED, TaskConfig
 from mlm.finetune.metrics import EXTRA
 from mlm.finetune.span import SPAN
 from mlm.finetune.task_type import TaskType
-from mlm.util.errors import Problem, UserError, show
+from mlm.util.errors import Problem, UserError, format_value
 from mlm.util.extras import load_extra
 
 TASK_TYPES = dict(zip(SHIPPED, (CLASSIFICATION, REGRESSION, CHOICE, SPAN, CHAT, PREFERENCES), strict=True))
@@ -43,7 +43,7 @@ def check_task(task: TaskConfig) -> list[Problem]:
         return list(error.problems)
     problems, (low, high) = kind.problems(task), task.label_range or (0.0, 1.0)
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        problem = f"task.label_range={show([low, high])} must be the least and the largest label"
+        problem = f"task.label_range={format_value([low, high])} must be the least and the largest label"
         problems.append(Problem(("task.label_range",), problem))
     return [*problems, *_metrics(task, kind), *_names(task)]
 
@@ -51,7 +51,7 @@ def check_task(task: TaskConfig) -> list[Problem]:
 def _metrics(task: TaskConfig, kind: TaskType) -> list[Problem]:
     known, problems = kind.metric_names or tuple(kind.metrics), list[Problem]()
     if not task.metrics or len(set(task.metrics)) < len(task.metrics):
-        problem = f"task.metrics={show(list(task.metrics))} must be one or more, all different"
+        problem = f"task.metrics={format_value(list(task.metrics))} must be one or more, all different"
         problems.append(Problem(("task.metrics",), problem))
     for name in task.metrics:
         if name not in known:
@@ -76,6 +76,6 @@ def _names(task: TaskConfig) -> list[Problem]:
         problem = "task.validations=[]: no split to choose the best checkpoint on"
         problems.append(Problem(("task.validations",), problem, "name one"))
     if len(task.submission) > len(task.tests):
-        problem = f"task.submission={show(list(task.submission))} has more names than task.tests"
+        problem = f"task.submission={format_value(list(task.submission))} has more names than task.tests"
         problems.append(Problem(("task.submission", "task.tests"), problem, "leave some out"))
     return problems

@@ -18,7 +18,7 @@ from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, frame
 from mlm.finetune.registry import task_type
 from mlm.finetune.rows import ExampleError, MissingColumnError, RowError, TaskRow, row_name
-from mlm.util.errors import ConfigError, UserError, show
+from mlm.util.errors import ConfigError, UserError, format_value
 from mlm.util.files import digest_name, read_input_text
 from mlm.util.terminal import one_line
 
@@ -188,7 +188,7 @@ class TokenizedSplit:
     """In the order of the rows: at least one for each row that is not left out."""
     truncated: int
     """Rows that lost tokens because they were too long."""
-    left_out: int
+    excluded_samples: int
     """Those of them without an example: all that there is to learn was lost."""
     max_length: int
     """Maximum tokens of a text."""
@@ -206,11 +206,12 @@ class TokenizedSplit:
                 f"{split.source}: {len(skipped):,} rows of {split.name} skipped (data.bad_rows=skip)"
             )
             notes += [f"skipped {line}" for line in problem_lines(skipped)]
-        left_out = f", {self.left_out:,} of them left out: no answer begins in these" if self.left_out else ""
         if self.truncated:
+            count = self.excluded_samples
+            excluded = f", {count:,} of them left out: no answer begins in these" if count else ""
             notes.append(
                 f"{split.source}: {self.truncated:,} of {len(split):,} rows of {split.name} were truncated "
-                f"to {self.max_length} tokens{left_out}"
+                f"to {self.max_length} tokens{excluded}"
             )
         return notes
 
@@ -236,7 +237,7 @@ def tokenize(
             f"task.max_length={max_length} leaves no room for texts: "
             f"set {least + max_length - whole.room(2)} or more"
         )
-    items, truncated, left_out = list[Example](), 0, 0
+    items, truncated, excluded_samples = list[Example](), 0, 0
     problems = list[tuple[str, RowError]]()
     for found in kind.make_examples(task, split.rows, tokenizer, whole):
         if isinstance(found, ExampleError):
@@ -245,14 +246,14 @@ def tokenize(
         examples, was_truncated = found
         items += examples
         truncated += was_truncated
-        left_out += not examples
+        excluded_samples += not examples
     if not skips:
         check_problems(problems)
     return TokenizedSplit(
         split=split,
         examples=items,
         truncated=truncated,
-        left_out=left_out,
+        excluded_samples=excluded_samples,
         max_length=max_length,
         problems=problems,
     )
@@ -291,7 +292,7 @@ def rename_columns(rows: Iterable[Located], columns: Mapping[str, str], source: 
     if unseen:
         known = ", ".join(one_line(name)[:40] for name in list(there)[:20])
         problem = f"{source} has no column {', '.join(sorted(unseen))}: use {known}"
-        raise UserError(f"data.columns={show(dict(columns))}: {problem}")
+        raise UserError(f"data.columns={format_value(dict(columns))}: {problem}")
 
 
 def find_files(path: Path, split: str, subsets: tuple[str, ...]) -> list[Path]:

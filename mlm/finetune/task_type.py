@@ -16,7 +16,7 @@ from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, Frame
 from mlm.finetune.metrics import Metric
 from mlm.finetune.rows import ExampleError, TaskRow
-from mlm.util.errors import Problem, show
+from mlm.util.errors import Problem, format_value
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,7 +130,9 @@ class TaskType(ABC):
             problems.append(Problem.at("task.columns", list(task.columns), problem))
         if self.names_labels and (len(task.labels) < 2 or len(set(task.labels)) < len(task.labels)):
             problem = "must be two or more names, all different, by number"
-            problems.append(Problem(("task.labels",), f"task.labels={show(list(task.labels))} {problem}"))
+            problems.append(
+                Problem(("task.labels",), f"task.labels={format_value(list(task.labels))} {problem}")
+            )
         elif task.labels and not self.names_labels:
             problem = f"kind {task.kind} has none"
             problems.append(Problem.at("task.labels", list(task.labels), problem, "leave it out"))

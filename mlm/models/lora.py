@@ -16,7 +16,7 @@ from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.low_rank import AdaptedRows, ExpertAdapter, LowRankAdapter, WeightChange, weight_change
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import ParameterShard, parameter_shards
-from mlm.util.errors import ConfigError, Problem, show
+from mlm.util.errors import ConfigError, Problem, format_value
 
 HEADS = ("classifier.", "pooler.")
 """Modules of a finetuning head, which are trained with the adapters."""
@@ -123,7 +123,9 @@ def _check_targets(chunk: Transformer, lora: LoraConfig, names: LayerNames) -> N
     for target in lora.targets or ("",):
         if target != ALL_LINEAR and not any(_ends(name, target) for name in known):
             ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in known))
-            problem = f"lora.targets={show(list(lora.targets))}: no layer is named {target or 'there'}"
+            problem = (
+                f"lora.targets={format_value(list(lora.targets))}: no layer is named {target or 'there'}"
+            )
             raise ConfigError([Problem(("lora.targets",), problem, f"use {ends} or {ALL_LINEAR}")])
 
 

@@ -33,7 +33,7 @@ from mlm.optim.groups import patterns
 from mlm.optim.own import check_decay, check_optimizer, layout_problem
 from mlm.parallel.config import ParallelConfig
 from mlm.runs.config import PretrainConfig
-from mlm.util.errors import Problem, escape_controls, show
+from mlm.util.errors import Problem, escape_controls, format_value
 
 MOST_PROMPTS = 64
 MOST_PADDING = 1 << 16  # rows that a saved model.vocab_multiple may add to the token table
@@ -154,8 +154,8 @@ def _ramp_divides(config: PretrainConfig, launch: Launch) -> Problem | None:
         problem = f"{start} does not grow to train.global_batch_size={whole} by steps of {increment}"
     else:
         return None
-    typed = f"{key}={show(train.ramp_batch)}"
-    fix = f"use {key}={show((quantum, quantum, train.ramp_batch[2]))}"
+    typed = f"{key}={format_value(train.ramp_batch)}"
+    fix = f"use {key}={format_value((quantum, quantum, train.ramp_batch[2]))}"
     return Problem((key, "train.global_batch_size", "dp"), f"{typed}: {problem}", fix)
 
 
@@ -231,7 +231,7 @@ def _conflict(
     """The first setting that a switch does not go with, of (True if it does not, what to set) by key."""
     for key, (applies, fix) in conflicts.items():
         if applies:
-            problem = f"{switch}=true does not go with {key}={show(values_of(config)[key])}"
+            problem = f"{switch}=true does not go with {key}={format_value(values_of(config)[key])}"
             return Problem((switch, key), problem, f"use {switch}=false or {fix}")
     return None
 

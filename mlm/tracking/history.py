@@ -27,7 +27,7 @@ KEPT = ("run", "incident", "rewound")
 """Records that a rewind keeps: they tell of the steps that it takes back."""
 
 
-class History(Sink):
+class MetricsFile(Sink):
     """Appends each report to `path`, a line at a time: a kill loses at most the line being written.
 
     Lines of an earlier attempt beyond `start_step` are deleted first: those steps are trained again.
@@ -92,7 +92,7 @@ class History(Sink):
         except OSError as error:
             self.warn(f"{self.path}: {error.strerror}; it keeps steps that are trained again")
             return
-        assert self.file is not None, "History.start() comes first"
+        assert self.file is not None, "MetricsFile.start() comes first"
         self.file.close()
         self.file = after
 
@@ -104,7 +104,7 @@ class History(Sink):
 
     def flush(self, line: bytes = b"") -> None:
         """Write waiting lines and `line`; keep those that cannot be written."""
-        assert self.file is not None, "History.start() comes first"
+        assert self.file is not None, "MetricsFile.start() comes first"
         waited = bool(self.pending)
         self.pending += line
         try:

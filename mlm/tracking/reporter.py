@@ -18,7 +18,7 @@ from rich.console import Console
 
 import mlm
 from mlm.tracking.config import LogConfig, missing_extras
-from mlm.tracking.history import FILE_NAME, History
+from mlm.tracking.history import FILE_NAME, MetricsFile
 from mlm.tracking.metrics import NO_PARTS, Parts, Sink, StepMetrics, flatten_metrics, name_parts
 from mlm.tracking.panel import LivePanel, PlainLines
 from mlm.util.errors import UserError
@@ -79,7 +79,7 @@ class Reporter(Sink):
             clock=clock,
         )
         # The display starts last and stops first: a tracker that fails to start finds a plain terminal.
-        self.sinks = [History(out / FILE_NAME, start_step, warn=display.problem), *trackers, display]
+        self.sinks = [MetricsFile(out / FILE_NAME, start_step, warn=display.problem), *trackers, display]
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:

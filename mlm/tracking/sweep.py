@@ -13,7 +13,7 @@ from mlm.tracking.panel import format_count
 from mlm.tracking.runs import RunRecords, read_run
 from mlm.tracking.summary import SUMMARY_MARK, is_summary
 from mlm.tracking.summary import table as markdown_table
-from mlm.util.errors import show
+from mlm.util.errors import format_value
 from mlm.util.files import write_atomic
 from mlm.util.terminal import add_row, console, table
 
@@ -34,7 +34,7 @@ def run_of(overrides: Iterable[str], out: str | None, exit_code: int | None) -> 
     best_step, and of a run on a task score (the best of its first metric) and metric.
     """
     pairs = (text.partition("=") for text in overrides)
-    settings = {key.lstrip("+"): show(value) for key, _, value in pairs}
+    settings = {key.lstrip("+"): format_value(value) for key, _, value in pairs}
     row: Row = {"settings": settings, "out": out, "exit_code": exit_code}
     if out is None or exit_code is None:
         return {**row, "state": "not started" if exit_code is None else _state(exit_code, {})}

@@ -15,7 +15,7 @@ from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import SWITCHES, fill_eod_id
-from mlm.util.errors import Problem, format_settings, show
+from mlm.util.errors import Problem, format_settings, format_value
 
 OPTIONS = "model.options"
 MAX_CHANGES = 1000
@@ -112,8 +112,8 @@ def identity_errors(
             options = {**family_of(config.model.kind).options, **each.pop(OPTIONS)}
             each |= {f"{OPTIONS}.{name}": value for name, value in options.items()}
     return [
-        f"{key}={show(now[key])}: {run} was trained with {show(then[key])}; "
-        f"set {key}={show(then[key])}, or another {source}=…"
+        f"{key}={format_value(now[key])}: {run} was trained with {format_value(then[key])}; "
+        f"set {key}={format_value(then[key])}, or another {source}=…"
         for key in (*IDENTITY, *(key for key in now if key.startswith(f"{OPTIONS}.")))
         if key in then and now[key] != then[key] and _matters(key, config)
     ]
@@ -125,8 +125,8 @@ def function_errors(config: PretrainConfig, saved: Mapping[str, Any], path: str)
     other = {key: then[key] for key in FUNCTION_KEYS if key in then and now[key] != then[key]}
     if len(other) < 2:
         return [
-            f"{key}={show(now[key])}: the weights in {path} are of a model with {show(value)}; "
-            f"set {key}={show(value)}, or another ckpt=…"
+            f"{key}={format_value(now[key])}: the weights in {path} are of a model with "
+            f"{format_value(value)}; set {key}={format_value(value)}, or another ckpt=…"
             for key, value in other.items()
         ]
     typed = format_settings({key: now[key] for key in other})
@@ -156,7 +156,7 @@ def changes_since(config: PretrainConfig, saved: Mapping[str, Any], step: int) -
 
 def changes_line(changes: tuple[dict[str, Any], ...]) -> str:
     """Changes as one line."""
-    each = ", ".join(f"{c['key']} {show(c['from'])} → {show(c['to'])}" for c in changes)
+    each = ", ".join(f"{c['key']} {format_value(c['from'])} → {format_value(c['to'])}" for c in changes)
     return f"changed at step {changes[0]['step']:,}: {each}"
 
 

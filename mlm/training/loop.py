@@ -33,7 +33,7 @@ from mlm.training.named_observers import SHIPPED, named_observers
 from mlm.training.observer import Observer, Observers, RewindRequested, StepOutcome
 from mlm.training.saver import Saver
 from mlm.training.trainer import StopAgreed, StopVote, Trainer
-from mlm.util.errors import show
+from mlm.util.errors import format_value
 
 CONFIG = "config.yaml"
 """File of a run directory with its composed configuration."""
@@ -358,7 +358,9 @@ def user_code(config: Any) -> list[str]:
     spec: type = type(config)
     values = values_of(config)
     named = {key: values[key] for key, leaf in leaves(spec).items() if leaf.shipped is not None}
-    return [f"{key}={show(value)}" for key, value in named.items() if {*paths_in(value)} - SHIPPED.keys()]
+    return [
+        f"{key}={format_value(value)}" for key, value in named.items() if {*paths_in(value)} - SHIPPED.keys()
+    ]
 
 
 def run_row(name: str, out: Path) -> tuple[str, str]:

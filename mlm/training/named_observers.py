@@ -14,7 +14,7 @@ from mlm.config.suggest import nearest
 from mlm.config.tree import Leaf
 from mlm.training.gradient_norms import GradientNorms
 from mlm.training.observer import Observer
-from mlm.util.errors import Problem, show
+from mlm.util.errors import Problem, format_value
 
 KEY = "train.observers"
 SHIPPED: Mapping[str, type[Observer]] = {"mlm.training.gradient_norms:GradientNorms": GradientNorms}
@@ -40,9 +40,9 @@ def build_observer(entry: ObserverEntry) -> Observer:
     fields: dict[str, Any] = {"use": entry} if isinstance(entry, str) else dict(entry)
     path = fields.pop("use", None)
     if not isinstance(path, str):
-        problem = f"{KEY}=[{show(entry)}]: names no observer"
+        problem = f"{KEY}=[{format_value(entry)}]: names no observer"
         raise OwnCodeError(problem, keys=(KEY,), fix="add use: package.module:NAME")
-    typed = f"'{KEY}=[{show(entry)}]'"
+    typed = f"'{KEY}=[{format_value(entry)}]'"
     target: Callable[..., object] = SHIPPED.get(path) or imported(KEY, path, SHIPPED, Callable, typed=typed)
     arguments = checked_fields(path, target, fields)
     try:
@@ -74,7 +74,9 @@ def checked_fields(path: str, target: Callable[..., object], fields: dict[str, A
         if name not in parameters and not takes_any:
             near, known = nearest(name, list(parameters)), ", ".join(parameters) or "none"
             fix = f"did you mean {near}?" if near else f"its fields: {known}"
-            raise OwnCodeError(f"{KEY}={path}: {name}={show(value)} is no field of it", keys=(KEY,), fix=fix)
+            raise OwnCodeError(
+                f"{KEY}={path}: {name}={format_value(value)} is no field of it", keys=(KEY,), fix=fix
+            )
     for name in (name for name in required if name not in fields):
         fix = f"write {KEY}=[{{use: {path}, {name}: …}}]"
         raise OwnCodeError(f"{KEY}={path}: its field {name} is required", keys=(KEY,), fix=fix)

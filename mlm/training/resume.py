@@ -27,7 +27,7 @@ from mlm.training.identity import function_errors
 from mlm.training.state import check_identity, load
 from mlm.training.trainer import Trainer
 from mlm.training.upcycle import dense_config
-from mlm.util.errors import CorruptFileError, UserError, attempt, show
+from mlm.util.errors import CorruptFileError, UserError, attempt, format_value
 from mlm.util.lock import WAIT_S, single_writer
 from mlm.util.ownership import MARKER, claim_folder, owner_of, user_name
 
@@ -194,8 +194,8 @@ def continue_data(trainer: Trainer) -> str | None:
         if (changed := describe_change(then, consumed)) and not config.data.change:
             key = next(key for key in ("blend", "train", "path") if getattr(config.data, key))
             raise UserError(
-                f"data.{key}={show(getattr(config.data, key))}: {changed}; set data.change=true to continue "
-                "so, or name the data as it was"
+                f"data.{key}={format_value(getattr(config.data, key))}: {changed}; set data.change=true to "
+                "continue so, or name the data as it was"
             )
         return encode(then)
 

@@ -105,7 +105,7 @@ class Trainer(Generic[B]):
         consumed_samples: samples read so far by the whole job.
         newest_samples: those of the newest step.
         history: of which corpora; empty for synthetic data.
-        left_out: sample numbers that the run leaves out, as incidents asked.
+        excluded_samples: sample numbers that the run leaves out, as incidents asked.
         is_finite: False if the newest step was not: its state is not worth a checkpoint.
         wrong_since: first of the newest steps that may have gone wrong; None if the newest is sound. No good
             checkpoint from before it is deleted.
@@ -173,7 +173,7 @@ class Trainer(Generic[B]):
         self.consumed_samples = 0
         self.newest_samples = range(0)
         self.history: BlendSegments = ()
-        self.left_out: Ranges = ()
+        self.excluded_samples: Ranges = ()
         self.is_finite = True
         self.wrong_since: int | None = None
         self.observers = Observers()
@@ -298,7 +298,7 @@ class Trainer(Generic[B]):
             rank=ctx.dp.rank,
             size=ctx.dp.size,
             pin_memory=ctx.device.type == "cuda",
-            left_out=self.left_out,
+            excluded_samples=self.excluded_samples,
             ramp=train.ramp_batch,
         )
 
@@ -306,7 +306,7 @@ class Trainer(Generic[B]):
     def next_samples(self) -> range:
         """Numbers of the samples of the next step."""
         whole, ramp = self.config.train.global_batch_size, self.config.train.ramp_batch
-        first = first_of_step(self.consumed_samples, 0, whole, self.left_out, ramp)
+        first = first_of_step(self.consumed_samples, 0, whole, self.excluded_samples, ramp)
         return range(first, first + batch_at(first, whole, ramp)[0])
 
     def dropout(self, batch: B) -> DropoutStream | None:

@@ -49,16 +49,16 @@ def decode_problem(error: UnicodeDecodeError, place: str = "") -> str:
     return f"not UTF-8 ({error.reason}{place})"
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as it is typed: true, null, [1,2], [{use:"my_module:Mine",every:10}]."""
-    return value if isinstance(value, str) else _show_item(value)
+    return value if isinstance(value, str) else _format_item(value)
 
 
-def _show_item(value: Any) -> str:
+def _format_item(value: Any) -> str:
     if isinstance(value, Mapping):  # Hydra reads no quoted keys
-        return "{" + ",".join(f"{key}:{_show_item(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_format_item(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_show_item, value)) + "]"
+        return "[" + ",".join(map(_format_item, value)) + "]"
     return json.dumps(value, default=str)
 
 
@@ -70,7 +70,7 @@ def type_of(value: Any) -> str:
 
 def format_settings(settings: Mapping[str, Any]) -> str:
     """Settings as they are typed: `tp=2 pp=1`."""
-    return " ".join(f"{key}={show(value)}" for key, value in settings.items())
+    return " ".join(f"{key}={format_value(value)}" for key, value in settings.items())
 
 
 class Problem(str):
@@ -101,7 +101,7 @@ class Problem(str):
     @classmethod
     def at(cls, key: str, value: Any, problem: str, fix: str = "") -> "Problem":
         """The problem of one setting: `key=value: problem; fix`."""
-        return cls((key,), f"{key}={show(value)}: {problem}", fix)
+        return cls((key,), f"{key}={format_value(value)}: {problem}", fix)
 
     @classmethod
     def of(cls, line: str) -> "Problem":

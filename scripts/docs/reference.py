@@ -17,7 +17,7 @@ from mlm.cli.compose.help import EXIT_CODES, FLAGS, SPELLINGS
 from mlm.config.fields import Role
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.tree import MISSING_VALUE, Leaf, choices, describe_values
-from mlm.util.errors import show
+from mlm.util.errors import format_value
 
 GROUPS = sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir())
 
@@ -67,7 +67,13 @@ def key_row(leaf: Leaf) -> tuple[str, str, str]:
     """Key with an anchor, default, and meaning with type, bound and other names."""
     anchor = f"key-{leaf.key}"
     required = leaf.default == MISSING_VALUE
-    default = "required" if required else f"`{show(leaf.default)}`" if show(leaf.default) else "empty"
+    default = (
+        "required"
+        if required
+        else f"`{format_value(leaf.default)}`"
+        if format_value(leaf.default)
+        else "empty"
+    )
     return f"[`{leaf.key}`](#{anchor}){{ #{anchor} }}", default, f"{text(leaf.doc)} {allowed(leaf)}"
 
 

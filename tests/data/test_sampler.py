@@ -172,10 +172,10 @@ def test_batch_grows_evenly_over_the_samples_of_a_ramp(samples: int) -> None:
 
 
 def test_samples_of_a_ramp_are_read_once_whatever_dp_and_after_what_is_left_out() -> None:
-    left_out, ramp = ((30, 5), (60, 1)), (4, 4, 50)
+    excluded_samples, ramp = ((30, 5), (60, 1)), (4, 4, 50)
     seen = {}
     for size in (1, 2):
-        place = {"size": size, "pin_memory": False, "left_out": left_out, "ramp": ramp}
+        place = {"size": size, "pin_memory": False, "excluded_samples": excluded_samples, "ramp": ramp}
         ranks = [RankSampler(Numbers(300), 0, 12, 2, rank, **place) for rank in range(size)]  # type: ignore[arg-type]
         seen[size] = [sorted(i for rank in ranks for i in ids(rank.step(n) or [])) for n in range(12)]  # type: ignore[arg-type]
     assert seen[1] == seen[2]

@@ -108,7 +108,7 @@ def test_rows_of_another_form_are_the_conversations_that_they_mean(tmp_path: Pat
 def test_rows_read_as_another_form_are_counted(tmp_path: Path) -> None:
     rows = [{"instruction": "Sing", "output": "la"}] * 2 + [{"prompt": "Sing", "completion": "la"}]
     split = split_of(tmp_path, shipped("chat"), rows)
-    (note,) = TokenizedSplit(split=split, examples=(), truncated=0, left_out=0, max_length=9).notes()
+    (note,) = TokenizedSplit(split=split, examples=(), truncated=0, excluded_samples=0, max_length=9).notes()
     assert note.endswith("2 rows of train: instruction, input and output read as messages")
 
 

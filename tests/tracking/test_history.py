@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from mlm.tracking.history import FILE_NAME, History, read_records
+from mlm.tracking.history import FILE_NAME, MetricsFile, read_records
 from tests.tracking.reporting import read_metrics, step_metrics
 
 
 def attempt(out: Path, start_step: int, last_step: int) -> None:
     """Report steps after `start_step` up to `last_step`, each validated and saved."""
-    history = History(out / FILE_NAME, start_step, warn=pytest.fail)
+    history = MetricsFile(out / FILE_NAME, start_step, warn=pytest.fail)
     history.start({"start_step": start_step})
     for step in range(start_step + 1, last_step + 1):
         history.step(step_metrics(step))
@@ -52,7 +52,7 @@ def test_half_a_line_left_by_a_kill_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [0, 2])
 def test_returning_to_a_checkpoint_keeps_attempts_and_incidents(tmp_path: Path, step: int) -> None:
-    history = History(tmp_path / FILE_NAME, 0, warn=pytest.fail)
+    history = MetricsFile(tmp_path / FILE_NAME, 0, warn=pytest.fail)
     history.start({"start_step": 0})
     for done in (1, 2, 3):
         history.step(step_metrics(done))
@@ -101,7 +101,7 @@ def test_a_file_that_needs_no_repair_is_not_rewritten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_is_null(tmp_path: Path, value: float) -> None:
-    history = History(tmp_path / FILE_NAME, 0, warn=pytest.fail)
+    history = MetricsFile(tmp_path / FILE_NAME, 0, warn=pytest.fail)
     history.start({"start_step": 0, "nested": {"values": [1.0, value]}})
     history.step(step_metrics(1, loss=value))
     history.close()
@@ -132,7 +132,7 @@ class FullDisk:
 def test_a_full_disk_warns_once_and_tears_no_line(tmp_path: Path) -> None:
     warnings: list[str] = []
     disk = FullDisk(space=100)
-    history = History(tmp_path / FILE_NAME, 0, warn=warnings.append)
+    history = MetricsFile(tmp_path / FILE_NAME, 0, warn=warnings.append)
     history.file = disk  # type: ignore[assignment]
     for step in (1, 2, 3):
         history.step(step_metrics(step))
@@ -147,7 +147,7 @@ def test_a_full_disk_warns_once_and_tears_no_line(tmp_path: Path) -> None:
 
 def test_lines_that_never_found_room_are_counted_at_the_end(tmp_path: Path) -> None:
     warnings: list[str] = []
-    history = History(tmp_path / FILE_NAME, 0, warn=warnings.append)
+    history = MetricsFile(tmp_path / FILE_NAME, 0, warn=warnings.append)
     history.file = FullDisk(space=0)  # type: ignore[assignment]
     history.step(step_metrics(1))
     history.step(step_metrics(2))

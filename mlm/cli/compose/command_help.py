@@ -9,7 +9,7 @@ from mlm.cli.compose.groups import choice_rows, command_groups, takes_task, task
 from mlm.cli.compose.help import EXIT_CODES, FLAGS, SPELLINGS, example_lines, table, tasks_block, wrap
 from mlm.config.suggest import did_you_mean, foreign_option, keys_meant, plain_name
 from mlm.config.tree import MISSING_VALUE, Leaf, describe_values, flatten, leaves
-from mlm.util.errors import UserError, show
+from mlm.util.errors import UserError, format_value
 
 
 def command_help(command: Command, config_dir: str | None = None, topics: Sequence[str] = ()) -> str:
@@ -88,4 +88,4 @@ def _default(leaf: Leaf) -> str:
     """The default as it would be typed."""
     if leaf.default == MISSING_VALUE:
         return "required"
-    return f"default {show(leaf.default) or repr('')}"
+    return f"default {format_value(leaf.default) or repr('')}"

@@ -12,7 +12,7 @@ import yaml  # type: ignore[import-untyped]
 from mlm.cli.command import Command
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.tree import flatten
-from mlm.util.errors import show
+from mlm.util.errors import format_value
 
 TASK = "task"
 OWN_TASK = "a task of your own needs --config-dir DIR, which holds task/NAME.yaml"
@@ -97,7 +97,7 @@ def effect_of(group: str, path: Path) -> str:
         if isinstance(entry, dict)
         for name, choice in entry.items()
     ]
-    each = [*chosen, *(f"{key}={show(value)}" for key, value in flatten(values).items())]
+    each = [*chosen, *(f"{key}={format_value(value)}" for key, value in flatten(values).items())]
     return f"[{' '.join(each)}]" if each else ""
 
 

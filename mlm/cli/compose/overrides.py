@@ -30,7 +30,7 @@ from mlm.config.plain_yaml import parse, problem_of, read_text
 from mlm.config.suggest import foreign_option, foreign_options, nearest, nearest_key, unknown_key
 from mlm.config.tree import MISSING_VALUE, OPTIONS, describe_values, flatten, leaves, other_names, sections
 from mlm.runs.config import PretrainConfig
-from mlm.util.errors import Problem, UserError, escape_controls, show
+from mlm.util.errors import Problem, UserError, escape_controls, format_value
 
 MOST_LISTED = 16  # choices that one line names
 QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
@@ -180,7 +180,9 @@ def _value_problem(
     if override is None:
         if leaf is None or leaf.type in (str, str | None):
             return Problem((key,), f"cannot read '{text}'", f"quote the value: \"{key}='…'\"")
-        example = "" if leaf.default in (None, MISSING_VALUE) else f", such as '{key}={show(leaf.default)}'"
+        example = (
+            "" if leaf.default in (None, MISSING_VALUE) else f", such as '{key}={format_value(leaf.default)}'"
+        )
         return Problem((key,), f"cannot read '{text}': {key} must be {describe_values(leaf)}{example}")
     if leaf is not None and isinstance(override.value(), dict) and key.rpartition(".")[2] not in OPTIONS:
         return Problem((key,), f"{text} must be {describe_values(leaf)}")
@@ -220,7 +222,7 @@ def _choice_problem(
                 f"let its first line be `# {GLOBAL}`",
             )
         return None
-    typed = choice if isinstance(choice, str) else show(choice)
+    typed = choice if isinstance(choice, str) else format_value(choice)
     foreign = foreign_choices(group, options, config_dir)
     begin = [option for option in options if option.startswith(f"{typed}_")]
     near = foreign.get(typed.lower().replace("-", "_")) or (None if begin[1:] else nearest(typed, options))
@@ -304,4 +306,4 @@ def _keys_of_file(command: Command, group: str, path: Path) -> list[str] | Probl
         example = next((CONFIG_DIR / group).glob("*.yaml")).relative_to(CONFIG_DIR.parent)
         has, fix = ("lacks", "add") if missing else ("has unknown keys:", "remove")
         return Problem((group,), f"{typed}: {has} {short}", f"{fix} them, as in {example}")
-    return [f"{key}={quote(v) if isinstance(v, str) else show(v)}" for key, v in flat.items()]
+    return [f"{key}={quote(v) if isinstance(v, str) else format_value(v)}" for key, v in flat.items()]

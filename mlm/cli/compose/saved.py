@@ -17,7 +17,7 @@ from mlm.config.paths import groups
 from mlm.config.plain_yaml import MAX_BYTES, parse, problem_of, read_text
 from mlm.config.suggest import did_you_mean, unknown_key
 from mlm.config.tree import flatten, leaves
-from mlm.util.errors import ConfigError, UserError, show
+from mlm.util.errors import ConfigError, UserError, format_value
 from mlm.util.object_store import is_stored, read_object, split_step
 
 CONFIG = "config.yaml"
@@ -140,7 +140,9 @@ def values_in(text: str, path: Path | str, config: str) -> SavedValues:
     tree = parse(text, path)
     command = tree.pop("command", config)
     if command != config:
-        raise UserError(f"{path}: the settings of a run of mlm {show(command)[:40]}; use that command")
+        raise UserError(
+            f"{path}: the settings of a run of mlm {format_value(command)[:40]}; use that command"
+        )
     flat, known = flatten(tree), leaves(spec)
     problems = [f"{path}: {unknown_key(spec, key)}; delete it" for key in flat if key not in known]
     problems += [f"{path}: {key}: {why}" for key, value in flat.items() if (why := problem_of(value))]

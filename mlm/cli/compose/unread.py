@@ -7,7 +7,7 @@ from typing import Any
 from mlm.config.fields import OnlyIf
 from mlm.config.tree import Leaf, leaves, values_of
 from mlm.models.family import family_of, option
-from mlm.util.errors import Problem, show
+from mlm.util.errors import Problem, format_value
 
 
 def unread_problems(config: Any, typed: Set[str], written: Set[str]) -> Iterator[Problem]:
@@ -28,11 +28,11 @@ def unread_problems(config: Any, typed: Set[str], written: Set[str]) -> Iterator
         is_whole = other in written and values[key] == known[key].default
         if key not in typed and (not is_here or other in typed or is_whole):
             continue
-        why = f"with {other}={show(values[other])}" if is_here else f"without {other}"
+        why = f"with {other}={format_value(values[other])}" if is_here else f"without {other}"
         values_read = condition.values or ((True,) if values.get(other) is False else ())
-        wanted = " or ".join(f"{other}={show(value)}" for value in values_read) or other
+        wanted = " or ".join(f"{other}={format_value(value)}" for value in values_read) or other
         fix = "remove it" + f", or set {wanted}" * is_here
-        yield Problem((key, other), f"{key}={show(values[key])}: has no effect {why}", fix)
+        yield Problem((key, other), f"{key}={format_value(values[key])}: has no effect {why}", fix)
 
 
 def _broken_condition(key: str, known: Mapping[str, Leaf], values: Mapping[str, Any]) -> OnlyIf | None:

@@ -295,7 +295,7 @@ class PretrainLoop(Loop):
     def tokens(self) -> int:
         """Tokens trained on so far."""
         consumed = self.trainer.consumed_samples
-        unread = sum(count for first, count in self.trainer.left_out if first < consumed)
+        unread = sum(count for first, count in self.trainer.excluded_samples if first < consumed)
         return (consumed - unread) * self.trainer.config.data.seq_length
 
     def parts(self, means: Sequence[float], rates: Rates | None = None) -> Parts:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from mlm.config.suggest import divisors
-from mlm.util.errors import show
+from mlm.util.errors import format_value
 from mlm.util.system import host_memory
 
 MAX_CPU_RANKS = 64  # ranks one plain launch starts on a host without GPUs
@@ -55,7 +55,7 @@ class LayoutValues(dict[str, Any]):
 
     def typed(self, *keys: str) -> str:
         """Settings as typed: `tp=2 * pp=4`."""
-        return " * ".join(f"{self.name(key)}={show(self[key])}" for key in keys)
+        return " * ".join(f"{self.name(key)}={format_value(self[key])}" for key in keys)
 
     def changed(self, change: Mapping[str, Any]) -> "LayoutValues":
         """These settings with other values."""

@@ -10,7 +10,7 @@ from mlm.models.config import ModelConfig
 from mlm.models.family import Architecture
 from mlm.models.gpt2.family import decoder_problem
 from mlm.parallel.expert.settings import EXPERTS, RouterSettings
-from mlm.util.errors import ConfigError, Problem, show
+from mlm.util.errors import ConfigError, Problem, format_value
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Values of rope_scaling."""
@@ -197,7 +197,7 @@ def model_problem(model: ModelConfig) -> Problem | None:
     settings = LlamaSettings.of(model)
     for name, why, fix in _problems(model, settings):
         key = f"model.options.{name}"
-        return Problem((key,), f"{key}={show(getattr(settings, name))} {why}", fix)
+        return Problem((key,), f"{key}={format_value(getattr(settings, name))} {why}", fix)
     return None
 
 
@@ -207,8 +207,8 @@ def _type_problem(name: str, value: object) -> Problem | None:
     if type(value) is kind or (kind is float and type(value) is int):
         if not isinstance(value, int | float) or 0 <= value < 1 << 31:
             return None
-        return Problem((key,), f"{key}={show(value)} must be from 0 to 2147483647")
-    return Problem((key,), f"{key}={show(value)} must be {words[kind]}")
+        return Problem((key,), f"{key}={format_value(value)} must be from 0 to 2147483647")
+    return Problem((key,), f"{key}={format_value(value)} must be {words[kind]}")
 
 
 Problems = Iterator[tuple[str, str, str]]

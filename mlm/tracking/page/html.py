@@ -24,7 +24,7 @@ from markupsafe import Markup, escape
 
 from mlm.tracking.panel import duration
 from mlm.tracking.runs import LARGEST, MISSING, Column, RunRecords, number, when
-from mlm.util.errors import escape_controls, show
+from mlm.util.errors import escape_controls, format_value
 from mlm.util.results import HTML_MARK
 
 MAX_TEXT = 300
@@ -57,7 +57,7 @@ def text(value: object, longest: int = MAX_TEXT) -> Markup:
     """Escape a value of any type, control characters and half characters written out."""
     if isinstance(value, Markup):
         return value
-    content = value if isinstance(value, str) else show(value)
+    content = value if isinstance(value, str) else format_value(value)
     end = "…" if len(content) > longest else ""
     return escape("\n".join(map(escape_controls, content[:longest].split("\n"))) + end)
 

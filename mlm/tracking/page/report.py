@@ -18,7 +18,7 @@ from mlm.tracking.page.chosen import choose
 from mlm.tracking.page.html import curves_of, figure, macro, page, text
 from mlm.tracking.runs import MISSING, RunRecords, names_of, number, read_run
 from mlm.tracking.summary import MAX_ATTEMPTS
-from mlm.util.errors import escape_controls, show
+from mlm.util.errors import escape_controls, format_value
 from mlm.util.results import target_name, write_result
 from mlm.util.terminal import Screen, format_bytes
 
@@ -93,7 +93,8 @@ def settings_section(runs: Sequence[RunRecords]) -> Markup:
     """Return the settings in which runs differ, those that are equal and the commands."""
     keys = list(dict.fromkeys(key for run in runs for key in run.settings))
     every = {
-        key: [show(run.settings[key]) if key in run.settings else MISSING for run in runs] for key in keys
+        key: [format_value(run.settings[key]) if key in run.settings else MISSING for run in runs]
+        for key in keys
     }
     different = [[key, *values] for key, values in every.items() if len(set(values)) > 1]
     equal = [[key, values[0]] for key, values in every.items() if len(set(values)) == 1]

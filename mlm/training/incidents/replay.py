@@ -159,7 +159,7 @@ def find_starts(record: dict[str, Any]) -> tuple[list[Save], bool]:
 @contextmanager
 def steps_of(trainer: Trainer, memory: IncidentState, step: int) -> Iterator[Iterator[list[MicroBatch]]]:
     """Micro-batches of this rank from the trainer's state on."""
-    trainer.left_out = memory.ranges
+    trainer.excluded_samples = memory.ranges
     size = trainer.config.train.global_batch_size
     left = sum(count + size for _, count in memory.ranges)
     number = trainer.consumed_samples + (step - trainer.step) * size + left

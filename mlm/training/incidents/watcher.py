@@ -106,7 +106,7 @@ class Incidents(Observer):
     def load_memory(self) -> None:
         """Take the memory from the state of the trainer, which a checkpoint may have filled."""
         self.memory = decode(self.trainer.extra_state.get(INCIDENTS), self.settings.window)
-        self.trainer.left_out = self.memory.ranges
+        self.trainer.excluded_samples = self.memory.ranges
         self.note_doubt()
 
     def before_save(self) -> None:
@@ -389,7 +389,7 @@ class Incidents(Observer):
             self.memory.leave_out(*range_)
         self.memory.leave_out(first, size)
         self.memory.rewinds, self.memory.last_rewind = memory.rewinds + 1, (failed, trainer.step)
-        trainer.left_out = self.memory.ranges
+        trainer.excluded_samples = self.memory.ranges
         self.reporter.rewound(trainer.step)
         line = f"returned from step {failed} to {path}; samples {first} to {first + size - 1} are left out"
         self.reporter.problem(line)

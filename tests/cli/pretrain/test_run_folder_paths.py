@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlm.cli import main
-from mlm.tracking.history import FILE_NAME, History
+from mlm.tracking.history import FILE_NAME, MetricsFile
 from mlm.util.errors import UserError
 from mlm.util.lock import LOCK, single_builder, single_writer
 from mlm.util.ownership import claim_folder
@@ -58,7 +58,7 @@ def test_metrics_that_are_no_file_are_an_error(stand: str, tmp_path: Path) -> No
     STANDS[stand](out / FILE_NAME)
     before = (out / FILE_NAME).lstat().st_mode
     with pytest.raises(UserError, match=r"metrics\.jsonl: "):
-        History(out / FILE_NAME, 1, print).start({})
+        MetricsFile(out / FILE_NAME, 1, print).start({})
     assert (out / FILE_NAME).lstat().st_mode == before
 
 

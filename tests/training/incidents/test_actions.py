@@ -179,7 +179,7 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    "consumed, left_out, expected",
+    "consumed, excluded_samples, expected",
     [
         (0, [], [0, 4, 8]),
         (0, [(4, 4)], [0, 8, 12]),
@@ -190,6 +190,6 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path, monkeypatch: pytest.M
     ],
 )
 def test_batches_touch_no_sample_that_is_left_out(
-    consumed: int, left_out: list[tuple[int, int]], expected: list[int]
+    consumed: int, excluded_samples: list[tuple[int, int]], expected: list[int]
 ) -> None:
-    assert [first_of_step(consumed, number, 4, left_out) for number in range(3)] == expected
+    assert [first_of_step(consumed, number, 4, excluded_samples) for number in range(3)] == expected
