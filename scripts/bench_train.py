@@ -5,7 +5,7 @@
     python scripts/bench_train.py --family mixtral --shape 4x256
     python scripts/bench_train.py --shape report --contenders mlm mlm-mkl transformers --out results.json
     python scripts/bench_train.py --peers nanogpt=PATH --shape report --dtype fp32 bf16 --contenders all
-    python scripts/bench_train.py --contenders mlm llmc transformers-stock --peers llmc=PATH
+    python scripts/bench_train.py --contenders mlm nanogpt-stock transformers-stock --peers nanogpt=PATH
     python scripts/bench_train.py --shape custom 4,512,8,512,8192,8 --contenders tp=2 pp=2,micro_batches=8
 
 The same weights and tokens for all; losses and gradients are compared before anything is timed. Allocator
@@ -44,9 +44,7 @@ from mlm.util.errors import UserError
 CONTENDERS = {
     "mlm": "as `mlm pretrain` runs it",
     "transformers": "GPT2LMHeadModel (LlamaForCausalLM, …) as its configuration has it, sdpa attention",
-    "nanogpt": "needs --peers nanogpt=PATH, as do the others of its kind",
-    "nanochat": "another model of the same sizes and its optimizer, always compiled",
-    "llmc": "llm.c's train_gpt2.c, always float32 on a CPU, built here",
+    "nanogpt": "needs --peers nanogpt=PATH",
     "megatron": "Megatron Core's Mixtral (--family mixtral) as far as a CPU runs it",
 }
 VARIANTS = {
@@ -62,8 +60,6 @@ VARIANTS_OF = {
     "mlm": {"compiled", "graphs", "mkl", *DTYPES},
     "transformers": {"compiled", "stock", *DTYPES},
     "nanogpt": {"compiled", "stock", *DTYPES},
-    "nanochat": {"stock", *DTYPES},
-    "llmc": {"stock"},
     "megatron": set(),
 }
 
@@ -144,11 +140,10 @@ def make_plan(args: argparse.Namespace, peers: dict[str, str]) -> Plan:
 def all_contenders(args: argparse.Namespace, peers: dict[str, str]) -> list[str]:
     """All names in all variants, but for a second dtype: those whose checkouts and compiler are there."""
     compiled = ("", "-compiled") if has_compiler(args.device) else ("",)
-    programs = ["transformers", *(name for name in ("nanogpt",) if name in peers)]
+    programs = ["transformers", *peers]
     names = [f"{name}{c}{stock}" for name in programs for c in compiled for stock in ("", "-stock")]
     replayed = ("mlm-graphs",) if compiled[1:] and args.device == "cuda" else ()
-    names = ["mlm", *(f"mlm{c}" for c in compiled[1:]), *replayed, "mlm-mkl", *names]
-    return names + [name for name in peers if name != "nanogpt" and (name == "llmc" or compiled[1:])]
+    return ["mlm", *(f"mlm{c}" for c in compiled[1:]), *replayed, "mlm-mkl", *names]
 
 
 def has_dtype(name: str, dtype: str) -> bool:
@@ -185,11 +180,9 @@ def check_contender(name: str, args: argparse.Namespace, peers: dict[str, str]) 
         raise UserError(
             f"--contenders {name}: its Mixtral on a CPU is built; use --family mixtral --device cpu"
         )
-    if base == "llmc" and args.device != "cpu":
-        raise UserError(f"--contenders {name}: train_gpt2.c computes on a CPU; use --device cpu")
     if "graphs" in variants and args.device != "cuda":
         raise UserError(f"--contenders {name}: a CPU has no graphs to replay; use --device cuda")
-    if ({"compiled", "graphs"} & {*variants} or base == "nanochat") and not has_compiler(args.device):
+    if {"compiled", "graphs"} & {*variants} and not has_compiler(args.device):
         raise UserError(f"--contenders {name} needs a compiler for torch.compile: install g++, or set CXX")
 
 

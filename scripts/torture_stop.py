@@ -57,11 +57,11 @@ PHASES = {
 class Job:
     """A command in a process group of its own, which pauses `at` a call."""
 
-    def __init__(self, line: str, place: Path, root: Path, at: str = "::0") -> None:
+    def __init__(self, line: str, place: Path, root: Path, at: str = "::0", pause_s: float = 1.0) -> None:
         self.marks, self.log = place / "marks", place / "said"
         self.marks.mkdir(parents=True)
         environ = os.environ | {"TORTURE_AT": at, "TORTURE_MARKS": str(self.marks), "OMP_NUM_THREADS": "1"}
-        environ["PYTHONPATH"] = f"{REPO / 'scripts' / 'torture' / 'pause'}:{REPO}"
+        environ |= {"PYTHONPATH": f"{REPO / 'scripts' / 'torture'}:{REPO}", "TORTURE_PAUSE_S": str(pause_s)}
         words = [sys.executable, "-m", "mlm", *line.split()]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
@@ -80,6 +80,13 @@ class Job:
     def paused(self) -> list[int]:
         """Its processes that have reached the phase."""
         return sorted(int(path.name) for path in self.marks.iterdir())
+
+    def wait_for_pause(self, ranks: int) -> bool:
+        """Wait until the ranks have reached the phase; False if the job ends, or hangs, before one has."""
+        end = time.monotonic() + HUNG_S
+        while len(self.paused()) < ranks and time.monotonic() < end and self.process.poll() is None:
+            time.sleep(0.02)
+        return bool(self.paused()) and self.process.poll() is None
 
     def send(self, number: int, pids: Sequence[int]) -> None:
         """Send a signal to these processes."""
@@ -109,10 +116,7 @@ SIGNALS = [f"{who} {name}" for who in RECEIVERS for name in ("INT", "TERM", "HUP
 
 def disturb(job: Job, who: str, number: int, ranks: int) -> int | None:
     """Send the signal once the ranks pause; return the exit code, None if it hung or the phase never came."""
-    end = time.monotonic() + HUNG_S
-    while len(paused := job.paused()) < ranks and time.monotonic() < end and job.process.poll() is None:
-        time.sleep(0.02)
-    if not paused or job.process.poll() is not None:
+    if not job.wait_for_pause(ranks):
         return None
     for pause in (0.0, TWICE_S)[: 1 + (who == "twice")]:
         time.sleep(pause)

@@ -103,8 +103,7 @@ class Field:
         if "=" not in name:  # layouts are compared by `mlm parity`
             if not self.reference.exists():
                 ranks.save_reference(self.reference)
-            found = ranks.check(self.reference)  # before any step: weights are the initial ones
-            agreement = asdict(found) if found else {}
+            agreement = asdict(ranks.check(self.reference))  # before any step: of the initial weights
         begin = time.perf_counter()
         ranks.time(0, WARM_UP_STEPS)
         warm_up_s = time.perf_counter() - begin

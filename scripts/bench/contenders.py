@@ -64,8 +64,8 @@ class Trainee(ABC):
         """Loss and gradients to compare others with."""
         return Reference(*self.loss_and_gradients(), self.spec.dtype)
 
-    def check(self, reference: Reference) -> Agreement | None:
-        """Compare with the reference; None for another model. Raises UserError if it differs."""
+    def check(self, reference: Reference) -> Agreement:
+        """Compare with the reference. Raises UserError if it differs."""
         return agreement(self.name, self.reference(), reference)
 
     def flops_per_token(self) -> float:
@@ -314,46 +314,6 @@ class NanoGptTrainee(TorchTrainee):
     def as_huggingface(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         named = {k.replace("lm_head.weight", "transformer.wte.weight"): g for k, g in gradients.items()}
         return {k: g.t() if k.endswith(TRANSPOSED) else g for k, g in named.items()}
-
-
-class NanochatTrainee(TorchTrainee):
-    """nanochat's GPT and optimizer at the sizes of the shape, as its runs/runcpu.sh trains them."""
-
-    notes = ("another model: rotary, untied, value embeddings, relu²; with Muon, without clipping; compiled",)
-
-    def __init__(self, name: str, spec: Spec, device: torch.device) -> None:
-        os.environ["NANOCHAT_DTYPE"] = {"fp32": "float32", "bf16": "bfloat16"}[spec.dtype]
-        sys.path.insert(0, spec.peers["nanochat"])
-        source, shape = importlib.import_module("nanochat.gpt"), spec.shape
-        sizes = (shape.seq_length, shape.vocab_size, shape.num_layers, shape.num_heads, shape.num_heads)
-        config = source.GPTConfig(*sizes, shape.hidden_size, window_pattern="L")
-        with torch.device("meta"):
-            model = source.GPT(config)
-        model.to_empty(device=device)
-        model.init_weights()
-        super().__init__(name, spec, device, model)
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints its learning rates
-            self.optimizer = model.setup_optimizer()
-        model.compile(dynamic=False)
-
-    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        loss: Tensor = self.model(tokens, labels)
-        return loss
-
-    def step(self, index: int) -> None:
-        loss = self.loss(*self.batches[index % len(self.batches)])  # its layers cast, without autocast
-        loss.backward()
-        self.optimizer.step()
-        self.clear()
-
-    def reference(self) -> Reference:
-        raise UserError("nanochat is another model, which none is compared with: put another contender first")
-
-    def check(self, reference: Reference) -> Agreement | None:
-        return None
-
-    def flops_per_token(self) -> float:
-        return float(self.model.estimate_flops())
 
 
 def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:

@@ -137,7 +137,7 @@ def gpu_facts() -> dict[str, object]:
     }
 
 
-PEERS = {"nanogpt": "model.py", "nanochat": "nanochat/gpt.py", "llmc": "train_gpt2.c"}
+PEERS = {"nanogpt": "model.py"}
 """The file of each checkout that holds its model."""
 
 

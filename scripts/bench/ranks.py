@@ -25,10 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.contenders import MlmTrainee, NanochatTrainee, NanoGptTrainee, Trainee, TransformersTrainee
+from bench.contenders import MlmTrainee, NanoGptTrainee, Trainee, TransformersTrainee
 from bench.equality import Agreement, Reference
 from bench.llama import LlamaShape, MixtralShape, TransformersLlama, TransformersMixtral
-from bench.llmc import LlmcTrainee
 from bench.megatron import MegatronMixtral
 from bench.memory import measure_peak
 from bench.spec import Spec
@@ -60,8 +59,6 @@ def build_trainee(name: str, spec: Spec, rank: int) -> Trainee:
         "mlm": MlmTrainee,
         "transformers": TransformersTrainee,
         "nanogpt": NanoGptTrainee,
-        "nanochat": NanochatTrainee,
-        "llmc": LlmcTrainee,
         "megatron": MegatronMixtral,
     }
     if isinstance(spec.shape, LlamaShape):
@@ -167,10 +164,10 @@ class Ranks:
         """Write loss and gradients of a contender in one process, for others to be compared with."""
         self._ask("reference", str(path))
 
-    def check(self, path: Path) -> Agreement | None:
-        """Compare with what another's `save_reference` wrote; None for another model. Raises UserError."""
+    def check(self, path: Path) -> Agreement:
+        """Compare with what another's `save_reference` wrote. Raises UserError."""
         (found,) = self._ask("check", str(path))
-        assert found is None or isinstance(found, Agreement)
+        assert isinstance(found, Agreement)
         return found
 
     def time(self, first: int, steps: int) -> Timing:

@@ -31,8 +31,8 @@ class Spec:
         """The same with the dtype and the settings that a contender's name ends in."""
         if "=" in contender:  # a layout
             return self
-        base, *variants = contender.split("-")
-        half, single = "bf16" in variants, "fp32" in variants or base == "llmc"
+        _, *variants = contender.split("-")
+        half, single = "bf16" in variants, "fp32" in variants
         dtype: Dtype = "bf16" if half else "fp32" if single else self.dtype
         return replace(self, dtype=dtype, stock="stock" in variants)
 

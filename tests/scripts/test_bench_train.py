@@ -221,7 +221,6 @@ def test_name_of_a_contender_sets_dtype_and_settings() -> None:
     assert SPEC.of("nanogpt-compiled") == SPEC
     assert SPEC.of("nanogpt-stock-bf16") == dataclasses.replace(SPEC, dtype="bf16", stock=True)
     assert SPEC.of("tp=2,pipeline=zb_h1") == SPEC
-    assert SPEC.of("mlm-bf16").of("llmc") == SPEC
 
 
 def test_contenders_are_compared_with_the_first_of_their_dtype() -> None:
@@ -236,9 +235,8 @@ def test_all_means_every_program_in_every_variant_that_can_run(
     compiler: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model.py").touch()
-    (tmp_path / "train_gpt2.c").touch()
     monkeypatch.setattr(bench_train, "has_compiler", lambda device: compiler)
-    words = f"--device cpu --dtype fp32 bf16 --contenders all --peers nanogpt={tmp_path} llmc={tmp_path}"
+    words = f"--device cpu --dtype fp32 bf16 --contenders all --peers nanogpt={tmp_path}"
     args = bench_train.BENCH.parse(words.split())
     peers = bench_train.parse_peers(args.peers)
     names = set(bench_train.make_plan(args, peers).contenders)
@@ -246,7 +244,7 @@ def test_all_means_every_program_in_every_variant_that_can_run(
     both = {"mlm", *eager}
     if compiler:
         both |= {name.replace(base, f"{base}-compiled") for name in both for base in [name.split("-")[0]]}
-    assert names == {*both, *(f"{name}-bf16" for name in both), "mlm-mkl", "llmc"}
+    assert names == {*both, *(f"{name}-bf16" for name in both), "mlm-mkl"}
 
 
 def test_stock_contender_leaves_the_allocator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +290,7 @@ def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
         (["--contenders", "mlm-compiled"], "needs a compiler for torch.compile"),
         (["--contenders", "nanogpt-mkl"], "nanogpt has no variant 'mkl'"),
         (["--peers", "nanogpt=/nowhere"], "no such folder"),
-        (["--peers", "llmc=."], "it has no train_gpt2.c"),
+        (["--peers", "nanogpt=."], "it has no model.py"),
         (
             ["--family", "llama", "--contenders", "mlm", "nanogpt"],
             "--family llama: nanogpt is compared as GPT",

@@ -1,10 +1,12 @@
 """Pauses each Python that has this folder on its path in TORTURE_AT, the n-th call of `module:function:n`.
 
-It leaves a file named by its process id in TORTURE_MARKS. The function of an import is `<module>`.
+It leaves a file named by its process id in TORTURE_MARKS, and pauses for TORTURE_PAUSE_S (1 s). The
+function of an import is `<module>`.
 """
 
 import os
 import sys
+import threading
 import time
 from types import FrameType
 
@@ -13,15 +15,17 @@ left = int(CALL)
 
 
 def watch(frame: FrameType, event: str, argument: object) -> None:
-    """Pause for a second in the wanted call, also after a signal whose handler raises nothing."""
+    """Pause in the wanted call, also after a signal whose handler raises nothing."""
     global left
     if (frame.f_globals.get("__name__"), frame.f_code.co_qualname, event) == (MODULE, FUNCTION, "call"):
         left -= 1
         if not left:
             sys.setprofile(None)
+            threading.setprofile(None)
             open(os.path.join(os.environ["TORTURE_MARKS"], str(os.getpid())), "w").close()
-            time.sleep(1.0)
+            time.sleep(float(os.environ.get("TORTURE_PAUSE_S", "1")))
 
 
 if MODULE:
     sys.setprofile(watch)
+    threading.setprofile(watch)

@@ -1,1 +1,0 @@
-"""Parts of scripts/torture_checkpoint.py."""
