@@ -50,7 +50,6 @@ Series = NDArray[np.float64]
 
 
 def spec_of(run: dict[str, Any], steps: int, seed: int) -> PretrainConfig:
-    """Settings of a run."""
     batch, seq, lr = run.get("batch", 4), run.get("seq", 32), run.get("lr", 1e-3)
     dropout = run.get("dropout", 0.0)
     return PretrainConfig(
@@ -98,7 +97,6 @@ def batches(run: dict[str, Any], text: Tensor, seed: int) -> Iterator[Batch]:
 
 
 def train(run: dict[str, Any], steps: int, seed: int, text: Tensor) -> Series:
-    """Losses and gradient norms of a clean run."""
     trainer: Trainer[Batch] = Trainer(spec_of(run, steps, seed), ParallelContext())
     found = []
     for _, batch in zip(range(steps), batches(run, text, seed), strict=False):
@@ -123,14 +121,12 @@ def judged(series: Series) -> NDArray[np.int64]:
 
 
 def rates(counts: NDArray[np.int64]) -> Result:
-    """Steps judged, alarms, share of each fault found."""
     steps, alarms, *faults = counts.tolist()
     shares = {fault: count / max(1, steps) for fault, count in zip(FAULTS, faults, strict=True)}
     return {"steps": steps, "alarms": alarms, **shares}
 
 
 def measure(args: argparse.Namespace, say: Say) -> Result:
-    """Train every type of run and judge its steps."""
     torch.set_num_threads(1)
     files = [args.text] if args.text else sorted(Path(__file__).parents[1].glob("mlm/**/*.py"))
     content = b"".join(path.read_bytes() for path in files)
@@ -146,7 +142,6 @@ def measure(args: argparse.Namespace, say: Say) -> Result:
 
 
 def tables(result: Result) -> Iterator[Table]:
-    """A row for each type of run."""
     rows = []
     for name, each in result["runs"].items():
         shares = (f"{each[fault]:.3f}" for fault in FAULTS)
@@ -155,7 +150,6 @@ def tables(result: Result) -> Iterator[Table]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     add = parser.add_argument
     add("--steps", type=positive, default=4000, help="steps of each run")
     add("--seeds", type=int, nargs="+", default=[0], help="runs of each type")

@@ -37,7 +37,6 @@ REPORTED = 0.3  # similarities below it are not kept
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     add, default = parser.add_argument, DedupConfig()
     add("--text", type=Path, help='JSON lines {"text": …} in place of the plays')
     add("--unit", choices=("word", "character"), default=default.unit, help="default %(default)s")
@@ -48,7 +47,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, say: Say) -> Result:
-    """Plant, measure, let each contender run."""
     config = DedupConfig(unit=args.unit, bands=args.bands, rows=args.rows)
     corpus = plant(paragraphs_of(args.text), args.seed)
     if not corpus.planted:
@@ -116,7 +114,6 @@ def tables(result: Result) -> Iterator[RenderableType]:
 
 
 def is_success(result: Result) -> bool:
-    """True if mlm reaches recall and precision."""
     ours = result["contenders"]["mlm"]
     return bool(ours["recall"] >= RECALL and ours["precision"] >= PRECISION)
 

@@ -47,7 +47,6 @@ RUNS: dict[str, tuple[str, ...]] = {
 
 
 def forecast(config: PlanDryRunConfig) -> int:
-    """Bytes of tensors by the dry run."""
     return dry_run(config, 0, device=CPU).log.peak().bytes
 
 
@@ -73,7 +72,6 @@ def process_that_keeps(config: PlanDryRunConfig) -> int:
 
 
 def train(config: PlanDryRunConfig) -> None:
-    """Take some steps, as `mlm pretrain` does."""
     ctx = ParallelContext()
     trainer = Trainer(config, ctx)
     for _ in range(STEPS):
@@ -86,7 +84,6 @@ MEASURES: dict[str, Callable[[PlanDryRunConfig], int]] = {
 
 
 def measured(measure: str, run: str) -> int:
-    """One measure of a run, in a process of its own."""
     command = [sys.executable, __file__, "--measure", measure, "--run", run]
     env = dict(os.environ)
     if measure == "process":

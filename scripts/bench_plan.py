@@ -71,23 +71,19 @@ class Case:
 
     @property
     def shape(self) -> str:
-        """Name of the model."""
         return self.sizes.name
 
     @property
     def model(self) -> ModelConfig:
-        """Configuration of the model."""
         return self.sizes.model()
 
     @property
     def name(self) -> str:
-        """Key in the results."""
         both = f" {self.threads} threads" if self.threads > 1 else ""
         return f"{self.kind} {self.shape} {self.layout.label}{both}"
 
     @property
     def words(self) -> str:
-        """The layout as a contender of bench_train.py."""
         count = BATCH // (self.layout.micro_batch * self.layout.dp)
         settings = {name: getattr(self.layout, name) for name in SETTINGS} | {"micro_batches": count}
         return ",".join(f"{name}={str(value).lower()}" for name, value in settings.items())
@@ -99,7 +95,6 @@ class Case:
 
 
 def cases_of(kind: str, sizes: Sizes, *layouts: PlannedLayout) -> list[Case]:
-    """Cases of one model."""
     return [Case(kind, sizes, replace(layout, global_batch=BATCH)) for layout in layouts]
 
 
@@ -159,7 +154,6 @@ CASES = [
 
 
 def measure_time(case: Case, seconds: float) -> Result:
-    """The fastest step: seconds of the slowest rank."""
     with case.ranks() as ranks:
         ranks.time(0, WARM_UP)
         timings, end = [], time.monotonic() + seconds
@@ -192,21 +186,18 @@ def calibrate(out: Path) -> Result:
 
 
 def counts(case: Case) -> LayerCounts:
-    """Counts of a case's model on CPUs."""
     data = DataConfig(kind="synthetic", seq_length=case.model.max_positions)
     train = TrainConfig(global_batch_size=BATCH)
     return counts_of(PretrainConfig(name="bench", out="", model=case.model, data=data, train=train), "cpu")
 
 
 def predicted_time(case: Case, hardware: HardwareConfig) -> float:
-    """Seconds of a step."""
     layout = case.layout
     mine = hardware.for_ranks(layout.gpus) if case.threads > 1 else hardware
     return CostModel(counts(case), mine, layout.gpus).step(layout).total
 
 
 def predicted_memory(case: Case) -> list[float]:
-    """Bytes of each rank."""
     layout, model = case.layout, MemoryModel(counts(case))
     return [
         model.peak(layout, rank // (layout.tp * layout.dp), rank // layout.tp % layout.dp).total
@@ -215,7 +206,6 @@ def predicted_memory(case: Case) -> list[float]:
 
 
 def ranks_of(values: Sequence[float]) -> list[int]:
-    """The place of each value in their order."""
     order = sorted(range(len(values)), key=values.__getitem__)
     return [order.index(n) for n in range(len(values))]
 
@@ -226,7 +216,6 @@ def spearman(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def verdicts(found: dict[str, Result], hardware: HardwareConfig) -> Iterator[tuple[str, bool]]:
-    """Each target with its number, and True if it is met."""
     timed = [case for case in CASES if case.kind == "time" and case.name in found]
     expected = [predicted_time(case, hardware) for case in timed]
     measured = [float(found[case.name]["wall_s"]) for case in timed]
@@ -247,7 +236,6 @@ def verdicts(found: dict[str, Result], hardware: HardwareConfig) -> Iterator[tup
 
 
 def tables(state: Result) -> Iterator[Table | str]:
-    """Every case and the verdicts."""
     found, hardware = state["cases"], hardware_of(state["hardware"])
     rows = []
     for case in (case for case in CASES if case.name in found):
@@ -265,7 +253,6 @@ def tables(state: Result) -> Iterator[Table | str]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     add = parser.add_argument
     add("--results", type=Path, default=RESULTS, help="JSON of all results (default %(default)s)")
     add("--again", action="store_true", help="forget what was measured before")
@@ -274,7 +261,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, say: Say) -> Result:
-    """Measure what is missing, and keep each result at once."""
     state: Result = {}
     if args.results.exists() and not args.again:
         state = json.loads(args.results.read_text())
@@ -297,7 +283,6 @@ def measure(args: argparse.Namespace, say: Say) -> Result:
 
 
 def is_success(state: Result) -> bool:
-    """True if all targets are met."""
     hardware = hardware_of(state["hardware"])
     return all(holds for _, holds in verdicts(state["cases"], hardware))
 

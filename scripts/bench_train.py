@@ -65,7 +65,6 @@ VARIANTS_OF = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     add = parser.add_argument
     shapes = "tune, tiny, report or some of it (on a CPU 2x64 4x256 6x384 12x768)"
     add("--shape", nargs="+", default=["tune"], metavar="WORD", help=f"{shapes}, or custom L,H,N,S,V,B")
@@ -153,7 +152,6 @@ def has_dtype(name: str, dtype: str) -> bool:
 
 
 def has_compiler(device: str) -> bool:
-    """True if torch.compile has what it needs."""
     if device == "cuda":
         from torch.utils._triton import has_triton  # loads the compiler
 

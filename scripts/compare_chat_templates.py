@@ -156,7 +156,6 @@ def their_ends(folder: Path, row: dict[str, Any]) -> list[tuple[list[int], list[
 
 
 def outcome(folder: Path, row: dict[str, Any], template: str | None) -> str:
-    """Return how a row compares, in a few words."""
     try:
         theirs = their_ends(folder, row)
     except Exception as error:  # what a template raises, through TRL
@@ -185,7 +184,6 @@ def outcome(folder: Path, row: dict[str, Any], template: str | None) -> str:
 
 
 def main(paths: list[str]) -> None:
-    """Print the table."""
     if not paths:
         import trl
 

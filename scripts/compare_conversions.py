@@ -63,7 +63,6 @@ def their_texts(model: Any, folder: Path) -> list[list[int]]:
 
 
 def our_texts(folder: Path) -> list[list[int]]:
-    """Return what `Model.generate` adds, as tokens."""
     model = mlm.load(folder)
     tokenizer = model.tokenizer
     options = as_declared(tokenizer.declared.generation, {"max_new_tokens": NEW})
@@ -165,7 +164,6 @@ def compare_tokenizer(folder: Path, name: str) -> list[str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers and our own tables."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with redirect_stdout(StringIO()):
@@ -179,14 +177,12 @@ TABLES: tuple[tuple[str, dict[str, Any], Callable[[Path, str], list[str]]], ...]
 
 
 def row(compare: Callable[[Path, str], list[str]], name: str) -> str:
-    """Return a line of a table."""
     with tempfile.TemporaryDirectory() as folder, quiet():
         cells = compare(Path(folder), name)
     return f"| {name} | {' | '.join(cells)} |"
 
 
 def main(words: list[str]) -> None:
-    """Print the tables."""
     for head, rows, compare in TABLES:
         print(f"\n{head}\n| --- | --- | --- | --- | --- |")
         for name in rows:

@@ -32,7 +32,6 @@ BASE, HEAD, SEQ, VOCAB = 64, 16, 32, 256
 
 
 def spec_of(kind: str, width: int, optimizer: OptimizerConfig, *, mup: bool) -> PretrainConfig:
-    """A run of a model of this width."""
     return PretrainConfig(
         name="coordinates",
         out="unused",
@@ -74,7 +73,6 @@ def changes(spec: PretrainConfig, steps: int, seeds: int = 3) -> dict[str, float
 
 @torch.no_grad()
 def activations(trainer: Trainer[Batch], tokens: Tensor) -> dict[str, Tensor]:
-    """Outputs of layers and logits."""
     (model,) = trainer.model.chunks
     found: dict[str, Tensor] = {}
     hooks = [
@@ -94,7 +92,6 @@ def slope(values: dict[int, float]) -> float:
 
 
 def main() -> None:
-    """Check all and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the result")
     parser.add_argument("--steps", type=int, default=4)

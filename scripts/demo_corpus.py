@@ -120,7 +120,6 @@ def write_plays(plays: Mapping[str, str], out: Path) -> Iterator[str]:
 
 
 def main() -> None:
-    """Read, clean, divide, write, count."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="folder for train.jsonl, validation.jsonl and test.jsonl")
     options = parser.parse_args()

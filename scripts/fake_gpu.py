@@ -37,7 +37,6 @@ CACHE = SCRIPTS.parent / "build" / "fake_gpu"
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
         prog="fake_gpu.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -54,7 +53,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def environment(args: argparse.Namespace, built: Path, messages: Path) -> dict[str, str]:
-    """Variables of the command."""
     paths = [str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")]
     if not args.no_arithmetic:
         paths.insert(0, str(SCRIPTS / "gpu/fake/site"))

@@ -48,7 +48,6 @@ class UsageError(Exception):
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
         prog="gpu_check.py",
         description=__doc__,
@@ -102,7 +101,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def say(line: str) -> None:
-    """Print a line of progress."""
     print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
@@ -128,7 +126,6 @@ def digest_of_sources() -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout, if git knows it."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

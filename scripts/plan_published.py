@@ -113,12 +113,10 @@ class Row:
 
     @property
     def flops(self) -> float:
-        """Operations of a step."""
         return hardware_flops(self.run.model, self.run.data.seq_length, self.layout.global_batch, self.again)
 
     @property
     def tflops(self) -> float:
-        """Of a GPU."""
         return self.flops / self.seconds / self.layout.gpus / 1e12
 
 
@@ -126,7 +124,6 @@ load_hardware = cache(preset)
 
 
 def predicted(row: Row, constants: dict[str, float]) -> float:
-    """Predicted seconds of a step."""
     hardware: HardwareConfig = load_hardware(row.hardware)
     share = constants["matmul"] * ATTAINABLE[row.hardware]
     efficiency = replace(
@@ -138,20 +135,17 @@ def predicted(row: Row, constants: dict[str, float]) -> float:
 
 
 def read(name: str) -> list[dict[str, str]]:
-    """Rows of a published table."""
     with open(PUBLISHED / f"{name}.csv", newline="", encoding="utf-8") as f:
         return list(csv.DictReader(f))
 
 
 def run_of(model: ModelConfig, seq: int, dtype: str) -> PretrainConfig:
-    """A pretraining run of a model."""
     data = DataConfig(kind="synthetic", seq_length=seq)
     precision = PrecisionConfig(dtype=dtype)  # type: ignore[arg-type]
     return PretrainConfig(name="published", out="", model=model, data=data, precision=precision)  # type: ignore[arg-type]
 
 
 def gpt(row: dict[str, str], seq: int, vocab: int, dropout: float = 0.1) -> ModelConfig:
-    """A GPT of Megatron-LM's tables."""
     layers, hidden, heads = (int(row[name]) for name in ("layers", "hidden", "heads"))
     return ModelConfig(
         num_layers=layers,
@@ -375,7 +369,6 @@ LIMITS = {"matmul": (0.5, 1.0), "matmul_half": (8.0, 400.0), "memory": (0.3, 0.9
 
 
 def errors(rows: Sequence[Row], constants: dict[str, float]) -> list[float]:
-    """Relative error of each row's step time."""
     return [predicted(row, constants) / row.seconds - 1 for row in rows]
 
 
@@ -405,7 +398,6 @@ def fit(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def result(rows: Sequence[Row], constants: dict[str, float]) -> dict[str, Any]:
-    """Errors of a table."""
     found, naive = errors(rows, constants), naive_errors(rows)
     return {
         "median": round(median(map(abs, found)), 4),
@@ -425,7 +417,6 @@ def result(rows: Sequence[Row], constants: dict[str, float]) -> dict[str, Any]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The table of the guide."""
     lines = [
         "| table | rows | median | worst | naive: median | worst |",
         "| --- | --- | --- | --- | --- | --- |",

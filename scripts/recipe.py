@@ -86,7 +86,6 @@ class Runs:
         return self.run(out, [*words, *length, *settings], steps)
 
     def run(self, out: Path, words: Sequence[str], steps: int) -> dict[str, Any]:
-        """Run a command whose folder is `out` until it is at `steps`."""
         if not reached(out, steps):
             command = [*self.before, "mlm", "pretrain", *words, f"out={out}"]
             path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -96,19 +95,16 @@ class Runs:
 
 
 def records(out: Path) -> list[dict[str, Any]]:
-    """The records of a run."""
     path = out / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def curve_of(out: Path) -> Curve:
-    """The validation losses of a run."""
     found = {r["step"]: r["loss"] for r in records(out) if r.get("kind") == "validation"}
     return sorted((step, math.inf if loss is None else loss) for step, loss in found.items())
 
 
 def reached(out: Path, steps: int) -> bool:
-    """True if a run is at its last step."""
     curve = curve_of(out)
     return bool(curve) and curve[-1][0] >= steps
 
@@ -226,7 +222,6 @@ def experts(runs: Runs, steps: int, seeds: int) -> dict[str, Any]:
 
 
 def plot_experts(result: Mapping[str, Any], path: Path) -> None:
-    """Imbalance and validation loss over steps, of all seeds."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.6))
     for number, (name, found) in enumerate(result["models"].items()):
         for axis, key in ((left, "imbalance"), (right, "curves")):
@@ -261,7 +256,6 @@ def plot_cooldown(result: Mapping[str, Any], path: Path) -> None:
 
 
 def plot_width(result: Mapping[str, Any], path: Path) -> None:
-    """Loss over learning rate by width."""
     figure, axis = plt.subplots(figsize=(5.5, 3.6))
     for name, each in result["widths"].items():
         losses = [mean(found) for found in each["losses"].values()]
@@ -273,7 +267,6 @@ def plot_width(result: Mapping[str, Any], path: Path) -> None:
 
 
 def plot_optimizers(result: Mapping[str, Any], path: Path) -> None:
-    """Validation losses of all seeds, and the sweep."""
     figure, axes = plt.subplots(2, len(result["sizes"]), figsize=(10, 7), squeeze=False)
     for column, (size, found) in enumerate(result["sizes"].items()):
         for name, color in (("adamw", "tab:blue"), ("muon", "tab:orange")):
@@ -292,7 +285,6 @@ def plot_optimizers(result: Mapping[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Run what is named and write its result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", choices=["optimizers", "cooldown", "width", "experts"])
     parser.add_argument("--corpus", required=True, help="prefix folder of a corpus with 4,096 tokens")

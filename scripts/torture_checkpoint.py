@@ -1,10 +1,11 @@
 """kill -9 at random instants, full disks, damage and mix-ups: no checkpoint may be lost, none be wrong.
 
-    python scripts/torture_checkpoint.py --rounds 100 --faults 2 --out scripts/results/torture_checkpoint.json
+    python scripts/torture_checkpoint.py --rounds 100 --faults 2 --out RECORD.json
 
-`mlm pretrain` and `mlm reshard` of a tiny GPT-2 that saves each of six steps and keeps two. After every round what
-`latest` and the policy promise is whole by its digests, what passes for whole holds the bytes of an undisturbed
-run, and the same command ends with the weights of that run. The full disk is a small tmpfs, which needs root.
+`mlm pretrain` and `mlm reshard` of a tiny GPT-2 that saves each of six steps and keeps two. After every round
+what `latest` and the policy promise is whole by its digests, what passes for whole holds the bytes of an
+undisturbed run, and the same command ends with the weights of that run. Mounting the small disk that becomes
+full needs root.
 Exit code: 0 nothing was found, 1 something was.
 """
 
@@ -33,12 +34,14 @@ from mlm.checkpoint.native.format import read_manifest
 from mlm.checkpoint.native.verify import verify_checkpoint
 
 STEPS, HALF, KEEP = 6, 3, 2
-WINDOW_S = 0.25  # after the start of a save, load or reshard: about its length, so that some kills come after its end
+# From the start of a save, load or reshard: about its length, so that some kills come after its end.
+WINDOW_S = 0.25
 LAYOUTS = {"dp=1": 1, "tp=2": 2, "dp=2 zero=2": 2}
 PRETRAIN = (
-    "pretrain model=gpt2_tiny model.num_layers=1 model.hidden_size=16 model.num_heads=2 model.max_positions=8 "
-    "model.vocab_size=60 data=synthetic train.global_batch_size=2 train.micro_batch_size=1 train.validate_every=0 "
-    "checkpoint.save_every=1 schedule=constant optimizer.lr=1e-2 dist.device=cpu dist.timeout_s=60 log.every=1"
+    "pretrain model=gpt2_tiny model.num_layers=1 model.hidden_size=16 model.num_heads=2 "
+    "model.max_positions=8 model.vocab_size=60 data=synthetic train.global_batch_size=2 "
+    "train.micro_batch_size=1 train.validate_every=0 checkpoint.save_every=1 schedule=constant "
+    "optimizer.lr=1e-2 dist.device=cpu dist.timeout_s=60 log.every=1"
 )
 SAVE, LOAD = "mlm.checkpoint.native.save_load:save_checkpoint", "mlm.training.resume:resume"
 
@@ -78,7 +81,6 @@ class Trial:
         return self.reference.with_name(f"{self.reference.name}-half")
 
     def begin_halfway(self) -> None:
-        """Let it be a run that stopped after step HALF."""
         shutil.copytree(self.half, self.out)
         self.oldest = HALF - KEEP + 1
 
@@ -104,7 +106,7 @@ class Trial:
                 self.found.append(f"lost: step {step}")
 
     def check(self, promised: Iterable[int] | None = None, naming: str = "") -> None:
-        """Nothing promised is lost, nothing wrong passes for whole, and the same command ends as if undisturbed."""
+        """Check that nothing promised is lost, nothing wrong passes, and the same command continues."""
         folder = self.out / CHECKPOINTS
         if promised is None and (name := latest_name(folder)):
             newest = int(name.removeprefix("step-"))
@@ -206,7 +208,7 @@ def replace_by_older(trial: Trial, path: Path) -> None:
 
 
 def damage(pattern: str, harm: Callable[[Trial, Path], None], trial: Trial) -> None:
-    """Harm to a file of a stopped run. In its newest checkpoint: it continues from the one before, and says why."""
+    """Harm a file of a stopped run. If its newest checkpoint is hit, it continues from the one before."""
     trial.begin_halfway()
     path = trial.rng.choice(sorted(trial.out.glob(pattern)))
     harm(trial, path)
@@ -304,7 +306,7 @@ def main() -> int:
             shutil.rmtree(trial.folder)
     counts: dict[str, Any] = {"checkpoints_lost": found["lost"], "silent_corruptions": found["silent"]}
     counts |= {"other_findings": found["other"], "seconds": round(time.monotonic() - begun, 1)}
-    command = f"python scripts/torture_checkpoint.py --rounds {args.rounds} --faults {args.faults} --seed {args.seed}"
+    command = f"torture_checkpoint.py --rounds {args.rounds} --faults {args.faults} --seed {args.seed}"
     record = {"command": command, "by_aim": dict(Counter(aims)), **counts, "torch": torch.__version__}
     if args.out:
         args.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -60,8 +60,8 @@ class Job:
     def __init__(self, line: str, place: Path, root: Path, at: str = "::0", pause_s: float = 1.0) -> None:
         self.marks, self.log = place / "marks", place / "said"
         self.marks.mkdir(parents=True)
-        environ = os.environ | {"TORTURE_AT": at, "TORTURE_MARKS": str(self.marks), "OMP_NUM_THREADS": "1"}
-        environ |= {"PYTHONPATH": f"{REPO / 'scripts' / 'torture'}:{REPO}", "TORTURE_PAUSE_S": str(pause_s)}
+        environ = os.environ | {"PAUSE_AT": at, "PAUSE_MARKS": str(self.marks), "OMP_NUM_THREADS": "1"}
+        environ |= {"PYTHONPATH": f"{REPO / 'scripts' / 'torture'}:{REPO}", "PAUSE_S": str(pause_s)}
         words = [sys.executable, "-m", "mlm", *line.split()]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
@@ -69,8 +69,7 @@ class Job:
             )
 
     def pids(self) -> list[int]:
-        """Its living processes, by their environment."""
-        wanted, living = f"TORTURE_MARKS={self.marks}\0".encode(), []
+        wanted, living = f"PAUSE_MARKS={self.marks}\0".encode(), []
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended
                 if wanted in (path / "environ").read_bytes():  # empty of a zombie
@@ -78,7 +77,6 @@ class Job:
         return living
 
     def paused(self) -> list[int]:
-        """Its processes that have reached the phase."""
         return sorted(int(path.name) for path in self.marks.iterdir())
 
     def wait_for_pause(self, ranks: int) -> bool:
@@ -89,7 +87,6 @@ class Job:
         return bool(self.paused()) and self.process.poll() is None
 
     def send(self, number: int, pids: Sequence[int]) -> None:
-        """Send a signal to these processes."""
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -189,7 +186,6 @@ def judge(cell: Sequence[str], root: Path, place: Path) -> tuple[list[str], str]
 
 
 def write_rows(root: Path) -> None:
-    """Documents, and rows of each task."""
     draw, vocabulary = random.Random(0), ["the", "cat", "dog", "sea", "sat", "ran", "on", "mat", "who"]
 
     def text(least: int = 2, most: int = 7) -> str:
@@ -205,7 +201,6 @@ def write_rows(root: Path) -> None:
 
 
 def main() -> int:
-    """Run the cells."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts behind itself
     root, count, number = Path(tempfile.mkdtemp(prefix="torture-")), 0, 0
     write_rows(root)

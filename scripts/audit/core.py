@@ -40,7 +40,6 @@ COUNTS = (8, 5, 7, 3)
 
 
 def prepare(mesh) -> None:
-    """Groups of the mesh, and no CUDA."""
     replace_cuda()
     parallel_state.initialize_model_parallel(mesh["tp"].size(), mesh["pp"].size())
 

@@ -115,13 +115,11 @@ class Shared:
         return nn.Parameter(whole.chunk(self.tp.size(), dim)[0 if first else self.tp.rank()].clone())
 
     def into(self, x: Tensor, *, broken: bool = False) -> Tensor:
-        """Before a column-parallel product."""
         if self.sp:
             return GatherSequence.apply(x, self.tp, self.bug == "sequence_gather_order")
         return AllReduce.apply(x, self.tp, 0.0, 0.0 if broken else 1.0)
 
     def out(self, x: Tensor, *, forward: float = 1.0, backward: float = 0.0) -> Tensor:
-        """After a row-parallel product."""
         return (
             ScatterSequence.apply(x, self.tp) if self.sp else AllReduce.apply(x, self.tp, forward, backward)
         )

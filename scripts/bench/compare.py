@@ -119,7 +119,6 @@ class Field:
 
 
 def total_memory(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Memory of all ranks together."""
     sums = {key: sum(m[key] for m in each) for key in ("baseline_bytes", "peak_above_bytes")}
     return sums | {"method": each[0]["method"], "processes": len(each)}
 
@@ -172,7 +171,6 @@ def speeds(
 
 
 def compare(rounds: Sequence[Round], reference: str, other: str, pairs: int) -> dict[str, Any]:
-    """Ratios of the speed of two contenders."""
     both = pairs_of(rounds, reference, other)
     ratios = {measure: Ratio.of(both, measure) for measure in MEASURES}
     problems = {

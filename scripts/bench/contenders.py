@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import importlib.util
 import io
-import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -61,7 +60,6 @@ class Trainee(ABC):
         """Drop the gradients."""
 
     def reference(self) -> Reference:
-        """Loss and gradients to compare others with."""
         return Reference(*self.loss_and_gradients(), self.spec.dtype)
 
     def check(self, reference: Reference) -> Agreement:
@@ -69,12 +67,10 @@ class Trainee(ABC):
         return agreement(self.name, self.reference(), reference)
 
     def flops_per_token(self) -> float:
-        """Model FLOPs of one trained token."""
         return self.spec.shape.flops_per_token()
 
 
 def run_config(spec: Spec, micro_batch_size: int, parallel: ParallelConfig | None = None) -> PretrainConfig:
-    """Training settings of `mlm`."""
     return PretrainConfig(
         name="bench",
         out="",
@@ -103,7 +99,6 @@ class MlmTrainee(Trainee):
         self.batches = self.make_batches()
 
     def build(self, compiled: bool) -> Trainer:
-        """The trainer as `mlm pretrain` makes it."""
         config = self.changed(run_config(self.spec, self.spec.shape.batch_size))
         return Trainer(
             replace(config, compile=compiled, cuda_graphs=self.replays or config.cuda_graphs), self.ctx
@@ -114,7 +109,6 @@ class MlmTrainee(Trainee):
         return config
 
     def load_weights(self) -> None:
-        """Give it the weights of all contenders."""
         whole = in_our_names(self.spec.shape.state(self.spec.seed), self.spec.shape)
         load_whole(self.trainer.model.chunks[0], whole, self.ctx.tp)
 
@@ -174,7 +168,6 @@ class TorchTrainee(Trainee):
         return adamw(self.parameters)
 
     def prepare_batches(self) -> list[tuple[Any, ...]]:
-        """Arguments of `loss` on the device."""
         batches = make_batches(self.spec.shape, self.spec.seed)
         return [(tokens.to(self.device), labels.to(self.device)) for tokens, labels in batches]
 
@@ -207,11 +200,9 @@ class TorchTrainee(Trainee):
         return loss.item(), self.in_our_names(gradients)
 
     def in_our_names(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The gradients by mlm's names, in its layout."""
         return in_our_names(self.as_huggingface(gradients), self.spec.shape)
 
     def as_huggingface(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The gradients in the layout of `transformers`."""
         return gradients
 
     def clear(self) -> None:
@@ -229,11 +220,9 @@ class TransformersTrainee(TorchTrainee):
         super().__init__(name, spec, device, model)
 
     def state(self) -> dict[str, Tensor]:
-        """The weights by the names that the module has them under."""
         return self.spec.shape.state(self.spec.seed)
 
     def build(self) -> Any:
-        """The model, its weights to be loaded."""
         transformers, shape = imported("transformers"), self.spec.shape
         config = transformers.GPT2Config(
             n_layer=shape.num_layers,
@@ -326,7 +315,6 @@ def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
 
 
 def load_exactly(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load a state in which only tied parameters may be missing."""
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected, unexpected
     assert set(missing) <= TIED, missing

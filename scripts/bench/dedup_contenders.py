@@ -45,7 +45,6 @@ class Contender:
 
 
 def contenders(config: DedupConfig) -> dict[str, Contender]:
-    """All of them by name, mlm first."""
     spacy = ("datatrove", "spacy")
     return {
         "mlm": Contender(partial(run_mlm, config=config), ("rensa",)),
@@ -59,7 +58,6 @@ def contenders(config: DedupConfig) -> dict[str, Contender]:
 
 
 def run_mlm(texts: Sequence[str], config: DedupConfig) -> set[int]:
-    """Signatures, links, components, exact similarities."""
     keys = MinHasher(config).keys(texts)
     links = np.empty((0, 2), np.int64)
     for band in np.ascontiguousarray(keys.T):

@@ -112,7 +112,6 @@ def replace_passage(
 
 
 def text_of(document: list[list[str]]) -> str:
-    """Paragraphs as text."""
     return "\n\n".join(" ".join(words) for words in document)
 
 

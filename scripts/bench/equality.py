@@ -26,7 +26,6 @@ class Reference:
     """Of activations."""
 
     def save(self, path: Path) -> None:
-        """Write it for other processes."""
         from safetensors.torch import save_file  # not needed where all is compared in one process
 
         tensors = {name: g.contiguous() for name, g in self.gradients.items()}
@@ -35,7 +34,6 @@ class Reference:
 
     @classmethod
     def load(cls, path: Path) -> "Reference":
-        """Read what `save` wrote."""
         from safetensors import safe_open
 
         with safe_open(path, "pt") as f:

@@ -79,7 +79,6 @@ class Bench:
         return 0 if self.is_success(result) else 1
 
     def record(self, args: argparse.Namespace, words: Sequence[str], say: Say) -> Result:
-        """What was measured, and where and by which command."""
         measured = self.measure(args, say)
         command = [f"scripts/{self.name}.py", *(without_folder(word) for word in words)]
         when = datetime.now(UTC).isoformat(timespec="seconds")

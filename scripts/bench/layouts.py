@@ -25,7 +25,6 @@ class Layout:
 
     @property
     def processes(self) -> int:
-        """Ranks it takes."""
         return self.parallel.replica * (self.parallel.dp or 1)
 
 

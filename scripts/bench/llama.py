@@ -31,7 +31,6 @@ class LlamaShape(Shape):
 
     @property
     def head_dim(self) -> int:
-        """Width of a head."""
         return self.hidden_size // self.num_heads
 
     def model(self) -> ModelConfig:
@@ -80,11 +79,9 @@ class LlamaShape(Shape):
         }
 
     def mlp_sizes(self, h: int, f: int) -> dict[str, tuple[int, int]]:
-        """Names and shapes of a layer's MLP."""
         return {"mlp.gate_proj": (f, h), "mlp.up_proj": (f, h), "mlp.down_proj": (h, f)}
 
     def describe(self) -> str:
-        """The sizes in words."""
         return f"Llama, {super().describe()}, {self.num_kv_heads} kv heads"
 
 
@@ -93,7 +90,6 @@ class MixtralShape(LlamaShape):
     """Sizes of a Mixtral of 8 experts of half the Llama's MLP: a token goes through as many weights."""
 
     def model(self) -> ModelConfig:
-        """The configuration of `mlm`."""
         dense = super().model()
         options = {**dense.options, "num_experts": NUM_EXPERTS, "experts_per_token": 2}
         return replace(dense, ffn_hidden_size=dense.ffn_size // 2, options=options)
@@ -107,7 +103,6 @@ class MixtralShape(LlamaShape):
         return {f"{BLOCK}.gate": (NUM_EXPERTS, h), **experts}
 
     def describe(self) -> str:
-        """The sizes in words."""
         return f"{super().describe()}, {NUM_EXPERTS} experts of which 2 a token"
 
 
@@ -136,7 +131,6 @@ class TransformersMixtral(TransformersTrainee):
         return transformers.MixtralForCausalLM(config)
 
     def state(self) -> dict[str, Tensor]:
-        """The weights, those of a layer's experts stacked."""
         found = {k.replace(BLOCK, "mlp"): v for k, v in super().state().items() if ".experts." not in k}
         stored = super().state()
         for layer in range(self.spec.shape.num_layers):
@@ -148,7 +142,6 @@ class TransformersMixtral(TransformersTrainee):
         return found
 
     def as_huggingface(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The gradients by the names of files: each expert for itself."""
         found = {}
         for name, stack in gradients.items():
             block, _, part = name.partition(".mlp.experts.")

@@ -67,7 +67,6 @@ class Probe:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let PyTorch compute with one thread inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -129,7 +128,6 @@ def machine_facts(packages: Sequence[str]) -> dict[str, object]:
 
 
 def gpu_facts() -> dict[str, object]:
-    """The GPU in use."""
     return {
         "gpu": torch.cuda.get_device_name(),
         "cuda": torch.version.cuda,
@@ -163,7 +161,6 @@ def cpu_model() -> str:
 
 
 def package_version(name: str) -> str | None:
-    """Version of an installed package."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -171,7 +168,6 @@ def package_version(name: str) -> str | None:
 
 
 def commit_of(folder: Path) -> str:
-    """The commit of a checkout, marked when files differ from it."""
     git = ["git", "-C", str(folder)]
     try:
         head = subprocess.run(
@@ -191,7 +187,6 @@ def status_bytes(key: str) -> int:
 
 
 def free_port() -> int:
-    """A TCP port nobody uses now."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
         return int(s.getsockname()[1])

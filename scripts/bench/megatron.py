@@ -50,7 +50,6 @@ class MegatronMixtral(TorchTrainee):
         super().__init__(name, spec, device, model)
 
     def build(self) -> Any:
-        """The model, its weights to be loaded."""
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.transformer.transformer_config import TransformerConfig
@@ -97,7 +96,6 @@ class MegatronMixtral(TorchTrainee):
         return torch.cat([part.view(groups, -1, d, part.shape[1]) for part in parts], 1).flatten(0, 2)
 
     def parts(self, name: str) -> list[str]:
-        """The names in Mixtral's files of what a parameter holds."""
         for ours, theirs in RENAMED.items():
             name = name.replace(ours, theirs)
         if "linear_qkv" in name:
@@ -105,7 +103,6 @@ class MegatronMixtral(TorchTrainee):
         return [name.replace("linear_fc1", x) for x in (("w1", "w3") if "linear_fc1" in name else ("",))]
 
     def as_huggingface(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The gradients by the names of files."""
         found: dict[str, Tensor] = {}
         groups, d = self.shape.num_kv_heads, self.shape.head_dim
         for name, gradient in gradients.items():
@@ -120,7 +117,6 @@ class MegatronMixtral(TorchTrainee):
 
 
 def join_alone() -> None:
-    """Make this process Megatron Core's only rank."""
     warnings.simplefilter("ignore")
     imported("megatron.core")
     from megatron.core import parallel_state

@@ -68,7 +68,6 @@ def build_trainee(name: str, spec: Spec, rank: int) -> Trainee:
 
 
 def time_steps(trainee: Trainee, first: int, steps: int) -> float:
-    """Seconds per step, the device synchronised at both ends."""
     return measure_steps(trainee, first, steps).seconds
 
 
@@ -113,7 +112,6 @@ def busy_s() -> float:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -180,7 +178,6 @@ class Ranks:
         return Timing(max(t.seconds for t in timings), cpu, for_others_s(waited, others))
 
     def memory(self) -> list[dict[str, Any]]:
-        """Each rank's peak memory above weights and optimizer state."""
         return self._ask("memory")
 
     def _ask(self, *message: Any) -> list[Any]:

@@ -48,7 +48,6 @@ def memory_cell(entry: dict[str, Any]) -> str:
 
 
 def ratio_cells(ratio: dict[str, float] | None, rounds: int) -> list[str]:
-    """A ratio, its quartiles, its range, and the pairs it is of."""
     if ratio is None:
         return ["none kept", "", "", f"0 of {rounds}"]
     return [
@@ -60,7 +59,6 @@ def ratio_cells(ratio: dict[str, float] | None, rounds: int) -> list[str]:
 
 
 def memory_ratio(contenders: dict[str, Any], reference: str, other: str) -> str:
-    """Peak memory of the reference over that of the other."""
     ours, theirs = contenders[reference]["memory"], contenders[other]["memory"]
     if not ours or not theirs or theirs["peak_above_bytes"] <= 0:
         return ""

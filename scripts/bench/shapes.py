@@ -39,7 +39,6 @@ class Shape:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step: one micro-batch."""
         return self.batch_size * self.seq_length
 
     def model(self) -> ModelConfig:
@@ -60,22 +59,18 @@ class Shape:
         return gpt2_state(self, seed)
 
     def batches(self, seed: int) -> list[Batch]:
-        """Micro-batches for NUM_BATCHES steps, on the CPU."""
         return [Batch(tokens, labels, 0) for tokens, labels in make_batches(self, seed)]
 
     def flops_per_token(self) -> float:
-        """Model FLOPs of one trained token (see mlm.models.shape)."""
         return flops_per_token(self.model(), self.seq_length)
 
     def describe(self) -> str:
-        """The sizes in words."""
         return (
             f"{self.num_layers} layers × {self.hidden_size} × {self.num_heads} heads, S={self.seq_length}, "
             f"V={self.vocab_size:,}, micro-batch {self.batch_size}"
         )
 
     def to_json(self) -> dict[str, object]:
-        """The sizes and the FLOPs that follow from them."""
         return {**asdict(self), "flops_per_token": self.flops_per_token()}
 
 

@@ -43,7 +43,6 @@ class Spec:
             reuse_large_blocks()
 
     def torch_device(self, rank: int = 0) -> torch.device:
-        """The device of a rank, made current."""
         if self.device == "cpu":
             return torch.device("cpu")
         torch.cuda.set_device(rank)

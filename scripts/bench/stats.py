@@ -78,12 +78,10 @@ class Pair:
 
 
 def pairs_of(rounds: Sequence[Round], reference: str, other: str) -> list[Pair]:
-    """The pairs of two contenders."""
     return [Pair(one[reference], one[other]) for one in rounds]
 
 
 def seconds_of(turn: Turn, measure: Measure) -> float:
-    """Wall or processor seconds of a step."""
     return turn.timing.seconds if measure == "wall" else turn.timing.cpu_s
 
 
@@ -139,7 +137,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Those of at least one value, with linear interpolation."""
         ordered = sorted(values)
         return cls(
             median(ordered), quantile(ordered, 0.25), quantile(ordered, 0.75), ordered[0], len(ordered)

@@ -60,6 +60,5 @@ def take_rounds(
 
 
 def kept_pairs(rounds: Sequence[Round], both: tuple[str, str], measures: Sequence[Measure]) -> int:
-    """Pairs that count, by the measure of which most do."""
     pairs = pairs_of(rounds, *both)
     return max(sum(pair.counts(measure) for pair in pairs) for measure in measures)

@@ -77,7 +77,6 @@ def sentencepiece(special: list[str], spaces: str) -> Any:
 
 
 def wordpiece(special: list[str]) -> Any:
-    """Return BERT's tokenizer and its trainer."""
     backend = Backend(models.WordPiece(unk_token="[UNK]"))
     backend.normalizer, backend.pre_tokenizer = (
         normalizers.BertNormalizer(),
@@ -98,7 +97,6 @@ def unigram(special: list[str]) -> Any:
 
 
 def word_level(special: list[str]) -> Any:
-    """Return a tokenizer of whole words and its trainer."""
     backend = Backend(models.WordLevel(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     return backend, trainers.WordLevelTrainer(special_tokens=special, show_progress=False)

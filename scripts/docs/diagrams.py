@@ -54,19 +54,16 @@ class Drawing:
             self.text(x + w // 2, middle + 17, second, "small", anchor="middle")
 
     def text(self, x: int, y: int, words: str, kind: str = "", *, anchor: str = "start") -> None:
-        """A line of text."""
         self.parts.append(
             f'<text class="{kind}" x="{x}" y="{y}" text-anchor="{anchor}">{escape(words)}</text>'
         )
 
     def path(self, *points: tuple[int, int], kind: str = "line", arrow: bool = True) -> None:
-        """A line through points, with an arrow at its end."""
         line = " L ".join(f"{x} {y}" for x, y in points)
         end = ' marker-end="url(#arrow)"' if arrow else ""
         self.parts.append(f'<path class="{kind}" d="M {line}"{end}/>')
 
     def write(self, name: str) -> None:
-        """Write the SVG."""
         width, height = self.size
         body = "\n".join(self.parts)
         FOLDER.mkdir(exist_ok=True)
@@ -121,7 +118,6 @@ def layer() -> None:
 
 
 def stages() -> None:
-    """A model over pipeline stages."""
     d = Drawing(840, 330, "A model over pipeline stages, with the tied token table")
     for x, w, name in ((24, 240, "stage 0"), (300, 200, "stages between"), (536, 280, "stage p·v − 1")):
         d.box(x, 44, w, 190, kind="group")

@@ -83,13 +83,11 @@ def references(markdown: str) -> list[str]:
 
 
 def sources() -> list[str]:
-    """Repository paths of the pages that are files."""
     own = sorted((ROOT / OWN).rglob("*.md"))
     return [*GATHERED, *(page.relative_to(ROOT).as_posix() for page in own)]
 
 
 def source_of(uri: str) -> str:
-    """Repository path of a page of the site that is a file."""
     return {page: path for path, page in GATHERED.items()}.get(uri, OWN + uri)
 
 
@@ -102,7 +100,6 @@ def page_of(path: str) -> str | None:
 
 
 def pictures(page: str) -> list[str]:
-    """Repository paths of the pictures that a page shows."""
     text = (ROOT / page).read_text("utf-8")
     found = [target(page, match["path"]) for match in PICTURE.finditer(text)]
     return [path for path in found if path.endswith(PICTURES)]
@@ -115,7 +112,6 @@ def picture_uri(path: str) -> str:
 
 
 def target(page: str, link: str) -> str:
-    """Repository path that a relative link of a page names."""
     return os.path.normpath(os.path.join(os.path.dirname(page), link)).replace(os.sep, "/")
 
 

@@ -23,17 +23,14 @@ GROUPS = sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir())
 
 
 def command_uri(command: Command) -> str:
-    """Page of a command."""
     return f"reference/commands/{'-'.join(command.words)}.md"
 
 
 def group_uri(group: str) -> str:
-    """Page of a config group."""
     return f"reference/groups/{group}.md"
 
 
 def command_page(command: Command) -> str:
-    """Purpose, examples, groups and all keys of a command."""
     known = composed_leaves(command)
     examples = "\n".join(f"# {what}\n{line}" for what, line in command.examples)
     groups = command_groups(command)
@@ -55,7 +52,6 @@ def command_page(command: Command) -> str:
 
 
 def by_section(leaves: Iterable[Leaf]) -> Iterator[tuple[str, list[Leaf]]]:
-    """Keys by section, the top-level ones first."""
     ordered = sorted(leaves, key=lambda leaf: leaf.section != "")  # stable: declared order within
     sections: dict[str, list[Leaf]] = {}
     for section, group in groupby(ordered, lambda leaf: leaf.section):
@@ -94,7 +90,6 @@ def allowed(leaf: Leaf) -> str:
 
 
 def group_page(group: str) -> str:
-    """Every choice of a config group: purpose, effect, YAML."""
     names = sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
     users = [
         f"[`mlm {c.name}`](../commands/{'-'.join(c.words)}.md)"
@@ -126,7 +121,6 @@ def index_page() -> str:
 
 
 def groups_index_page(groups: Iterable[str]) -> str:
-    """All config groups and their choices."""
     rows = [
         (f"[`{group}`]({group}.md)", listed(sorted(p.stem for p in (CONFIG_DIR / group).glob("*.yaml"))))
         for group in groups
@@ -139,12 +133,10 @@ def groups_index_page(groups: Iterable[str]) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names as code."""
     return ", ".join(f"`{name}`" for name in names)
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """A Markdown table."""
     lines = [head, ("---",) * len(head), *rows]
     cells = [[cell.replace("|", r"\|") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)

@@ -14,12 +14,10 @@ class Shapes(Extension):
     """Tables of shapes as code blocks."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
-        """Adapt the docstring of an object."""
         if obj.docstring:
             obj.docstring.value = TABLE.sub(fenced, obj.docstring.value)
 
 
 def fenced(match: re.Match[str]) -> str:
-    """A table of shapes as a title and a code block."""
     lines = "\n".join(line[4:] for line in match[2].splitlines())
     return f"**{match[1]}**\n\n```text\n{lines}\n```\n"

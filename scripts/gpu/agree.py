@@ -54,7 +54,6 @@ cancel to 2e-3 of the model's largest, so that they hold a fifth of rounding."""
 
 
 def model_of(kind: str, *, quick: bool) -> ModelConfig:
-    """A small model, with heads that fused attention takes."""
     options = {"num_kv_heads": 1 if quick else 2} if kind in ("llama", "mixtral") else {}
     if kind == "mixtral":
         options |= {"num_experts": 4, "experts_per_token": 2}
@@ -74,7 +73,6 @@ def model_of(kind: str, *, quick: bool) -> ModelConfig:
 
 
 def config_of(kind: str, precision: str, *, quick: bool) -> PretrainConfig:
-    """Four steps of two micro-batches."""
     model = model_of(kind, quick=quick)
     return PretrainConfig(
         name="agree",
@@ -93,7 +91,6 @@ def config_of(kind: str, precision: str, *, quick: bool) -> PretrainConfig:
 
 
 def batches_of(config: PretrainConfig, *, pin_memory: bool = False) -> list[list[MicroBatch]]:
-    """Micro-batches of each step."""
     samples = train_dataset(config, STEPS * SAMPLES)
     with Loader(
         samples,
@@ -108,7 +105,6 @@ def batches_of(config: PretrainConfig, *, pin_memory: bool = False) -> list[list
 
 
 def train(config: PretrainConfig, device: str) -> tuple[Reference, list[float]]:
-    """Loss and gradients of the first step, and the losses of all."""
     index = 0 if device == "cuda" else None
     trainer: Trainer[MicroBatch] = Trainer(config, ParallelContext(device=torch.device(device, index)))
     losses, first = [], None
@@ -128,7 +124,6 @@ def train(config: PretrainConfig, device: str) -> tuple[Reference, list[float]]:
 
 
 def run(case: Case) -> None:
-    """Every family, every precision."""
     if case.is_cuda:
         torch.cuda.set_device(0)
     for kind, precisions in KINDS.items():

@@ -28,12 +28,10 @@ class Case:
 
     @property
     def is_cuda(self) -> bool:
-        """True on a GPU."""
         return self.device == "cuda"
 
     @property
     def scratch(self) -> Path:
-        """Folder that is deleted after the step."""
         return Path(os.environ.get("GPU_CHECK_SCRATCH", self.results.parent))
 
     def row(self, table: str, **values: Any) -> None:
@@ -42,12 +40,10 @@ class Case:
         print(f"· {table}: {', '.join(f'{key}={_short(value)}' for key, value in values.items())}")
 
     def note(self, text: str) -> None:
-        """Report what is worth knowing."""
         self._add({"note": text})
         print(f"· {text}")
 
     def problem(self, text: str) -> None:
-        """Report what makes the step fail."""
         self._add({"problem": text})
         print(f"· PROBLEM {text}")
 
@@ -83,7 +79,6 @@ def run(target: str, case: Case) -> int:
 
 
 def main(words: list[str]) -> int:
-    """`python -m gpu.child module:function RESULTS OPTIONS`."""
     target, results, options = words
     given = json.loads(options)
     record = Path(given.pop("record"))

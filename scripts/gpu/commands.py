@@ -118,7 +118,6 @@ def run_two_ranks(case: Case) -> None:
 
 
 def run_jobs(case: Case, jobs: Sequence[Job], options: str) -> None:
-    """Run the jobs, TOGETHER at a time."""
     with ThreadPoolExecutor(TOGETHER if case.is_cuda else 1) as pool:
         for _ in pool.map(lambda number: run_job(case, jobs[number], options, number), range(len(jobs))):
             pass
@@ -151,7 +150,6 @@ def run_job(case: Case, job: Job, options: str, number: int) -> None:
 
 
 def start_of(job: Job) -> list[str]:
-    """The words before those of `mlm`."""
     mlm = ["-m", "mlm"]
     if not job.ranks:
         return [sys.executable, *mlm]

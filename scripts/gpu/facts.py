@@ -32,7 +32,6 @@ BEST_S, SUSTAINED_S = 0.4, 2.0
 
 
 def run(case: Case) -> None:
-    """Facts and matrix products."""
     machine(case)
     if case.is_cuda:
         smi(case, "before")
@@ -42,7 +41,6 @@ def run(case: Case) -> None:
 
 
 def machine(case: Case) -> None:
-    """Versions and the machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     facts: dict[str, object] = {
         "python": platform.python_version(),
@@ -82,7 +80,6 @@ def compiler_problem() -> str:
 
 
 def free_gib(folder: Path) -> str:
-    """Free space of a file system."""
     try:
         return f"{shutil.disk_usage(folder).free / 2**30:.1f}"
     except OSError as error:
@@ -90,7 +87,6 @@ def free_gib(folder: Path) -> str:
 
 
 def smi(case: Case, when: str) -> None:
-    """Report of nvidia-smi: clocks, power, temperature."""
     command = ["nvidia-smi", "--id=0", f"--query-gpu={QUERY}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -132,7 +128,6 @@ def products(case: Case) -> None:
 
 
 def repeated(run: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
-    """Seconds of one run, several times."""
     end, times = perf_counter() + seconds, [timed(run, device)]
     while perf_counter() < end:
         times.append(timed(run, device))

@@ -39,7 +39,6 @@ OPERATIONS: dict[str, Callable[[Tensor, Axis], Tensor]] = {
 
 
 def run(case: Case) -> None:
-    """Every operation in every dtype, then sharded training."""
     device = device_of(case)
     with one_rank(case) as group:
         axis = Axis("dp", 0, 1, group, (0,))
@@ -57,7 +56,6 @@ def run(case: Case) -> None:
 
 @contextmanager
 def one_rank(case: Case) -> Iterator[Any]:
-    """A process group of this process alone."""
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     store = dist.FileStore(str(case.scratch / "store"), 1)
     backend = "nccl" if case.is_cuda else "gloo"
@@ -94,7 +92,6 @@ def by_fsdp(x: Tensor, axis: Axis, *, reduces: bool) -> Tensor:
 def is_identity(
     operation: Callable[[Tensor, Axis], Tensor], dtype: torch.dtype, axis: Axis, device: torch.device
 ) -> bool:
-    """True if the operation gives what it is given."""
     x = torch.arange(1 << 12, device=device).view(-1, 8).to(dtype)
     return torch.equal(operation(x.clone(), axis).view_as(x), x)
 

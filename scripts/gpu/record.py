@@ -40,12 +40,10 @@ class Record:
         return entry is not None and entry["identity"] == self.identity and entry["state"] in KEPT
 
     def rows(self, name: str, table: str) -> list[dict[str, Any]]:
-        """Rows of a step's table."""
         entries = self.steps.get(name, {}).get("entries", [])
         return [entry["row"] for entry in entries if entry.get("table") == table]
 
     def put(self, name: str, **entry: Any) -> None:
-        """Set a step's result, and write both files."""
         self.steps[name] = {**entry, "identity": self.identity}
         self.write()
 
@@ -57,7 +55,6 @@ class Record:
         _replace(self.folder / TABLES, self.markdown())
 
     def markdown(self) -> str:
-        """Every step with its tables, notes and problems."""
         lines = ["# One GPU, checked", "", _words(self.identity), ""]
         order = [name for name in self.titles if name in self.steps]
         lines += ["| step | result | seconds |", "| --- | --- | --- |"]
@@ -92,7 +89,6 @@ def finite(value: Any) -> Any:
 
 
 def _body(entry: Mapping[str, Any]) -> list[str]:
-    """Markdown of one step."""
     lines, tables = [], {}
     for item in entry.get("entries", []):
         if "row" in item:

@@ -38,7 +38,6 @@ def gpt2(
 
 
 def spec_of(shape: Shape, device: str, dtype: str = "bf16") -> Spec:
-    """The benchmark of a shape on this process's threads."""
     return Spec(shape, device, dtype, torch.get_num_threads())  # type: ignore[arg-type]
 
 
@@ -87,7 +86,6 @@ class SpeedTrainee(MlmTrainee):
         """They are random already."""
 
     def use(self, batch_size: int) -> None:
-        """Read micro-batches of that many samples from here on."""
         self.spec = replace(self.spec, shape=replace(self.spec.shape, batch_size=batch_size))
         self.batches = self.make_batches()
 

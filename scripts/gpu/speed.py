@@ -44,7 +44,6 @@ def run_model(case: Case, name: str, *, dropouts: Sequence[float] = (0.0,), long
 
 
 def sizes_of(case: Case, name: str) -> list[int]:
-    """Micro-batch sizes to try, in order."""
     sizes = [FIRST[name]]
     while sizes[-1] < MOST:
         sizes.append(2 * sizes[-1])
@@ -85,7 +84,6 @@ def measure_changed(
     compiled: bool,
     micro_batches: int = 1,
 ) -> None:
-    """A row of one size under other settings, which `words` name."""
     with freed(case.device):
         spec, name = spec_of(shape, case.device), "mlm-compiled" if compiled else "mlm"
         trainee = SpeedTrainee(name, spec, device_of(case), change, micro_batches)
@@ -94,7 +92,6 @@ def measure_changed(
 
 
 def labels(shape: Shape, size: int, compiled: bool) -> dict[str, object]:
-    """Labels of a measurement."""
     return {
         "model": shape.name,
         "S": shape.seq_length,
@@ -171,7 +168,6 @@ def host_time(trainee: SpeedTrainee) -> float:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of its message that says something."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
 
 

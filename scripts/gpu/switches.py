@@ -17,12 +17,10 @@ MICRO_BATCH, SEVERAL = 8, 4
 
 
 def precision(**changed: str) -> Change:
-    """Other settings of `precision`."""
     return lambda config: replace(config, precision=replace(config.precision, **changed))  # type: ignore[arg-type]
 
 
 def settings(**changed: Any) -> Change:
-    """Other settings of the run."""
     return lambda config: replace(config, **changed)
 
 

@@ -58,7 +58,6 @@ def watcher_of(case: Case, trainer: Trainer[MicroBatch]) -> Incidents:
 
 
 def step(trainer: Trainer[MicroBatch], incidents: Incidents, batches: Sequence[MicroBatch]) -> None:
-    """Take a step as the training loop does."""
     incidents.on_step_start(batches)
     incidents.after_step(trainer.train_step(batches))
 
@@ -96,7 +95,6 @@ def caller() -> str:
 
 
 def device_of(case: Case) -> torch.device:
-    """The device, made current."""
     if not case.is_cuda:
         return torch.device("cpu")
     torch.cuda.set_device(0)

@@ -107,7 +107,6 @@ class Paragraphs(HTMLParser):
             self.linked += len(data) if self.links else 0
 
     def end_block(self) -> None:
-        """Store the text read since the last block."""
         text = " ".join("".join(self.text).replace("¶", "").split())
         if text and (self.is_heading or self.linked <= MAX_LINKED * len(text)):
             self.blocks.append((text, self.is_heading))
@@ -148,7 +147,6 @@ def is_english(text: str) -> bool:
 
 
 def part_of(source: str) -> str:
-    """Return the part of the corpus that a document belongs to."""
     return PARTS.get(int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "big") % 50, "train")
 
 
@@ -167,7 +165,6 @@ def unpack(package: str, folder: Path) -> tuple[str, str]:
 
 
 def main(out: Path) -> None:
-    """Download, read, divide, write."""
     parts: dict[str, list[str]] = {"train": [], "validation": [], "test": []}
     licences = ["Text taken from packages of Debian, and its licences."]
     for package, (pattern, licence) in PACKAGES.items():

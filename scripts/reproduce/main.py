@@ -78,7 +78,6 @@ def stages_of(name: str, args: argparse.Namespace) -> list[list[Step]]:
 
 
 def run_name(experiment: str, run: str, seed: int) -> str:
-    """Name of a run's step and folder."""
     return f"{experiment}-{run.replace(' ', '-').replace('=', '')}-{seed}"
 
 
@@ -108,7 +107,6 @@ class Runner:
             self.stop()
 
     def path(self, step: Step, suffix: str) -> Path:
-        """A file of a step."""
         return self.folder / "steps" / f"{step.name}{suffix}"
 
     def is_done(self, step: Step) -> bool:
@@ -278,7 +276,6 @@ def report(name: str, args: argparse.Namespace) -> str:
 
 
 def cell(value: Any) -> str:
-    """A number, or the median of several with their range."""
     if isinstance(value, list):
         ends = f" ({min(value):.4g} to {max(value):.4g})" if len(value) > 1 else ""
         return f"{median(value):.4g}{ends}"
@@ -286,7 +283,6 @@ def cell(value: Any) -> str:
 
 
 def draw(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], path: Path) -> None:
-    """Draw the validation losses of all seeds."""
     from matplotlib.figure import Figure  # of an extra: lists and dry runs go without
 
     figure = Figure(figsize=(6.4, 4.0), dpi=100, layout="constrained")
@@ -300,7 +296,6 @@ def draw(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], path: Path
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
         prog="reproduce.py",
         description="Run figures and tables of the papers on this machine; without a name, list them.",

@@ -92,7 +92,6 @@ def validation_loss(model: Any, ids: np.ndarray, block: int) -> float:
 
 
 def main(words: list[str]) -> None:
-    """Write the text, or train, score and write."""
     if words[0] == "text":
         write_text(Path(words[1]), Path(words[2]))
         return

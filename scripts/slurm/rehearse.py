@@ -37,7 +37,6 @@ CASES: dict[str, Case] = {**cases.CASES, **agents.CASES}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
         prog="rehearse.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -118,7 +117,6 @@ def run(cluster: Cluster, names: list[str], out: Path) -> list[Row]:
 
 
 def attempt(name: str, stage: Stage) -> Row:
-    """One case. What it leaves running is cancelled."""
     begin, passed = time.monotonic(), True
     try:
         finding = CASES[name](stage)
@@ -131,7 +129,6 @@ def attempt(name: str, stage: Stage) -> Row:
 
 
 def facts_of(cluster: Cluster) -> dict[str, str]:
-    """Origin of the record."""
     kernel = platform.release().partition("-")[0]
     return {
         "date": f"{datetime.date.today():%F}",

@@ -1,61 +1,53 @@
 """The rehearsal's own parts: what it holds, compares and records. The cluster itself needs root and SLURM."""
 
-import importlib.util
 import json
+import os
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import rehearse
+from rehearsal.cases import PHASES
 from rehearsal.cluster import Failed
 from rehearsal.record import Row, table, write
-from rehearsal.training import compare
+from rehearsal.training import RUN, compare
 
-HOLD = Path(rehearse.__file__).parent / "rehearsal/hold/sitecustomize.py"
+from mlm.cli.entry import main
+
+PAUSE = Path(rehearse.__file__).parents[1] / "torture"
 ALONE = {1: 4.0, 2: 3.0, 3: 2.0}
 
 
-@pytest.fixture
-def hold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    """The module that Python would import at the start of a rank."""
-    spec = importlib.util.spec_from_file_location("hold", HOLD)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.delenv("REHEARSAL_FOLDER", raising=False)
-    spec.loader.exec_module(module)
-    module.FOLDER = str(tmp_path)
-    return module
+@pytest.mark.parametrize("phase", PHASES.values())
+def test_every_phase_is_a_function_that_is_there(phase: str) -> None:
+    name, path, _ = phase.split(":")
+    place = import_module(name)
+    for part in path.split(".") if path != "<module>" else ():
+        place = getattr(place, part)
+    assert path == "<module>" or callable(place)
 
 
-def test_every_phase_is_a_function_that_is_there(hold: ModuleType) -> None:
-    for name, path in hold.PLACES.values():
-        place = import_module(name)
-        for part in path.split("."):
-            place = getattr(place, part)
-        assert callable(place)
+def test_a_process_pauses_in_the_second_call_until_it_is_released(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text("def do(): print('done', flush=True)\n")
+    environ = {**os.environ, "PYTHONPATH": f"{PAUSE}:{tmp_path}", "PAUSE_AT": "work:do:2"}
+    environ |= {"PAUSE_MARKS": str(tmp_path / "marks"), "PAUSE_S": "60"}
+    (tmp_path / "marks").mkdir()
+    command = [sys.executable, "-c", "import work; work.do(); work.do()"]
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "done\n"
+        while not (marks := list((tmp_path / "marks").iterdir())):
+            assert process.poll() is None
+        assert [path.name for path in marks] == [str(process.pid)]
+        (tmp_path / "marks" / "released").touch()
+        assert process.stdout.read() == "done\n"
 
 
-def test_a_function_of_a_module_is_changed_when_it_is_imported(
-    hold: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "held_module.py").write_text("class Work:\n    def do(self): return 5\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    calls: list[int] = []
-    monkeypatch.setattr(
-        sys, "meta_path", [hold.Finder({"held_module": [("Work.do", calls.append)]}), *sys.meta_path]
-    )
-    work = import_module("held_module").Work()
-    assert (work.do(), work.do(), calls) == (5, 5, [1, 2])
-    del sys.modules["held_module"]
-
-
-def test_a_rank_is_held_until_it_is_released(hold: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "released").touch()
-    hold.hold()
-    assert (tmp_path / "held-0").exists()
+def test_the_settings_of_its_runs_are_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["pretrain", *RUN, "train.steps=4", f"out={tmp_path / 'run'}", "--check", "2"]
+    assert main(words) == 0, capsys.readouterr().err
 
 
 def history(folder: Path, losses: list[tuple[int, float]]) -> Path:

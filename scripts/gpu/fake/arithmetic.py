@@ -45,7 +45,6 @@ def addmm_wide(
 
 
 def into(out: Tensor, found: Tensor) -> Tensor:
-    """The out= form of an operator."""
     return out.copy_(found)
 
 
@@ -81,12 +80,10 @@ library = torch.library.Library("aten", "IMPL")
 
 @cache
 def runtime() -> ctypes.CDLL:
-    """The stub that this process has loaded."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def on_host(x: Tensor) -> Tensor:
-    """A tensor of the host over the memory of one of the device."""
     storage = x.untyped_storage()
     if storage.nbytes() == 0 or x.numel() == 0:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
@@ -97,7 +94,6 @@ def on_host(x: Tensor) -> Tensor:
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device of a result of the host."""
     dense = x.is_contiguous() or torch._debug_has_internal_overlap(x) == 0
     stride = x.stride() if dense else x.contiguous().stride()
     out = torch.empty_strided(x.shape, stride, dtype=x.dtype, device=device)
@@ -115,7 +111,6 @@ def check_one_device(operator: Any, values: list[Any]) -> None:
 
 
 def computed(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Result of an operator of the device."""
     values = tree_flatten((args, kwargs))[0]
     there = (x.device for x in values if isinstance(x, Tensor) and x.is_cuda)
     device = next(there, torch.device("cuda", torch.cuda.current_device()))

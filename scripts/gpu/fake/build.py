@@ -122,7 +122,6 @@ def build(folder: Path, packages: Path, headers: Path) -> None:
 
 
 def asked_by(packages: Path) -> set[str]:
-    """Functions of CUDA's libraries that PyTorch calls."""
     libraries = [packages / "torch/lib" / f"lib{name}.so" for name in CALLERS]
     lines = symbols([path for path in libraries if path.exists()], "--undefined-only", "-D")
     names = (line.split()[-1].partition("@")[0] for line in lines)
@@ -130,7 +129,6 @@ def asked_by(packages: Path) -> set[str]:
 
 
 def driver_functions(headers: Path) -> set[str]:
-    """Functions of the driver, which Triton calls."""
     declared = re.findall(r"\bCUDAAPI\s+(cu[A-Z]\w+)\s*\(", (headers / "cuda.h").read_text(errors="replace"))
     versioned = re.findall(
         r"#define\s+cu[A-Z]\w+\s+(cu[A-Z]\w+_v\d)", (headers / "cuda.h").read_text(errors="replace")
@@ -147,7 +145,6 @@ def cudnn_version() -> tuple[int, int]:
 
 
 def symbols(paths: Iterable[Path], *flags: str) -> list[str]:
-    """Lines of nm about functions."""
     out = run(["nm", *flags, *(str(path) for path in paths)])
     return [line for line in out.splitlines() if re.search(r"\s[TUtWw]\s+\w", line) or " U " in line]
 

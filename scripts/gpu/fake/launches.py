@@ -21,12 +21,10 @@ WARM_UP, STEPS = 2, 5
 
 
 def as_shipped(config: PretrainConfig) -> PretrainConfig:
-    """Change nothing."""
     return config
 
 
 def replayed(config: PretrainConfig) -> PretrainConfig:
-    """Replay a layer's launches as a graph."""
     return replace(config, cuda_graphs=True)
 
 
@@ -60,7 +58,6 @@ def measure(name: str, dropout: float, change: Change, *, quick: bool) -> tuple[
 
 
 def main() -> int:
-    """Print a line for each setting."""
     quick = "--quick" in sys.argv
     for words, name, dropout, change in SETTINGS:
         launches, products, ms = measure(name, dropout, change, quick=quick)

@@ -108,7 +108,6 @@ def rehearse(out: Path, cases: Sequence[Case] = CASES) -> int:
 
 
 def run_case(case: Case) -> dict[str, Any]:
-    """Run one in a folder of its own."""
     options = [
         "--gpus",
         str(case.gpus),
@@ -141,7 +140,6 @@ def plain(said: str) -> str:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Markdown for people."""
     lines = [HEAD, f"{', '.join(f'{k} {v}' for k, v in record['facts'].items())}; {record['when']}.", ""]
     lines += ["| case | GPUs | arithmetic | ended | output |", "| --- | --- | --- | --- | --- |"]
     for row in record["cases"]:

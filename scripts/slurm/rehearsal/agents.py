@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rehearsal.cases import Case, Stage
+from rehearsal.cases import TRAIN_STEP, Case, Stage
 from rehearsal.cluster import ROOT, Failed, last_line, wait
 from rehearsal.record import Finding
 from rehearsal.training import SAVE_EVERY, TIMEOUT_S, History, checkpoints, compare, wait_for_step
@@ -28,13 +28,12 @@ class Agents:
     begun: dict[str, int] = field(default_factory=dict)
 
     def start(self, host: str) -> "subprocess.Popen[bytes]":
-        """Start an agent with one rank."""
         network = self.stage.cluster.network
         network.cable(host, "up")
         self.begun[host] = self.begun.get(host, 0) + 1
         environment = self.stage.cluster.environment | {
-            "REHEARSAL_FOLDER": str(self.stage.folder),
-            "REHEARSAL_STEP_S": str(STEP_S),
+            "SLOW_AT": TRAIN_STEP,
+            "SLOW_S": str(STEP_S),
             **NEW_AGENTS,
         }
         torchrun = [
@@ -60,11 +59,9 @@ class Agents:
         return process
 
     def log(self, host: str) -> Path:
-        """The output of the agent and its rank."""
         return self.stage.folder / f"agent-{host}-{self.begun[host]}.log"
 
     def wait_to_say(self, host: str, pattern: str, seconds: float) -> str:
-        """Wait for a line of a host."""
         log = self.log(host)
         found = wait(
             f"{host} says {pattern!r}; it said: {last_line(log.read_text())}",
@@ -74,14 +71,12 @@ class Agents:
         return found.group().strip()
 
     def wait_for_end(self, process: "subprocess.Popen[bytes]", host: str, seconds: float = 240) -> None:
-        """Wait for an agent to end well."""
         wait(f"the agent of {host} to end", lambda: process.poll() is not None, seconds)
         if process.returncode:
             said = last_line(self.log(host).read_text())
             raise Failed(f"the agent of {host} ended with {process.returncode}: {said}")
 
     def end(self) -> None:
-        """End what is left."""
         for host in ("n1", "n2"):
             self.stage.cluster.network.cable(host, "up")
         for process in self.started:
@@ -91,7 +86,6 @@ class Agents:
 
 
 def replaced(stage: Stage) -> Finding:
-    """A node disappears, and another takes its place."""
     agents = Agents(stage, "2", steps=60)
     try:
         first = agents.start("n1")

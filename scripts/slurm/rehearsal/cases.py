@@ -13,7 +13,17 @@ from rehearsal.network import kill
 from rehearsal.record import Finding
 from rehearsal.training import RUN, SAVE_EVERY, History, checkpoints, compare, wait_for_step
 
-PHASES = ("starting", "importing", "rendezvous", "loading", "training", "saving", "validating")
+TRAIN_STEP = "mlm.training.trainer:Trainer.train_step"
+PHASES = {
+    "starting": "runpy:_run_module_as_main:1",
+    "importing": "torch:<module>:1",
+    "rendezvous": "mlm.launch.rendezvous:rendezvous_store:1",
+    "loading": "mlm.training.resume:resume:1",
+    "training": f"{TRAIN_STEP}:3",
+    "saving": "mlm.training.saver:Saver._write:1",
+    "validating": "mlm.training.pipelined:PipelinedModel.evaluate:1",
+}
+HOLD_S = 120.0
 SLOW_RATE, SLOW_S = "2mbit", 0.1
 """Of a node's network in the case of a slow one, and by how much a step's waits become longer."""
 GONE = re.compile(r"mlm: rank \d+: .*(gone|did not finish|did not rendezvous)")
@@ -29,11 +39,9 @@ class Stage:
 
     @property
     def out(self) -> Path:
-        """The run's folder."""
         return self.folder / "run"
 
     def words(self, *more: str, steps: int) -> list[str]:
-        """Words of `mlm pretrain`."""
         return [*RUN, f"train.steps={steps}", f"out={self.out}", *more]
 
     def submit(
@@ -46,25 +54,32 @@ class Stage:
         **variables: str,
     ) -> Job:
         """Submit a run, held in a phase and slowed in its first attempt."""
-        variables |= {"REHEARSAL_FOLDER": str(self.folder), "REHEARSAL_HOLD": hold}
-        variables |= {"REHEARSAL_STEP_S": str(step_s)}
+        self.marks.mkdir(exist_ok=True)
+        variables |= {"PAUSE_MARKS": str(self.marks), "PAUSE_S": str(HOLD_S)}
+        if hold:
+            variables["PAUSE_AT"] = PHASES[hold]
+        if hold == "rendezvous":
+            variables["PAUSE_RANK"] = "1"  # one rank alone is late
+        if step_s:
+            variables |= {"SLOW_AT": TRAIN_STEP, "SLOW_S": str(step_s)}
         return self.cluster.submit(self.words(*more, steps=steps), options=options, variables=variables)
 
+    @property
+    def marks(self) -> Path:
+        return self.folder / "marks"
+
     def release(self) -> None:
-        """Let held ranks continue."""
-        (self.folder / "released").touch()
+        (self.marks / "released").touch()
 
     def wait_until_held(self, ranks: int) -> None:
         """Wait until all ranks are in the phase in which they are held."""
-        files = [self.folder / f"held-{rank}" for rank in range(ranks)]
-        wait(f"{ranks} ranks held", lambda: all(file.exists() for file in files), 240)
+        wait(f"{ranks} ranks held", lambda: len(list(self.marks.iterdir())) == ranks, 240)
 
 
 Case = Callable[[Stage], Finding]
 
 
 def submitted(stage: Stage) -> Finding:
-    """Four ranks on two nodes."""
     job = stage.submit(steps=10, options=("--ntasks-per-node=2",))
     job.wait_for("COMPLETED")
     history = compare(stage.out, stage.alone, steps=10)
@@ -74,7 +89,6 @@ def submitted(stage: Stage) -> Finding:
 
 
 def split_over_nodes(stage: Stage) -> Finding:
-    """Each layer split over two nodes."""
     job = stage.submit("tp=2", steps=10)
     job.wait_for("COMPLETED")
     compare(stage.out, stage.alone, steps=10)
@@ -84,10 +98,9 @@ def split_over_nodes(stage: Stage) -> Finding:
 def out_of_time(phase: str, stage: Stage) -> Finding:
     """The signal before the time limit, in a phase of the job's life."""
     steps = 12
-    validate = ("train.validate_every=4",) if phase == "validating" else ()
-    call = {"training": ":3", "saving": ":1"}.get(phase, "")
+    validate = ("train.validate_every=4", "train.validate_batches=1") if phase == "validating" else ()
     # A task that is only starting hears the next repetition of the signal, and trains until then.
-    job = stage.submit(*validate, steps=steps, hold=phase + call, step_s=1.0 if phase == "starting" else 0.0)
+    job = stage.submit(*validate, steps=steps, hold=phase, step_s=1.0 if phase == "starting" else 0.0)
     stage.wait_until_held(2)
     begin = time.monotonic()
     job.signal("--batch", "--signal=USR1")
@@ -116,7 +129,6 @@ def continue_once(
 
 
 def time_limit(stage: Stage) -> Finding:
-    """SLURM's own signal, by --time and --signal."""
     job = stage.submit(steps=120, options=("--time=2", "--signal=B:USR1@60"), step_s=0.5)
     wait_for_step(stage.out, 1)
     begin = time.monotonic()
@@ -257,7 +269,6 @@ def rank_killed(stage: Stage) -> Finding:
 
 
 def slow_network(stage: Stage) -> Finding:
-    """A network that becomes slow under a run."""
     job = stage.submit("check.ranks_every=10", steps=400, step_s=0.05)
     wait_for_step(stage.out, 25)
     before = waits_of(stage.out)[-1]
@@ -282,13 +293,11 @@ def waits_of(out: Path) -> list[float]:
 
 
 def tasks_of(job: Job) -> list[Job]:
-    """The two tasks of an array."""
     log = job.cluster.folder / f"job-{job.number}"
     return [replace(job, number=f"{job.number}_{task}", log=Path(f"{log}-{task}.log")) for task in (0, 1)]
 
 
 def array_at_once(stage: Stage) -> Finding:
-    """Two tasks of an array write to one folder at the same time."""
     job = stage.submit(steps=60, options=("--array=0-1", "--nodes=1"), step_s=0.3)
     jobs = tasks_of(job)
     begin = time.monotonic()
@@ -322,7 +331,6 @@ def array_in_turn(stage: Stage) -> Finding:
 
 
 def ranks_on(cluster: Cluster, node: str) -> list[int]:
-    """Process ids of the ranks on a node."""
     found = []
     for pid in cluster.network.processes(node):
         try:

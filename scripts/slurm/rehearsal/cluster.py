@@ -84,10 +84,9 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of every command that talks to SLURM."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
         ours = {"SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHON": self.python, "OMP_NUM_THREADS": "1"}
-        hold = str(Path(__file__).with_name("hold"))
+        hold = ROOT / "scripts" / "torture"
         return kept | ours | {"PYTHONPATH": f"{hold}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
 
     def up(self) -> None:
@@ -119,12 +118,10 @@ class Cluster:
         self.wait_for_nodes(*NODES)
 
     def start_node(self, name: str) -> None:
-        """Start a node's daemon."""
         self.network.cable(name, "up")
         self._start(name, "slurmd", "-D", "-N", name)
 
     def wait_for_nodes(self, *names: str) -> None:
-        """Wait until nodes take jobs."""
         wanted = ",".join(names)
         states = ("sinfo", "--noheader", "--Node", f"--nodes={wanted}", "--format=%T")
         wait(f"{wanted} idle", lambda: set(self.ask(*states).split()) == {"idle"}, 60, every=0.5)
@@ -154,14 +151,12 @@ class Cluster:
         )
 
     def clear(self) -> None:
-        """Cancel the jobs that are left, and wait for idle nodes."""
         if jobs := self.ask("squeue", "--noheader", "--format=%A").split():
             self.ask("scancel", *jobs)
             self.ask("scancel", "--signal=KILL", *jobs, check=False)
         self.wait_for_nodes(*NODES)
 
     def down(self) -> None:
-        """End everything on the hosts, and collect the daemons."""
         self.network.down()
         for process in self.started:
             process.kill()
@@ -202,13 +197,11 @@ class Job:
 
     @property
     def facts(self) -> dict[str, str]:
-        """The text of `scontrol show job`."""
         text = self.cluster.ask("scontrol", "show", "job", "--oneliner", self.number)
         return dict(re.findall(r"(\S+?)=(\S*)", text))
 
     @property
     def said(self) -> str:
-        """Its log so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def wait_for(self, state: str, seconds: float = 240) -> None:
@@ -250,11 +243,9 @@ class Job:
         self.cluster.ask("scontrol", "update", f"JobId={self.number}", *change, check=False)
 
     def signal(self, *options: str) -> None:
-        """`scancel` with options."""
         self.cluster.ask("scancel", *options, self.number)
 
 
 def last_line(text: str) -> str:
-    """The last line that says something."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1].strip() if lines else "nothing"

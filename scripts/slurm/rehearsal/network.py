@@ -60,27 +60,22 @@ class Network:
         return self.folder / f"hosts-{host}"
 
     def on(self, host: str, *words: str) -> list[str]:
-        """The command line that runs `words` on a host."""
         # Not `ip netns exec`: it mounts another /sys, without the control groups that slurmd looks for.
         prepare = f'mount --bind {self.hosts(host)} /etc/hosts && hostname {host} && exec "$@"'
         inside = ("nsenter", f"--net=/run/netns/{_space(host)}", "unshare", "--uts", "--mount")
         return [*inside, "sh", "-c", prepare, "-", *words]
 
     def cable(self, node: str, state: str) -> None:
-        """Plug a node's cable in (up), or pull it (down)."""
         sh(*_in(_space(HEAD)), "ip", "link", "set", node, state)
 
     def narrow(self, node: str, rate: str) -> None:
-        """Let a node send no faster than `rate`."""
         limit = ("tbf", "rate", rate, "burst", "16kb", "latency", "1s")
         sh(*_in(_space(node)), "tc", "qdisc", "replace", "dev", "eth0", "root", *limit)
 
     def processes(self, host: str) -> list[int]:
-        """Process ids of a host."""
         return [int(pid) for pid in sh("ip", "netns", "pids", _space(host), check=False).split()]
 
     def down(self) -> None:
-        """End all processes of the hosts, and remove them."""
         for host in ADDRESSES:
             end(partial(self.processes, host))
             sh("ip", "netns", "del", _space(host), check=False)
@@ -94,7 +89,6 @@ def kill(pids: Sequence[int], number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def end(processes: Callable[[], list[int]]) -> None:
-    """Kill what `processes` lists until nothing is left."""
     limit = time.monotonic() + END_S
     while (left := processes()) and time.monotonic() < limit:
         kill(left)

@@ -44,7 +44,6 @@ def write(folder: Path, facts: Mapping[str, str], rows: Sequence[Row]) -> None:
 
 
 def table(facts: Mapping[str, str], rows: Sequence[Row]) -> str:
-    """The record as a page."""
     lines = ["# The rehearsal on a SLURM cluster of two nodes", ""]
     lines += [f"- {name}: {value}" for name, value in facts.items()]
     lines += ["", f"| {' | '.join(HEAD)} |", "|" + " --- |" * len(HEAD)]

@@ -23,7 +23,7 @@ RUN = [
         "data=synthetic",
     ),
     *("data.seq_length=8", "train.global_batch_size=4", "train.micro_batch_size=1", "train.validate_every=0"),
-    *("train.validate_batches=1", "schedule=constant", "precision=fp64", "dist.device=cpu"),
+    *("schedule=constant", "precision=fp64", "dist.device=cpu"),
     *("dist.peak_tflops=1", "dist.threads_per_rank=1", f"dist.timeout_s={TIMEOUT_S}", "log.every=1"),
     *("log.live=off", f"checkpoint.save_every={SAVE_EVERY}"),
 ]
@@ -38,34 +38,28 @@ class History:
 
     @staticmethod
     def of(out: Path) -> "History":
-        """The whole lines that are there now."""
         path = out / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return History([json.loads(line) for line in lines if line.endswith("\n")])
 
     @property
     def losses(self) -> dict[int, float]:
-        """Loss of each step."""
         return {record["step"]: record["loss"] for record in self.records if record["kind"] == "step"}
 
     @property
     def starts(self) -> list[int]:
-        """The step before the first of each attempt."""
         return [record["start_step"] for record in self.records if record["kind"] == "run"]
 
     @property
     def sizes(self) -> list[int]:
-        """Data-parallel size of each attempt."""
         return [record["layout"]["dp"] for record in self.records if record["kind"] == "run"]
 
     @property
     def last(self) -> int:
-        """The last step."""
         return max(self.losses, default=0)
 
 
 def train_alone(python: str, out: Path) -> dict[int, float]:
-    """Losses of one process that nothing disturbs."""
     words = [
         python,
         "-m",
@@ -102,5 +96,4 @@ def compare(out: Path, alone: Mapping[int, float], *, steps: int) -> History:
 
 
 def checkpoints(out: Path) -> list[int]:
-    """Steps of the checkpoints of a run."""
     return sorted(int(path.name.removeprefix("step-")) for path in (out / "checkpoints").glob("step-*"))
