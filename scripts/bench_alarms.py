@@ -24,7 +24,7 @@ from mlm.data.config import DataConfig
 from mlm.data.sampler import Batch
 from mlm.models.config import ModelConfig
 from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
-from mlm.parallel.labels import IGNORE_INDEX
+from mlm.parallel.config import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
 from mlm.runs.config import IncidentConfig, PretrainConfig, TrainConfig
 from mlm.training.incidents.numbers import RecentSteps

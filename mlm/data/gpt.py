@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from mlm.data.epochs import CACHE_FROM, EpochCache, Ids, permutation
 from mlm.data.indexed import IndexedDataset
-from mlm.parallel.labels import IGNORE_INDEX
+from mlm.parallel.config import IGNORE_INDEX
 from mlm.util.errors import UserError
 
 BLOCK = 1 << 16  # tokens gathered at a time: intermediate arrays stay in a core's cache

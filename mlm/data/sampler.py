@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mlm.config.imports import OwnCodeError
-from mlm.parallel.labels import IGNORE_INDEX
+from mlm.parallel.config import IGNORE_INDEX
 from mlm.util.splitmix import GOLDEN, draw, mix, root
 
 if TYPE_CHECKING:  # corpora are checked without torch

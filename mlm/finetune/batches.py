@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mlm.finetune.examples import Example
-from mlm.parallel.labels import IGNORE_INDEX
+from mlm.parallel.config import IGNORE_INDEX
 from mlm.training.pipelined import PipelinedModel
 from mlm.util.splitmix import Bits, draw, root
 from mlm.util.system import resolve

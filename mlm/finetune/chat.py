@@ -27,7 +27,7 @@ from mlm.finetune.examples import Example, Frame, InputText
 from mlm.finetune.examples import encode as encode_texts
 from mlm.finetune.rows import ExampleError, RowError, TaskRow, check_text, present
 from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType
-from mlm.parallel.labels import IGNORE_INDEX
+from mlm.parallel.config import IGNORE_INDEX
 from mlm.util.errors import Problem
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from mlm.finetune.rows import (
     sequence,
 )
 from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType, format_prediction
-from mlm.parallel.labels import IGNORE_INDEX
+from mlm.parallel.config import IGNORE_INDEX
 from mlm.util.errors import Problem, type_of
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from mlm.finetune.examples import BATCH, Example, Frame, encode
 from mlm.finetune.metrics import EXTRA
 from mlm.finetune.rows import RowError, TaskRow, check_text, parse_whole_number, read_texts, sequence, shown
 from mlm.finetune.task_type import Candidate, Output, Prediction, RowExamples, TaskType, as_json
-from mlm.parallel.labels import IGNORE_INDEX
+from mlm.parallel.config import IGNORE_INDEX
 from mlm.util.errors import Problem, type_of
 from mlm.util.extras import load_extra
 

@@ -78,7 +78,7 @@ def load_trained(
     shards = tuple(shard for chunk in model.chunks for shard in parameter_shards(chunk, ctx.tp))
     manifest = fill_parameters(shards, source, ctx)
     # nothing changes them any more: each token of a continuation would cast them again
-    model.casts.hold(trains=False)
+    model.casts.cast_for_step(trains=False)
     return Trained(model, source, manifest)
 
 

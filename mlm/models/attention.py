@@ -20,11 +20,11 @@ from mlm.models.documents import Spans, packed_attention
 from mlm.models.family import family_of
 from mlm.models.rotary import Rotary
 from mlm.models.shape import architecture_of
+from mlm.parallel.compute_state import skip_compile
 from mlm.parallel.context import context_attention
 from mlm.parallel.dropout import DropoutStream, site_keys
 from mlm.parallel.layers import ColumnParallelLinear, FusedRows, RowParallelLinear
 from mlm.parallel.mesh import Axis
-from mlm.parallel.uncompiled import skip_compile
 
 
 class SelfAttention(nn.Module):
@@ -34,7 +34,7 @@ class SelfAttention(nn.Module):
     that divides num_heads gives whole heads.
     """
 
-    places: Tensor
+    dropout_keys: Tensor
     """Keys of its dropout masks, int32 [1, 2]."""
 
     def __init__(
@@ -56,7 +56,7 @@ class SelfAttention(nn.Module):
         self.head_dim, self.dropout = parts.head_dim, config.attention_dropout
         self.window = parts.window
         self.first_head = tp.rank * config.num_heads // tp.size
-        self.register_buffer("places", site_keys([(layer, "attention")]), persistent=False)
+        self.register_buffer("dropout_keys", site_keys([(layer, "attention")]), persistent=False)
         self._add_projections(config, sequence_parallel)
         self.out = RowParallelLinear(
             config.num_heads * parts.values_dim,
@@ -155,7 +155,7 @@ class SelfAttention(nn.Module):
             return stream.probabilities_at(
                 x,
                 self.dropout,
-                self.places[0],
+                self.dropout_keys[0],
                 length=q.shape[2] * self.cp.size,
                 heads=range(self.first_head + heads.start, self.first_head + heads.stop),
                 rows=rows,
@@ -207,7 +207,7 @@ class SelfAttention(nn.Module):
             drop = partial(
                 stream.probabilities,
                 p=self.dropout,
-                place=self.places[0],
+                site_key=self.dropout_keys[0],
                 length=length,
                 first_head=self.first_head,
                 **part,

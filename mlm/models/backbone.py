@@ -66,7 +66,7 @@ class Transformer(nn.Module):
     """True if head=classification reads the first token by way of a pooler, else the last token."""
     layer_type: ClassVar[type[TransformerLayer]] = TransformerLayer
     """Class of its layers; those of a family of your own may derive from it."""
-    places: Tensor
+    dropout_keys: Tensor
     """Keys of the dropout masks after the embeddings and before the classifier, int32 [2, 2]."""
 
     def __init__(
@@ -89,8 +89,8 @@ class Transformer(nn.Module):
         self.learns_positions = architecture_of(config).learned_positions
         self.stage = stage = stage or split_layers(config.num_layers, 1)[0]
         # from numbers alone: of tensors on the meta device, stacking loads the compiler, seconds of a start
-        places = site_keys([(-1, "embedding"), (config.num_layers, "classifier")])
-        self.register_buffer("places", places, persistent=False)
+        keys = site_keys([(-1, "embedding"), (config.num_layers, "classifier")])
+        self.register_buffer("dropout_keys", keys, persistent=False)
         h, std = config.hidden_size, config.init_std
         if stage.is_first or (stage.is_last and is_tied(config)):
             self.token = VocabParallelEmbedding(
@@ -180,7 +180,7 @@ class Transformer(nn.Module):
         x = x.to(self.dtype)
         if self.config.norm == "post":
             x = self.embedding_norm(x)
-        return x if stream is None else stream.hidden(x, self.config.hidden_dropout, self.places[0])
+        return x if stream is None else stream.hidden(x, self.config.hidden_dropout, self.dropout_keys[0])
 
     def rotary(self, x: Tensor, positions: Tensor | None) -> Rotary | None:
         """Return what turns the queries and keys of hidden states `x`; None in a model that turns none.
@@ -241,7 +241,7 @@ class Transformer(nn.Module):
         if self.pools:
             pooled = self.pool(h)
             if stream is not None:
-                pooled = stream.replicated(pooled, self.config.hidden_dropout, self.places[1])
+                pooled = stream.replicated(pooled, self.config.hidden_dropout, self.dropout_keys[1])
             return self.whole(self.classifier(pooled))[0]
         rows = torch.arange(len(inputs.lengths), device=h.device)
         if self.sequence_parallel:  # a row's last token is on any one of the ranks

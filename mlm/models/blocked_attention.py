@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlm.parallel.uncompiled import skip_compile
+from mlm.parallel.compute_state import skip_compile
 
 BLOCK_ROWS = 64
 """Queries in a block: more compute more of the masked triangle, fewer starve the products."""

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from mlm.data.config import DataConfig
 from mlm.parallel.collectives import to_device
-from mlm.parallel.labels import IGNORE_INDEX
-from mlm.parallel.uncompiled import skip_compile
+from mlm.parallel.compute_state import skip_compile
+from mlm.parallel.config import IGNORE_INDEX
 
 _switch: list[bool] = []
 

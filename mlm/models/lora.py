@@ -61,7 +61,7 @@ def add_adapters(chunk: Transformer, lora: LoraConfig, names: LayerNames) -> Non
                     rows=rows,
                     dropout=lora.dropout,
                     dora=lora.dora,
-                    place=(int(number), f"{inner} adapter"),
+                    site=(int(number), f"{inner} adapter"),
                     cp=chunk.cp,
                 )
                 added.append(module.lora)

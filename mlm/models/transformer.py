@@ -135,7 +135,7 @@ class TransformerLayer(nn.Module):
     norm_type: ClassVar[Callable[..., nn.Module]] = LayerNorm
     attention_type: ClassVar[Callable[..., SelfAttention]] = SelfAttention
     mlp_type: ClassVar[type[MLP]] = MLP
-    places: Tensor
+    dropout_keys: Tensor
     """Keys of the dropout masks of its two branches, int32 [2, 2]."""
 
     def __init__(
@@ -152,7 +152,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.dropout, self.norms_first = config.hidden_dropout, config.norm == "pre"
         self.register_buffer(
-            "places", site_keys([(layer, "attention out"), (layer, "mlp out")]), persistent=False
+            "dropout_keys", site_keys([(layer, "attention out"), (layer, "mlp out")]), persistent=False
         )
         self.attention_norm = self.norm_type(config.hidden_size, eps=config.layer_norm_eps)
         self.attention = self.attention_type(
@@ -205,4 +205,4 @@ class TransformerLayer(nn.Module):
 
     def drop(self, y: Tensor, stream: DropoutStream | None, branch: int) -> Tensor:
         """Dropout on the output of attention (0) or the MLP (1)."""
-        return y if stream is None else stream.hidden(y, self.dropout, self.places[branch])
+        return y if stream is None else stream.hidden(y, self.dropout, self.dropout_keys[branch])

@@ -14,7 +14,7 @@ from mlm.optim.clip import scale_gradients
 from mlm.optim.config import OptimizerConfig
 from mlm.optim.groups import Rates, rates
 from mlm.optim.muon import MOMENTUM, MatrixUpdates
-from mlm.optim.own import Groups, check_state, check_step, own_optimizer
+from mlm.optim.user import Groups, check_state, check_step, user_optimizer
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import ParameterShard
 
@@ -133,7 +133,7 @@ def build_optimizer(
         empty.grad = torch.zeros_like(empty)
         groups = [{"params": [empty], **Rates(False, 1.0, 0.0)._asdict()}]
     optimizer: torch.optim.Optimizer
-    if (own := own_optimizer(config)) is not None:
+    if (own := user_optimizer(config)) is not None:
         optimizer = own([{key: x for key, x in group.items() if key != "is_matrix"} for group in groups])
     elif config.kind == "muon":
         matrices = [shard for each, some in by_rates.items() if each.is_matrix for shard in some]

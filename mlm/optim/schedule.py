@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 from mlm.optim.config import STABLE_DECAYS, OptimizerConfig, ScheduleConfig
-from mlm.optim.own import own_decay, share_of
+from mlm.optim.user import share_of, user_decay
 
 Decay = Callable[[float], float]
 """Progress from 0 (end of warm-up) to 1 (decay_steps) -> share of the way from min_lr up to the peak."""
@@ -49,7 +49,7 @@ def _before_cooldown(step: int, optimizer: OptimizerConfig, schedule: ScheduleCo
     if schedule.decay == "inverse_sqrt":
         return max(schedule.min_lr, peak * math.sqrt(max(warmup, 1) / step))
     progress = min(1.0, (step - warmup) / max(1, end - warmup))
-    if (own := own_decay(schedule)) is not None:
+    if (own := user_decay(schedule)) is not None:
         share = share_of(schedule, own, progress)
     else:
         share = SHIPPED[schedule.decay](progress)

@@ -1,36 +1,35 @@
-"""State that a module computes with besides its parameters; parameters cast once a step.
+"""How modules compute: copies of parameters cast once a step, deferred gradients, what is not compiled.
 
-Master weights are float32. Without this each product casts its weight, forward and backward, in every
-micro-batch: 6 bytes of traffic a parameter each time, where reading the cast costs 2. A bias or a norm's
-weight is little traffic, but a kernel of its own at each use.
+Master weights are float32. Cast for each product, forward and backward, in every micro-batch, they cost 6
+bytes of traffic a parameter each time, where reading a copy costs 2. A bias or a norm's weight is little
+traffic, but a kernel of its own at each use.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+@dataclass
 class DeferredWeightGrads:
-    """Weight-gradient products that a zero-bubble schedule defers (arXiv:2401.10241, section 2).
+    """Weight-gradient products that a zero-bubble schedule defers (arXiv:2401.10241, section 2)."""
 
-    While `open`, backward passes queue theirs here; `take` returns those of one backward pass.
-    """
-
-    def __init__(self) -> None:
-        self.open = False
-        self._jobs: list[Callable[[], None]] = []
-
-    def add(self, job: Callable[[], None]) -> None:
-        """Defer a product."""
-        self._jobs.append(job)
+    open: bool = False
+    """True while backward passes append their products to `jobs`."""
+    jobs: list[Callable[[], None]] = field(default_factory=list)
+    """Running one adds its gradient to the weight's."""
 
     def take(self) -> list[Callable[[], None]]:
-        """The products deferred since the last call; running one adds its gradient to the weight's."""
-        jobs, self._jobs = self._jobs, []
+        """Return the products deferred since the last call."""
+        jobs, self.jobs = self.jobs, []
         return jobs
 
 
@@ -106,29 +105,28 @@ class CachedHalfParams:
     """
 
     def __init__(self, modules: Iterable[object], dtype: torch.dtype) -> None:
-        self.layers: list[ComputesInHalf] = []
         self.reads: list[tuple[ComputesInHalf, str, bool]] = []
         for module in modules:
             if isinstance(module, ComputesInHalf):
-                names = module.cached_half_params(dtype)
-                wide = [n for n in names if getattr(module, n, None) is not None]
-                wide = [n for n in wide if getattr(module, n).dtype != dtype]
-                self.reads += [(module, n, names[n]) for n in wide]
-                self.layers += [module] if wide else []
+                for name, passes_grad in module.cached_half_params(dtype).items():
+                    parameter = getattr(module, name, None)
+                    if parameter is not None and parameter.dtype != dtype:
+                        self.reads.append((module, name, passes_grad))
         self.dtype = dtype
         self.copies: list[Tensor] = []
         self.depth = 0
-        self.stay = False  # True: CUDA graphs read the copies where they are, which takes a mark
+        self.persistent = False
+        """True if CUDA graphs read the copies where they are, which takes a mark."""
 
-    def leave_to_compiler(self, layers: Iterable[nn.Module]) -> None:
-        """Make no copies that only what is not compiled reads (`in_dtype`). Call before the first `hold`."""
+    def exclude(self, layers: Iterable[nn.Module]) -> None:
+        """Make no copies that only what is not compiled reads (`in_dtype`). Call before `cast_for_step`."""
         compiled = {module for layer in layers for module in layer.modules()}
         self.reads = [read for read in self.reads if not (read[2] and read[0] in compiled)]
 
-    def hold(self, *, trains: bool) -> None:
+    def cast_for_step(self, *, trains: bool) -> None:
         """Cast the parameters now; layers read the copies until the matching `release`.
 
-        Gradients pass through them if it `trains`.
+        Gradients pass through them if it `trains`: by one node a step, which each backward pass goes through.
         """
         self.depth += 1
         if self.depth > 1 or not self.reads:
@@ -136,11 +134,13 @@ class CachedHalfParams:
         parameters = [getattr(layer, name) for layer, name, _ in self.reads]
         if not self.copies:
             self.copies = [torch.empty_like(p, dtype=self.dtype, requires_grad=False) for p in parameters]
-            for copy in self.copies if self.stay else ():
+            for copy in self.copies if self.persistent else ():
                 torch._dynamo.mark_static_address(copy, guard=False)  # a guard would compile each layer
         torch._foreach_copy_(self.copies, [p.detach() for p in parameters])
-        for (layer, name, passes), p, copy in zip(self.reads, parameters, self.copies, strict=True):
-            setattr(layer.compute, f"{name}_copy", _passing(p, copy) if passes and trains else copy)
+        with torch.enable_grad():
+            for (layer, name, passes_grad), p, copy in zip(self.reads, parameters, self.copies, strict=True):
+                read = _CastWithGrad.apply(p, copy) if passes_grad and trains else copy  # type: ignore[no-untyped-call]
+                setattr(layer.compute, f"{name}_copy", read)
 
     def release(self) -> None:
         """Parameters may change from here on."""
@@ -151,16 +151,34 @@ class CachedHalfParams:
 
     @contextmanager
     def held(self, *, trains: bool) -> Iterator[None]:
-        """`hold` until the end of the block."""
-        self.hold(trains=trains)
+        """`cast_for_step` until the end of the block."""
+        self.cast_for_step(trains=trains)
         try:
             yield
         finally:
             self.release()
 
 
-@torch.enable_grad()
-def _passing(parameter: Tensor, copy: Tensor) -> Tensor:
-    """Return the copy with a gradient's way back: one node a step, which each backward pass goes through."""
-    passing: Tensor = _CastWithGrad.apply(parameter, copy)  # type: ignore[no-untyped-call]
-    return passing
+_uncompiled: list[list[Callable[..., object]]] = []
+
+
+def skip_compile(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function`, which torch.compile does not trace after `prepare_to_compile`.
+
+    torch.compiler.disable at import would load the compiler, 1.6 s of processor time, in every command.
+    """
+    chosen: list[Callable[..., R]] = [function]
+    _uncompiled.append(chosen)  # type: ignore[arg-type]
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return chosen[0](*args, **kwargs)
+
+    return call
+
+
+def prepare_to_compile() -> None:
+    """Keep torch.compile from the functions above. Call before compiling anything."""
+    while _uncompiled:
+        chosen = _uncompiled.pop()
+        chosen[0] = torch.compiler.disable(chosen[0])

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from mlm.parallel.chunks import chunk_rows
 from mlm.parallel.collectives import all_gather, copy_to_tp, gather_sequence
-from mlm.parallel.labels import IGNORE_INDEX
+from mlm.parallel.config import IGNORE_INDEX
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.matmul import add_weight_gradient, product, uses_onednn, weight_gradient
 

@@ -1,4 +1,4 @@
-"""Dropout whose masks are a hash of their place: (seed, sample, layer, site, row, column).
+"""Dropout whose masks are a hash of (seed, sample, layer, site, row, column).
 
 No generator has a state that must be kept, restored or seeded. So a mask is the same at every layout and
 micro-batch size, compiled or not, on every device, and recomputed where it is needed again. The exception is
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mlm.parallel.collectives import to_device
+from mlm.parallel.compute_state import skip_compile
 from mlm.parallel.random import derive_seed
-from mlm.parallel.uncompiled import skip_compile
 
 FACTORS = -2048144789, -1028477387
 """0x85EBCA6B and 0xC2B2AE35 as int32."""
@@ -25,9 +25,9 @@ CHUNK = 1 << 17
 """Hashes made at a time on a CPU: half a megabyte, so that all passes over them stay in the cache."""
 
 
-def site_keys(places: Iterable[tuple[int, str]]) -> Tensor:
-    """Keys of places, each a layer's global number and a site in it: int32 [places, 2]."""
-    return _keys(derive_seed("place", layer, site) for layer, site in places)
+def site_keys(sites: Iterable[tuple[int, str]]) -> Tensor:
+    """Keys of sites of dropout, each a layer's global number and a name in it: int32 [sites, 2]."""
+    return _keys(derive_seed("place", layer, name) for layer, name in sites)
 
 
 def sample_keys(seed: int, first: int, count: int) -> Tensor:
@@ -57,17 +57,12 @@ def dropped_steps(p: float) -> int:
     return min(round(p * STEPS), STEPS - 1)
 
 
-def scale_of(p: float) -> float:
-    """Factor of what is kept, so that the mean stays."""
-    return STEPS / (STEPS - dropped_steps(p))
-
-
 def draw_keep_mask(rows: Tensor, keys: Tensor, width: int, p: float, stride: int | None = None) -> Tensor:
     """Draw masks: True for elements that stay, each with probability 1 - p.
 
     Args:
         rows: int32 [...], numbers of the rows of elements.
-        keys: int32 [..., 2] of sample and place, broadcast with `rows`.
+        keys: int32 [..., 2] of sample and site, broadcast with `rows`.
         width: elements of a row.
         p: probability of dropping, in steps of 2^-16.
         stride: width that rows are counted in; the default is `width`.
@@ -123,8 +118,8 @@ class DropoutStream:
     draws what that many ranks would, each for its share of the heads."""
     sequence_rank: int = 0
     """With sequence parallelism, whose rows of the sequence hidden states are."""
-    places: Tensor | None = None
-    """With context parallelism, int32 [rows]: places in the sequence of the rows of hidden states."""
+    positions: Tensor | None = None
+    """With context parallelism, int32 [rows]: positions in the sequence of the rows of hidden states."""
 
     @classmethod
     def of_micro_batch(
@@ -136,42 +131,41 @@ class DropoutStream:
         *,
         split_parts: tuple[int, ...] = (0,),
         sequence_rank: int = 0,
-        places: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> "DropoutStream":
         """The stream of `samples` samples, the first of which is number `first_sample` of the run.
 
-        `places` int64 [rows], if hidden states are of those tokens of a sequence.
+        `positions` int64 [rows], if hidden states are of those tokens of a sequence.
         """
         keys = to_device(sample_keys(seed, first_sample, samples), device)
-        if places is not None:
-            places = to_device(places.int(), device)
-        return cls(keys, derive_seed(seed, "dropout", first_sample), split_parts, sequence_rank, places)
+        if positions is not None:
+            positions = to_device(positions.int(), device)
+        return cls(keys, derive_seed(seed, "dropout", first_sample), split_parts, sequence_rank, positions)
 
-    def hidden(self, x: Tensor, p: float, place: Tensor) -> Tensor:
+    def hidden(self, x: Tensor, p: float, site_key: Tensor) -> Tensor:
         """Dropout with probability `p` on hidden states [S, B, H], or this rank's rows of them."""
-        if self.places is None:
-            return self._drop_rows(x, p, place, self._rows(x, self.sequence_rank * x.shape[0]))
-        return self._drop_rows(x, p, place, self.places)
+        rows = self.positions
+        if rows is None:
+            first = self.sequence_rank * x.shape[0]
+            rows = torch.arange(first, first + x.shape[0], dtype=torch.int32, device=x.device)
+        return self._drop_rows(x, p, site_key, rows)
 
-    def replicated(self, x: Tensor, p: float, place: Tensor) -> Tensor:
+    def replicated(self, x: Tensor, p: float, site_key: Tensor) -> Tensor:
         """Dropout of activations [S, B, H] replicated over tp, however hidden states are split."""
-        return self._drop_rows(x, p, place, self._rows(x, 0))
+        return self._drop_rows(x, p, site_key, torch.arange(x.shape[0], dtype=torch.int32, device=x.device))
 
-    def _rows(self, x: Tensor, first: int) -> Tensor:
-        return torch.arange(first, first + x.shape[0], dtype=torch.int32, device=x.device)
-
-    def _drop_rows(self, x: Tensor, p: float, place: Tensor, rows: Tensor) -> Tensor:
+    def _drop_rows(self, x: Tensor, p: float, site_key: Tensor, rows: Tensor) -> Tensor:
         if p == 0:
             return x
         assert x.shape[:2] == (len(rows), len(self.keys)), f"{x.shape}: {len(rows)}, {len(self.keys)} masks"
-        keep = draw_keep_mask(rows[:, None], (self.keys ^ place)[None], x.shape[-1], p)
+        keep = draw_keep_mask(rows[:, None], (self.keys ^ site_key)[None], x.shape[-1], p)
         return dropped(x, keep, p)
 
     def probabilities(
         self,
         x: Tensor,
         p: float,
-        place: Tensor,
+        site_key: Tensor,
         *,
         length: int,
         first_head: int = 0,
@@ -183,10 +177,10 @@ class DropoutStream:
         Args:
             x: [B * N/t, rows, columns]; the heads of a sample are adjacent.
             p: probability of dropping.
-            place: keys of the layer's attention.
+            site_key: key of the layer's attention.
             length: S, whatever part of the rows and columns is here.
             first_head: global number of the first head.
-            first_row: place in the sample of the first row and column.
+            first_row: position in the sample of the first row and column.
             sample: the sample that all of `x` is of; None for all of the micro-batch.
         """
         if p == 0:
@@ -196,7 +190,7 @@ class DropoutStream:
         inside = torch.arange(first_row, first_row + x.shape[1], dtype=torch.int32, device=x.device)
         rows = (heads[:, None] * length + inside).flatten()
         keep = draw_keep_mask(
-            rows[None], (keys ^ place)[:, None], x.shape[2], p, length
+            rows[None], (keys ^ site_key)[:, None], x.shape[2], p, length
         )  # [B, N/t * rows, columns]
         return dropped(x, keep.view(x.shape), p)
 
@@ -204,7 +198,7 @@ class DropoutStream:
         self,
         x: Tensor,
         p: float,
-        place: Tensor,
+        site_key: Tensor,
         *,
         length: int,
         heads: range,
@@ -213,23 +207,23 @@ class DropoutStream:
     ) -> Tensor:
         """Dropout of some attention probabilities of each sample: [B, heads, rows, columns].
 
-        `heads` are global numbers, `rows` and `columns` places of queries and keys in the sequence of S =
-        `length`; `p` and `place` as of `probabilities`.
+        `heads` are global numbers, `rows` and `columns` positions of queries and keys in the sequence of S =
+        `length`; `p` and `site_key` as of `probabilities`.
         """
         first = torch.arange(heads.start, heads.stop, dtype=torch.int32, device=rows.device) * length
-        keys = (self.keys ^ place)[:, None, None]  # [B, 1, 1, 2]
+        keys = (self.keys ^ site_key)[:, None, None]  # [B, 1, 1, 2]
         keep = _keep_elements(first[:, None] + rows.int(), keys, columns.int(), p, (length + 1) // 2)
         return dropped(x, keep, p)
 
     def features(
-        self, x: Tensor, p: float, place: Tensor, *, rows: Tensor, columns: range, width: int
+        self, x: Tensor, p: float, site_key: Tensor, *, rows: Tensor, columns: range, width: int
     ) -> Tensor:
         """Dropout of some features of activations, the same whoever holds the others: [rows, B, columns].
 
-        `rows` are int64 places in the sequence, `columns` numbers of features, of the `width` of all ranks.
+        `rows` are int64 positions in the sequence, `columns` numbers of the `width` features of all ranks.
         """
         numbers = torch.arange(columns.start, columns.stop, dtype=torch.int32, device=x.device)
-        keys = (self.keys ^ place)[None]  # [1, B, 2]
+        keys = (self.keys ^ site_key)[None]  # [1, B, 2]
         return dropped(x, _keep_elements(rows.int()[:, None], keys, numbers, p, (width + 1) // 2), p)
 
     @skip_compile
@@ -249,4 +243,5 @@ class DropoutStream:
 
 def dropped(x: Tensor, keep: Tensor, p: float) -> Tensor:
     """`x` scaled where `keep`, else 0. Differentiable; a byte an element is kept for backward."""
-    return torch.where(keep, x * scale_of(p), 0.0)
+    scale = STEPS / (STEPS - dropped_steps(p))  # so that the mean stays
+    return torch.where(keep, x * scale, 0.0)

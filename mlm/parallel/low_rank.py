@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mlm.parallel.collectives import all_reduce, copy_to_tp, gather_sequence
+from mlm.parallel.compute_state import skip_compile
 from mlm.parallel.context import local_positions
 from mlm.parallel.dropout import DropoutStream, site_keys
 from mlm.parallel.expert.experts import Experts, grouped_linear
@@ -28,7 +29,6 @@ from mlm.parallel.layers import ColumnParallelLinear, FusedRows, RowParallelLine
 from mlm.parallel.linear import linear
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import shard_of
-from mlm.parallel.uncompiled import skip_compile
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class LowRankAdapter(nn.Module):
         rows: order of the layer's output features.
         dropout: probability of dropping elements of x on this path.
         dora: train magnitudes too.
-        place: the global number of the transformer layer, and a name in it: of the dropout masks.
+        site: global number of the transformer layer and a name in it, for the dropout masks.
         cp: axis that splits sequences.
     """
 
     constant_sides: ClassVar[dict[str, str]] = {"a": "out", "b": "in"}
-    places: Tensor
+    dropout_keys: Tensor
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class LowRankAdapter(nn.Module):
         rows: AdaptedRows,
         dropout: float = 0.0,
         dora: bool = False,
-        place: tuple[int, str] = (0, ""),
+        site: tuple[int, str] = (0, ""),
         cp: Axis | None = None,
     ) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class LowRankAdapter(nn.Module):
         self.a = nn.Parameter(torch.empty(count * rank, inside))  # [p r, I], by row [r, I/t]
         self.b = nn.Parameter(torch.zeros(out // rows.parts * count, rank))  # [p O / (P t), r], by row [O, r]
         self.magnitude = nn.Parameter(torch.zeros(len(self.b))) if dora else None  # norm of a row less W's
-        self.register_buffer("places", site_keys([place]), persistent=False)
+        self.register_buffer("dropout_keys", site_keys([site]), persistent=False)
         self.stream: DropoutStream | None = None
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -153,7 +153,7 @@ class LowRankAdapter(nn.Module):
         return stream.features(
             x,
             self.dropout,
-            self.places[0],
+            self.dropout_keys[0],
             rows=shard_of(rows, self.tp, 0) if is_split else rows,
             columns=range(first, first + self.columns),
             width=self.columns if self.by_column else self.columns * self.tp.size,

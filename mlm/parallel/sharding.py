@@ -176,7 +176,7 @@ def shard_of(full: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 @torch.no_grad()
-def load_whole(model: nn.Module, whole: Mapping[str, Tensor], tp: Axis) -> None:
+def load_full(model: nn.Module, whole: Mapping[str, Tensor], tp: Axis) -> None:
     """Fill the model's parameters with their slices of whole tensors; padding rows become zero.
 
     Raises KeyError for a missing name and ValueError for a shape that differs.

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mlm.parallel.chunks import chunk_rows
+from mlm.parallel.config import IGNORE_INDEX
 from mlm.parallel.cross_entropy import enter, loss_dtype, softmax_and_loss, token_losses
-from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.matmul import product, weight_gradient
 

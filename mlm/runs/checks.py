@@ -30,7 +30,7 @@ from mlm.models.family import (
 from mlm.models.shape import parameters_by_name
 from mlm.optim.config import STABLE_DECAYS, MuonConfig, OptimizerConfig
 from mlm.optim.groups import patterns
-from mlm.optim.own import check_decay, check_optimizer, layout_problem
+from mlm.optim.user import check_decay, check_optimizer, layout_problem
 from mlm.parallel.config import ParallelConfig
 from mlm.runs.config import PretrainConfig
 from mlm.util.errors import Problem, escape_controls, format_value

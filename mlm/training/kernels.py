@@ -17,9 +17,9 @@ from mlm.models.documents import pack_sequences
 from mlm.models.family import family_of
 from mlm.models.shape import layer_weights
 from mlm.optim.config import PrecisionConfig
+from mlm.parallel.compute_state import prepare_to_compile
 from mlm.parallel.cross_entropy import use_compiler
 from mlm.parallel.matmul import prepare_products
-from mlm.parallel.uncompiled import prepare_to_compile
 from mlm.runs.checks import graphs_replay
 from mlm.runs.config import AttentionKernel, PretrainConfig
 from mlm.util.errors import UserError

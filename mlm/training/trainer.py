@@ -66,15 +66,15 @@ def build_model(
         init_parameters(chunk, config.seed, ctx.tp)
         compile_layers(chunk.layers.values(), config.compile, device, graphs=config.cuda_graphs)
         if is_compiled:
-            model.casts.leave_to_compiler(chunk.layers.values())
+            model.casts.exclude(chunk.layers.values())
         for module in chunk.modules():
             if isinstance(module, VocabParallelEmbedding):
                 module.compiled, module.device_type = is_compiled, device.type
-    model.replays = model.casts.stay = config.cuda_graphs
+    model.replays = model.casts.persistent = config.cuda_graphs
     return model
 
 
-def early_tables(model: PipelinedModel) -> list[VocabParallelEmbedding]:
+def fused_grad_embeddings(model: PipelinedModel) -> list[VocabParallelEmbedding]:
     """Token tables whose gradient the loss may add to the sum in its forward pass.
 
     Not those that FSDP2 shards: it keeps their gradients elsewhere. Not in a family of the user's own, whose
@@ -159,7 +159,7 @@ class Trainer(Generic[B]):
             },
             (ctx.replicas, ctx.tp) if config.parallel.sequence_parallel else (ctx.replicas,),
         )
-        self.early_tables = early_tables(self.model)
+        self.fused_grad_embeddings = fused_grad_embeddings(self.model)
         self.shards: Sequence[ParameterShard] = tuple(
             shard for chunk in self.model.chunks for shard in parameter_shards(chunk, ctx.tp)
         )
@@ -220,7 +220,7 @@ class Trainer(Generic[B]):
             self.balance.start(self.scaler.scale / read)
         for reducer in self.reducers:
             reducer.start_step()
-        with fuse_embedding_grad(self.early_tables):
+        with fuse_embedding_grad(self.fused_grad_embeddings):
             outputs = self.model.train(
                 batches, objective or self.objective, scale, self.dropout, self.gradients, self.observers
             )
@@ -315,10 +315,10 @@ class Trainer(Generic[B]):
         if not (model.hidden_dropout or model.attention_dropout or self.config.lora.dropout):
             return None
         sequence_parallel, ctx = self.config.parallel.sequence_parallel, self.ctx
-        places = None
+        positions = None
         if ctx.cp.size > 1:
-            places = local_positions(batch.tokens.shape[1], ctx.cp, CPU)
-            places = shard_of(places, ctx.tp, 0) if sequence_parallel else places
+            positions = local_positions(batch.tokens.shape[1], ctx.cp, CPU)
+            positions = shard_of(positions, ctx.tp, 0) if sequence_parallel else positions
         return DropoutStream.of_micro_batch(
             self.config.seed,
             batch.first_sample,
@@ -326,7 +326,7 @@ class Trainer(Generic[B]):
             self.ctx.device,
             split_parts=self.split_parts,
             sequence_rank=ctx.tp.rank if sequence_parallel else 0,
-            places=places,
+            positions=positions,
         )
 
     def global_counts(self, batches: Iterable[B]) -> Tensor:

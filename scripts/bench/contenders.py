@@ -30,7 +30,7 @@ from mlm.optim.config import PrecisionConfig, ScheduleConfig
 from mlm.parallel import matmul
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.sharding import load_whole
+from mlm.parallel.sharding import load_full
 from mlm.runs.config import PretrainConfig, TrainConfig
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
@@ -110,7 +110,7 @@ class MlmTrainee(Trainee):
 
     def load_weights(self) -> None:
         whole = in_our_names(self.spec.shape.state(self.spec.seed), self.spec.shape)
-        load_whole(self.trainer.model.chunks[0], whole, self.ctx.tp)
+        load_full(self.trainer.model.chunks[0], whole, self.ctx.tp)
 
     def make_batches(self) -> list[Batch]:
         """Prepared batches, on the host: moving them is part of the Trainer's step."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mlm
-from mlm.parallel.sharding import load_whole, shard_of
+from mlm.parallel.sharding import load_full, shard_of
 
 
 class MLP(nn.Module):
@@ -35,7 +35,7 @@ def main() -> None:
     mlp = MLP(16, tp=ctx.tp).double()
     names = {"up": dense[0], "down": dense[2]}
     whole = {f"{name}.{key}": p for name, part in names.items() for key, p in part.named_parameters()}
-    load_whole(mlp, whole, ctx.tp)  # each rank keeps its slice
+    load_full(mlp, whole, ctx.tp)  # each rank keeps its slice
 
     x_dense, x_mlp = x.clone().requires_grad_(), x.clone().requires_grad_()
     y_dense, y = dense(x_dense), mlp(x_mlp)

@@ -9,7 +9,7 @@ import pytest
 from mlm.data.epochs import permutation
 from mlm.data.gpt import EvalWindows, GPTDataset
 from mlm.data.indexed import IndexedDataset
-from mlm.parallel.labels import IGNORE_INDEX
+from mlm.parallel.config import IGNORE_INDEX
 from mlm.util.errors import UserError
 from tests.data.corpora import counting_corpus
 

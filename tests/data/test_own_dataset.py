@@ -13,7 +13,7 @@ from mlm.config.imports import TRUST, OwnCodeError
 from mlm.data.config import DataConfig
 from mlm.data.sampler import CheckedDataset, Loader, eval_batches
 from mlm.models.bert.samples import BERTSamples
-from mlm.parallel.labels import IGNORE_INDEX
+from mlm.parallel.config import IGNORE_INDEX
 from mlm.runs.corpora import dataset_without_corpus, train_dataset, validation_sets
 from tests.training.test_trainer import config
 

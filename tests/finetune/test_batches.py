@@ -8,7 +8,7 @@ import pytest
 
 from mlm.finetune.batches import Batcher, Order, TaskBatch, draw_rows
 from mlm.finetune.examples import Example, InputText
-from mlm.parallel.labels import IGNORE_INDEX
+from mlm.parallel.config import IGNORE_INDEX
 
 
 def examples_of(count: int, texts: int = 1, longest: int = 30, seed: int = 0) -> list[Example]:

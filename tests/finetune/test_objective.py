@@ -17,9 +17,9 @@ from mlm.finetune.registry import task_type
 from mlm.finetune.scoring import Finetuning
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
-from mlm.parallel.labels import IGNORE_INDEX
+from mlm.parallel.config import IGNORE_INDEX
 from mlm.parallel.mesh import Axis, ParallelContext
-from mlm.parallel.sharding import load_whole, parameter_shards
+from mlm.parallel.sharding import load_full, parameter_shards
 from tests.models.bert.reference import as_ours
 
 VOCAB, ONE = 61, Axis("tp")
@@ -134,7 +134,7 @@ def test_loss_and_gradients_are_those_of_transformers(kind: str, model: str) -> 
     batch = batch_of(kind, model)
     config, other = theirs(kind, model, batch)
     mine = family_of(config.kind).model(config, tp=ONE, dtype=torch.float64).double()
-    load_whole(mine, in_our_names(dict(other.state_dict()), config), ONE)
+    load_full(mine, in_our_names(dict(other.state_dict()), config), ONE)
     objective = Finetuning(task_type(kind), ParallelContext(), torch.float64)
     scale = torch.ones(1, dtype=torch.float64) / objective.counts(batch)[0]
     loss = objective.output(mine, batch, scale, None, None)

@@ -17,13 +17,13 @@ from mlm.models.config import ModelConfig
 from mlm.models.documents import Boundaries, Spans, document_bias, document_positions
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import all_reduce, gather_rows
+from mlm.parallel.compute_state import prepare_to_compile
+from mlm.parallel.config import IGNORE_INDEX
 from mlm.parallel.cross_entropy import full_logits
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.random import init_parameters
-from mlm.parallel.sharding import load_whole, parameter_shards
-from mlm.parallel.uncompiled import prepare_to_compile
+from mlm.parallel.sharding import load_full, parameter_shards
 from tests.megatron_core import megatron_core
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
@@ -146,7 +146,7 @@ def check_against_transformers(
     model = GPT2(
         MODEL, tp=ctx.tp, dtype=fp64, recompute=recompute, sequence_parallel=sequence_parallel
     ).double()
-    load_whole(model, want["weights"], ctx.tp)
+    load_full(model, want["weights"], ctx.tp)
     (tokens, labels), boundaries = batch(), want["boundaries"]
     documents = boundaries.documents(tokens, fp64)
     close: dict[str, Any] = {"rtol": 0.0, "atol": 1e-10}
@@ -163,7 +163,7 @@ def check_against_transformers(
     loss.backward()
     torch.testing.assert_close(loss.detach(), want["loss"], **close)
     theirs = GPT2(MODEL, tp=ctx.tp).double()
-    load_whole(theirs, want["grads"], ctx.tp)  # the gradients as this rank would hold them
+    load_full(theirs, want["grads"], ctx.tp)  # the gradients as this rank would hold them
     for mine, other in zip(parameter_shards(model, ctx.tp), parameter_shards(theirs, ctx.tp), strict=True):
         grad = mine.parameter.grad
         assert grad is not None, mine.name

@@ -20,7 +20,7 @@ from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import Axis, shape_context
 from mlm.parallel.random import init_parameters
-from mlm.parallel.sharding import load_whole
+from mlm.parallel.sharding import load_full
 from mlm.training.pipelined import PipelinedModel
 from tests.slow import thinned
 
@@ -64,7 +64,7 @@ def test_losses_and_gradients_equal_those_of_peft(case: str) -> None:
     mapping = mapping_of_kind(kind)
     model, _ = mapping.read(theirs.config.to_dict(), "theirs")
     ours = family_of(model.kind).model(model, dtype=torch.float64).double()
-    load_whole(ours, mapping.to_ours(theirs.state_dict(), model), Axis("tp"))
+    load_full(ours, mapping.to_ours(theirs.state_dict(), model), Axis("tp"))
     add_adapters(ours, lora, layer_names(model))
     ours.double()
     freeze_base(ours, torch.float64)

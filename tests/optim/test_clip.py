@@ -11,7 +11,7 @@ from mlm.optim.clip import clip_factor, gradient_norm, scale_gradients
 from mlm.optim.config import OptimizerConfig
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from mlm.parallel.mesh import Axis, ParallelContext, shape_context
-from mlm.parallel.sharding import load_whole, parameter_shards
+from mlm.parallel.sharding import load_full, parameter_shards
 from tests.ranks import run_on_ranks
 
 
@@ -44,7 +44,7 @@ def test_norm_adds_the_squares_of_all_pipeline_stages() -> None:
 
 def norm_of(ctx: ParallelContext) -> float:
     model, grads = layers(ctx.tp), layers(ctx.tp)
-    load_whole(grads, whole_gradients(), ctx.tp)
+    load_full(grads, whole_gradients(), ctx.tp)
     for p, g in zip(model.parameters(), grads.parameters(), strict=True):
         p.grad = g.detach()
     return float(gradient_norm(list(parameter_shards(model, ctx.tp)), ctx))

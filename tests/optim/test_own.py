@@ -10,13 +10,13 @@ import torch
 from mlm.config.imports import TRUST, OwnCodeError, trusting
 from mlm.data.sampler import SyntheticDataset, collate
 from mlm.optim.config import OptimizerConfig
-from mlm.optim.own import (
+from mlm.optim.user import (
     TORCH_ELEMENTWISE,
     TORCH_REJECTED,
     check_optimizer,
     layout_problem,
-    own_optimizer,
     parameter_groups,
+    user_optimizer,
 )
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
@@ -245,7 +245,7 @@ def test_what_a_checkpoint_would_lose_is_rejected_before_training(own: None, nam
 
 def test_betas_and_eps_reach_classes_that_take_them_and_are_errors_for_others(own: None) -> None:
     typed = OptimizerConfig(kind="torch.optim:Adam", betas=(0.5, 0.6), eps=1e-3)
-    build = own_optimizer(typed)
+    build = user_optimizer(typed)
     assert build is not None
     (group, _) = build(parameter_groups([torch.nn.Parameter(torch.zeros(2))], [], typed)).param_groups
     assert (group["betas"], group["eps"]) == ((0.5, 0.6), 1e-3)

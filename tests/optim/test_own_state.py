@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mlm.config.imports import OwnCodeError
 from mlm.optim.adamw import applied_steps, apply, ensure_state
 from mlm.optim.config import ScheduleConfig
-from mlm.optim.own import share_of
+from mlm.optim.user import share_of
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import ParameterShard, parameter_shards
 

@@ -21,7 +21,7 @@ from mlm.parallel.cross_entropy import (
 )
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis, ParallelContext
-from mlm.parallel.sharding import load_whole, shard_of
+from mlm.parallel.sharding import load_full, shard_of
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
 
@@ -39,7 +39,7 @@ def problem() -> tuple[Tensor, Tensor, Tensor]:
 
 def table_of(weight: Tensor, tp: Axis) -> VocabParallelEmbedding:
     table = VocabParallelEmbedding(VOCAB, PADDED, HIDDEN, tp=tp).to(weight.dtype)
-    load_whole(table, {"weight": weight.detach()}, tp)
+    load_full(table, {"weight": weight.detach()}, tp)
     return table
 
 
@@ -293,7 +293,7 @@ def test_the_scale_of_half_precision_gradients_is_not_rounded(dtype: torch.dtype
     weight, bias = torch.randn(64, 128), torch.zeros(64)
     found = []
     for scale in (1.0, 1 + 2**-8):
-        load_whole(table, {"weight": weight}, Axis("tp"))
+        load_full(table, {"weight": weight}, Axis("tp"))
         x, b = hidden.clone().requires_grad_(), bias.clone().requires_grad_()
         table.weight.grad = None
         cross_entropy_and_hits(x, labels, table, b, torch.tensor(scale))[0].backward()

@@ -11,7 +11,7 @@ from mlm.parallel.compute_state import DeferredWeightGrads
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from mlm.parallel.linear import linear
 from mlm.parallel.mesh import Axis, ParallelContext
-from mlm.parallel.sharding import load_whole, shard_of
+from mlm.parallel.sharding import load_full, shard_of
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
 
@@ -46,7 +46,7 @@ def check_column_parallel_linear(ctx: ParallelContext, sequence: bool, parts: in
     y_dense.backward(dy)
     layer = ColumnParallelLinear(6, 8, tp=tp, sequence_parallel=sequence).double()
     layer.compute.overlap_chunks = parts
-    load_whole(layer, {"weight": dense.weight.detach(), "bias": dense.bias.detach()}, tp)
+    load_full(layer, {"weight": dense.weight.detach(), "bias": dense.bias.detach()}, tp)
     x_tp = rows(x.detach()).requires_grad_()
     y = run_layer(layer, x_tp, shard_of(dy, tp, -1), later)
 
@@ -88,7 +88,7 @@ def check_row_parallel_linear(ctx: ParallelContext, sequence: bool, parts: int, 
     y_dense.backward(dy)
     layer = RowParallelLinear(8, 6, tp=tp, sequence_parallel=sequence).double()
     layer.compute.overlap_chunks = parts
-    load_whole(layer, {"weight": dense.weight.detach(), "bias": dense.bias.detach()}, tp)
+    load_full(layer, {"weight": dense.weight.detach(), "bias": dense.bias.detach()}, tp)
     x_tp = shard_of(x.detach(), tp, -1).requires_grad_()
     y = run_layer(layer, x_tp, rows(dy), later)
 
@@ -123,7 +123,7 @@ def check_embedding(ctx: ParallelContext, sequence: bool) -> None:
     y_dense = dense(tokens)
     y_dense.backward(dy)
     layer = VocabParallelEmbedding(10, 12, 3, tp=tp, sequence_parallel=sequence).double()
-    load_whole(layer, {"weight": dense.weight.detach()}, tp)
+    load_full(layer, {"weight": dense.weight.detach()}, tp)
     y = layer(tokens)
     y.backward(rows(dy))
 
@@ -147,7 +147,7 @@ def test_layers_name_the_size_tp_does_not_divide(build, message) -> None:  # typ
 
 def test_float32_master_weights_get_float32_gradients_from_bfloat16_activations() -> None:
     layer = ColumnParallelLinear(8, 4, tp=Axis("tp"))
-    load_whole(layer, {"weight": torch.randn(4, 8), "bias": torch.randn(4)}, Axis("tp"))
+    load_full(layer, {"weight": torch.randn(4, 8), "bias": torch.randn(4)}, Axis("tp"))
     y = layer(torch.randn(2, 1, 8, dtype=torch.bfloat16))
     y.sum().backward()
     assert (y.dtype, layer.weight.grad.dtype, layer.bias.grad.dtype) == (

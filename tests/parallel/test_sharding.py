@@ -9,7 +9,7 @@ from torch import nn
 from mlm.checkpoint.native.slices import Region
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
-from mlm.parallel.sharding import DP_SLICES, DataParallelSlice, ParameterShard, load_whole, parameter_shards
+from mlm.parallel.sharding import DP_SLICES, DataParallelSlice, ParameterShard, load_full, parameter_shards
 from tests.checkpoint.native.helpers import tiling_of
 
 VOCAB, PADDED, HIDDEN = 13, 24, 12
@@ -75,7 +75,7 @@ def test_load_whole_fills_each_rank_with_its_rectangle(tp: int, dp: int) -> None
         for d in range(dp):
             axis = Axis("tp", t, tp)
             model = cut(model_of(axis), Axis("dp", d, dp))
-            load_whole(model, whole, axis)
+            load_full(model, whole, axis)
             for s in parameter_shards(model, axis):
                 x = s.without_padding(s.parameter.detach())
                 where = tuple(slice(o, o + n) for o, n in zip(s.offset, x.shape, strict=True))
@@ -122,5 +122,5 @@ def test_neighbours_that_hold_the_same_part_count_it_once() -> None:
 def test_padding_is_zero_after_whole_tensors_are_loaded(rank: int) -> None:
     table = VocabParallelEmbedding(VOCAB, PADDED, HIDDEN, tp=Axis("tp", rank, 2))
     nn.init.constant_(table.weight, torch.nan)
-    load_whole(table, {"weight": torch.ones(VOCAB, HIDDEN)}, Axis("tp", rank, 2))
+    load_full(table, {"weight": torch.ones(VOCAB, HIDDEN)}, Axis("tp", rank, 2))
     assert table.weight.sum(1).tolist() == [HIDDEN] * (12 - 11 * rank) + [0] * 11 * rank

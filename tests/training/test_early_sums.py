@@ -55,7 +55,7 @@ def gradients_of(
     """
     trainer: Trainer[MicroBatch] = Trainer(spec, ctx)
     if way == "late":
-        trainer.early_tables = []
+        trainer.fused_grad_embeddings = []
     added, began = list[int](), list[bool]()
     original = cross_entropy.add_to_grad
 
@@ -75,7 +75,7 @@ def gradients_of(
         patch.setattr(cross_entropy, "add_to_grad", counted)
         for _ in range(2):
             trainer.compute_gradients(batches_of(spec, [spec.train.micro_batch_size] * count))
-    assert not any(table.fuses_grad for table in trainer.early_tables)
+    assert not any(table.fuses_grad for table in trainer.fused_grad_embeddings)
     grads = {s.name: s.parameter.grad.clone() for s in trainer.shards if s.parameter.grad is not None}
     return grads, len(added), began
 
@@ -144,7 +144,7 @@ def early_names(ctx: ParallelContext, spec: PretrainConfig) -> list[str]:
     """Names of the tables whose gradients the loss adds."""
     trainer: Trainer[MicroBatch] = Trainer(spec, ctx)
     names = {module: name for chunk in trainer.model.chunks for name, module in chunk.named_modules()}
-    return [names[table] for table in trainer.early_tables]
+    return [names[table] for table in trainer.fused_grad_embeddings]
 
 
 def test_sharded_tables_stay_with_fsdp() -> None:

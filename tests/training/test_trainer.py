@@ -14,8 +14,7 @@ from mlm.models.config import ModelConfig
 from mlm.optim.adamw import MOMENTS, moment
 from mlm.optim.clip import gradient_norm
 from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
-from mlm.parallel.config import ParallelConfig
-from mlm.parallel.labels import IGNORE_INDEX
+from mlm.parallel.config import IGNORE_INDEX, ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.runs.config import PretrainConfig, TrainConfig
 from mlm.training.trainer import StopAgreed, StopVote, Trainer
@@ -110,10 +109,10 @@ def train_cast(ctx: ParallelContext, cast: str) -> tuple[list[float], list[float
     spec = config(dtype="bf16", dropout=0.1)
     spec = replace(spec, precision=replace(spec.precision, cast=cast))  # type: ignore[arg-type]
     trainer: Trainer[Batch] = Trainer(spec, ctx)
-    assert bool(trainer.model.casts.layers) == (cast == "step")
+    assert bool(trainer.model.casts.reads) == (cast == "step")
     losses = steps_of(trainer, 3)
     assert all(
-        layer.compute.weight_copy is None for layer in trainer.model.casts.layers
+        layer.compute.weight_copy is None for layer, *_ in trainer.model.casts.reads
     )  # weights may change again
     tokens = torch.arange(4 * SEQ).view(4, SEQ) % VOCAB
     return losses, trainer.validate([Batch(tokens, tokens, 0)])

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mlm.data.tokenizer import Tokenizer
 from mlm.data.vocabulary_files import CLS, MASK, PAD, SEP
-from mlm.parallel.labels import IGNORE_INDEX
+from mlm.parallel.config import IGNORE_INDEX
 from mlm.util.errors import UserError
 from mlm.util.splitmix import Bits, below, draw, uniform
 

@@ -21,7 +21,7 @@ from mlm.data.indexed import IndexedDataset
 from mlm.data.sampler import SyntheticDataset
 from mlm.models.bert.masking import BERTVocab, mask_tokens
 from mlm.models.bert.pairs import Pairs, TargetLengths, find_spans, make_pairs
-from mlm.parallel.labels import IGNORE_INDEX
+from mlm.parallel.config import IGNORE_INDEX
 from mlm.util.errors import UserError
 from mlm.util.splitmix import draw, root
 

@@ -16,6 +16,7 @@ from mlm.models.backbone import Transformer
 from mlm.models.cache import Reading
 from mlm.models.documents import Boundaries, Documents
 from mlm.parallel.collectives import all_reduce, gather_rows, to_device
+from mlm.parallel.config import IGNORE_INDEX
 from mlm.parallel.context import local_positions, local_tokens
 from mlm.parallel.cross_entropy import (
     full_logits,
@@ -25,7 +26,6 @@ from mlm.parallel.cross_entropy import (
     token_scores,
 )
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.token_losses import differentiable_losses

@@ -15,11 +15,11 @@ from mlm.models.config import ModelConfig
 from mlm.models.llama.gated import GatedMLP, gate
 from mlm.models.llama.settings import LlamaSettings
 from mlm.parallel.collectives import copy_to_tp, gather_sequence, reduce_from_tp, scatter_sequence
+from mlm.parallel.compute_state import skip_compile
 from mlm.parallel.expert.dispatch import Exchange, combine, permute, sort_by_expert
 from mlm.parallel.expert.experts import Experts
 from mlm.parallel.expert.router import Router
 from mlm.parallel.mesh import Axis, ExpertAxes
-from mlm.parallel.uncompiled import skip_compile
 
 
 class MixtureOfExperts(nn.Module):

@@ -9,7 +9,7 @@ from mlm.config.fields import OnlyIf, exact
 from mlm.models.config import ModelConfig
 from mlm.models.family import Architecture
 from mlm.models.gpt2.family import decoder_problem
-from mlm.parallel.expert.settings import EXPERTS, RouterSettings
+from mlm.parallel.config import EXPERTS, RouterSettings
 from mlm.util.errors import ConfigError, Problem, format_value
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from mlm.config.fields import exact
 from mlm.parallel.collectives import all_gather, all_reduce
+from mlm.parallel.config import RouterSettings
 from mlm.parallel.context import rank_positions
-from mlm.parallel.expert.settings import GROUP_MEMBERS, RouterSettings
 from mlm.parallel.mesh import Axis
 
 
@@ -103,7 +103,8 @@ class Router(nn.Module):
             scores = scores + self.bias.to(scores.dtype)
         if settings.router_top_groups < settings.router_groups:
             members = scores.unflatten(-1, (settings.router_groups, -1))  # [..., groups, E / groups]
-            best = members.topk(min(GROUP_MEMBERS, members.shape[-1]), dim=-1).values.sum(-1)
+            # a group scores the sum of its two best (arXiv:2412.19437)
+            best = members.topk(min(2, members.shape[-1]), dim=-1).values.sum(-1)
             chosen = _highest(best, settings.router_top_groups)
             is_open = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, chosen, True)
             scores = members.masked_fill(~is_open.unsqueeze(-1), float("-inf")).flatten(-2)

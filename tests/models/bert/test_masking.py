@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.bert.masking import BERTVocab, choose_grams, cut_grams, draw_sizes, fill, mask_tokens
-from mlm.parallel.labels import IGNORE_INDEX
+from mlm.parallel.config import IGNORE_INDEX
 from mlm.util.errors import UserError
 from mlm.util.splitmix import draw, root
 

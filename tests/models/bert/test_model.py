@@ -13,11 +13,11 @@ from mlm.models.bert.model import BERT, masked_targets
 from mlm.models.config import ModelConfig
 from mlm.models.documents import padding_spans
 from mlm.parallel.collectives import all_reduce
+from mlm.parallel.config import IGNORE_INDEX
 from mlm.parallel.gradients import sum_replicated_gradients
-from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.random import init_parameters
-from mlm.parallel.sharding import load_whole, parameter_shards
+from mlm.parallel.sharding import load_full, parameter_shards
 from tests.models.bert.reference import as_ours, pretraining_model
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but, thinned
@@ -99,7 +99,7 @@ def check_against_transformers(
 ) -> None:
     config, (tokens, lengths, token_types, labels, is_swapped) = want["config"], want["batch"]
     model = BERT(config, tp=ctx.tp, recompute=recompute, sequence_parallel=sequence_parallel)
-    load_whole(model, want["weights"], ctx.tp)
+    load_full(model, want["weights"], ctx.tp)
     spans = padding_spans(lengths, SEQ, torch.float32, torch.device("cpu"))
     inputs = Inputs(tokens, lengths, token_types, spans)
     cut = {"parts": ctx.tp.size, "part": ctx.tp.rank} if sequence_parallel else {}

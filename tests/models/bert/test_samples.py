@@ -10,7 +10,7 @@ from mlm.data.indexed import IndexedDataset
 from mlm.models.bert import samples as bert
 from mlm.models.bert.masking import BERTVocab
 from mlm.models.bert.samples import BERTDataset, BERTSamples
-from mlm.parallel.labels import IGNORE_INDEX
+from mlm.parallel.config import IGNORE_INDEX
 from mlm.util.errors import UserError
 
 from .test_pairs import sentence_corpus

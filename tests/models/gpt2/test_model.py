@@ -15,12 +15,12 @@ from mlm.convert.huggingface.gpt2 import MAPPING
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.models.gpt2.model import GPT2
+from mlm.parallel.compute_state import prepare_to_compile
 from mlm.parallel.cross_entropy import full_logits
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.random import init_parameters
-from mlm.parallel.sharding import load_whole, parameter_shards
-from mlm.parallel.uncompiled import prepare_to_compile
+from mlm.parallel.sharding import load_full, parameter_shards
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but
 
@@ -99,7 +99,7 @@ def check_against_transformers(
 ) -> None:
     config = replace(MODEL, activation=activation)
     model = GPT2(config, tp=ctx.tp, recompute=recompute)
-    load_whole(model, want["weights"], ctx.tp)
+    load_full(model, want["weights"], ctx.tp)
     for length in (1, SEQ):
         last = full_logits(model.hidden_states(want["tokens"][:, :length])[-1], model.token)
         assert (last - want["logits"][:, length - 1]).abs().max() <= 1e-5
@@ -108,7 +108,7 @@ def check_against_transformers(
     loss.backward()
     torch.testing.assert_close(loss.detach(), want["loss"], rtol=1e-6, atol=1e-6)
     expected = GPT2(MODEL, tp=ctx.tp)
-    load_whole(expected, want["grads"], ctx.tp)  # the gradients as this rank would hold them
+    load_full(expected, want["grads"], ctx.tp)  # the gradients as this rank would hold them
     for mine, theirs in zip(parameter_shards(model, ctx.tp), parameter_shards(expected, ctx.tp), strict=True):
         grad = mine.parameter.grad
         assert grad is not None, mine.name

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from mlm.models.documents import Boundaries
 from mlm.models.llama.model import Llama
+from mlm.parallel.compute_state import prepare_to_compile
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import init_parameters
-from mlm.parallel.uncompiled import prepare_to_compile
 from tests.models.llama.test_parts import MODEL
 from tests.ranks import run_on_ranks
 

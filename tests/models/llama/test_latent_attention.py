@@ -16,7 +16,7 @@ from mlm.models.shape import layer_weights
 from mlm.parallel.gradients import sum_replicated_gradients
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.random import init_parameters
-from mlm.parallel.sharding import load_whole, parameter_shards, shard_of
+from mlm.parallel.sharding import load_full, parameter_shards, shard_of
 from tests.ranks import run_on_ranks
 
 S, B, H, N = 12, 2, 20, 4
@@ -126,7 +126,7 @@ def test_latent_attention_is_that_of_transformers(tp: int, sequence_parallel: bo
 def check_attention(ctx: ParallelContext, wanted: list[dict[str, Any]], sequence_parallel: bool) -> None:
     for want in wanted:
         attention = LatentAttention(want["model"], layer=0, tp=ctx.tp, sequence_parallel=sequence_parallel)
-        load_whole(attention.double(), want["weights"], ctx.tp)
+        load_full(attention.double(), want["weights"], ctx.tp)
         mine = (lambda x: shard_of(x, ctx.tp, 0)) if sequence_parallel else (lambda x: x)
         x = mine(want["x"]).clone().requires_grad_()
         rotary = Llama(want["model"], dtype=torch.float64).rotary(want["x"], None)
@@ -137,7 +137,7 @@ def check_attention(ctx: ParallelContext, wanted: list[dict[str, Any]], sequence
         torch.testing.assert_close(y, mine(want["y"]), rtol=1e-11, atol=1e-11)
         torch.testing.assert_close(x.grad, mine(want["dx"]), rtol=1e-11, atol=1e-11)
         expected = LatentAttention(want["model"], layer=0, tp=ctx.tp).double()
-        load_whole(expected, want["grads"], ctx.tp)  # the gradients as this rank would hold them
+        load_full(expected, want["grads"], ctx.tp)  # the gradients as this rank would hold them
         for shard, other in zip(shards, parameter_shards(expected, ctx.tp), strict=True):
             torch.testing.assert_close(shard.parameter.grad, other.parameter.data, rtol=1e-10, atol=1e-10)
 

@@ -12,7 +12,7 @@ from mlm.models.shape import architecture_of
 from mlm.parallel.expert.router import routers
 from mlm.parallel.gradients import sum_replicated_gradients
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.sharding import load_whole, parameter_shards
+from mlm.parallel.sharding import load_full, parameter_shards
 from tests.models.llama.references import BATCH, CASES, SEQ, reference
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
@@ -39,7 +39,7 @@ def check_all(ctx: ParallelContext, wanted: dict[str, dict[str, Any]]) -> None:
 def check_against_transformers(ctx: ParallelContext, want: dict[str, Any]) -> None:
     config = want["config"]
     model = Llama(config, tp=ctx.tp)
-    load_whole(model, want["weights"], ctx.tp)
+    load_full(model, want["weights"], ctx.tp)
     chosen: list[Tensor] = []
     for router in routers(model):
         router.register_forward_hook(lambda _, __, routing: chosen.append(routing.experts))
@@ -53,7 +53,7 @@ def check_against_transformers(ctx: ParallelContext, want: dict[str, Any]) -> No
     shards = list(parameter_shards(model, ctx.tp))
     sum_replicated_gradients(shards, ctx.tp, sequence_parallel=False)
     expected = Llama(config, tp=ctx.tp)
-    load_whole(expected, want["grads"], ctx.tp)  # the gradients as this rank would hold them
+    load_full(expected, want["grads"], ctx.tp)  # the gradients as this rank would hold them
     for mine, theirs in zip(shards, parameter_shards(expected, ctx.tp), strict=True):
         if not mine.is_trained:
             continue
@@ -67,7 +67,7 @@ def check_greedy(ctx: ParallelContext, want: dict[str, Any]) -> None:
     """The key-value cache gives transformers' tokens, and holds the heads of keys and values once."""
     config, written = want["config"], want["greedy"]
     model = Llama(config, tp=ctx.tp).eval()
-    load_whole(model, want["weights"], ctx.tp)
+    load_full(model, want["weights"], ctx.tp)
     cache, first = KeyValueCache(BATCH, config.max_positions), 6
     model.read(written[:, :first], PrefillPass(cache, range(BATCH)))
     column = first

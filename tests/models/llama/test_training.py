@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mlm.convert.huggingface.llama import MAPPING
 from mlm.models.llama.model import Llama
 from mlm.parallel.mesh import Axis
-from mlm.parallel.sharding import load_whole
+from mlm.parallel.sharding import load_full
 from tests.models.llama.references import our_config
 
 VOCAB, SEQ, STEPS = 256, 64, 20
@@ -38,7 +38,7 @@ def test_training_is_that_of_transformers_from_weights_an_ulp_away(kind: str, ti
     torch.manual_seed(0)
     theirs = getattr(transformers, f"{kind}ForCausalLM")(config)
     ours = Llama(our_config(theirs))
-    load_whole(ours, MAPPING.to_ours(theirs.state_dict(), our_config(theirs)), Axis("tp"))
+    load_full(ours, MAPPING.to_ours(theirs.state_dict(), our_config(theirs)), Axis("tp"))
     moved = [an_ulp_away(theirs, seed) for seed in range(4)]
     losses, norms = train(theirs, their_loss)
     apart = [train(model, their_loss) for model in moved]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from mlm.parallel.config import RouterSettings
 from mlm.parallel.expert.router import Balance, Router
-from mlm.parallel.expert.settings import RouterSettings
 from mlm.parallel.mesh import Axis
 
 S, B, H, E, K = 6, 3, 10, 8, 2

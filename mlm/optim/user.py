@@ -40,7 +40,7 @@ ROUNDING = 1e-6
 """Distance from 0 to 1 that is rounding in a decay of the user's own."""
 
 
-def own_optimizer(config: OptimizerConfig) -> Callable[[Groups], Any] | None:
+def user_optimizer(config: OptimizerConfig) -> Callable[[Groups], Any] | None:
     """Return what builds an optimizer of groups, None for a shipped kind. Both raise OwnCodeError."""
     target = imported("optimizer.kind", config.kind, OPTIMIZERS.shipped, Callable)
     if target is None:
@@ -92,7 +92,7 @@ def layout_problem(optimizer: OptimizerConfig, parallel: ParallelConfig) -> Prob
     parameters where tp and zero split none (False), and one that may read all of them where pp does not
     either (undeclared). Raises OwnCodeError.
     """
-    build = own_optimizer(optimizer)
+    build = user_optimizer(optimizer)
     if build is None:
         return None
     declared = _declared(imported("optimizer.kind", optimizer.kind, OPTIMIZERS.shipped, Callable))
@@ -176,7 +176,7 @@ def _built_small(config: OptimizerConfig, build: Callable[[Groups], Any]) -> Any
     return build(parameter_groups([matrix], [bias], config))
 
 
-def own_decay(schedule: ScheduleConfig) -> Callable[[float], Any] | None:
+def user_decay(schedule: ScheduleConfig) -> Callable[[float], Any] | None:
     """Return the decay of the user's own, None for a shipped one. Raises OwnCodeError."""
     target = imported("schedule.decay", schedule.decay, DECAYS.shipped, Callable)
     if target is None:
@@ -210,7 +210,7 @@ def share_of(schedule: ScheduleConfig, decay: Callable[[float], Any], progress: 
 
 def check_optimizer(optimizer: OptimizerConfig) -> None:
     """Raise OwnCodeError for an optimizer that cannot be built."""
-    build = own_optimizer(optimizer)
+    build = user_optimizer(optimizer)
     if build is not None:
         small = _built_small(optimizer, build)
         for group in small.param_groups:
@@ -221,7 +221,7 @@ def check_optimizer(optimizer: OptimizerConfig) -> None:
 
 def check_decay(schedule: ScheduleConfig) -> None:
     """Raise OwnCodeError for a decay that cannot be called, or yields no learning rate."""
-    decay = own_decay(schedule)
+    decay = user_decay(schedule)
     if decay is not None:
         for progress in (0.0, 0.5, 1.0):
             share_of(schedule, decay, progress)
