@@ -1,4 +1,4 @@
-"""The optimizer: Adam with decoupled weight decay by PyTorch's fused kernel, Muon, or the user's own.
+"""The optimizer: Adam with decoupled weight decay by PyTorch's fused kernel, Muon, or a user's class.
 
 Its state, as named shards: per parameter tensors of its shape (moments) and a count of steps, all zero
 before the first step.
@@ -123,20 +123,21 @@ def build_optimizer(
     first, shards = shards[0].parameter, [shard for shard in shards if shard.is_trained]
     by_rates: dict[Rates, list[ParameterShard]] = {}
     for shard in shards:
-        found = rates(shard.name, shard.parameter.dim(), config, width, shard.constant_side)
-        by_rates.setdefault(found, []).append(shard)
+        key = rates(shard.name, shard.parameter.dim(), config, width, shard.constant_side)
+        by_rates.setdefault(key, []).append(shard)
     groups: Groups = [
-        {"params": [shard.parameter for shard in some], **each._asdict()} for each, some in by_rates.items()
+        {"params": [shard.parameter for shard in members], **key._asdict()}
+        for key, members in by_rates.items()
     ]
     if not groups:  # a pipeline stage without adapters counts steps as the others do, by an empty parameter
         empty = torch.nn.Parameter(first.new_empty(0))
         empty.grad = torch.zeros_like(empty)
         groups = [{"params": [empty], **Rates(False, 1.0, 0.0)._asdict()}]
     optimizer: torch.optim.Optimizer
-    if (own := user_optimizer(config)) is not None:
-        optimizer = own([{key: x for key, x in group.items() if key != "is_matrix"} for group in groups])
+    if (build := user_optimizer(config)) is not None:
+        optimizer = build([{key: x for key, x in group.items() if key != "is_matrix"} for group in groups])
     elif config.kind == "muon":
-        matrices = [shard for each, some in by_rates.items() if each.is_matrix for shard in some]
+        matrices = [shard for key, members in by_rates.items() if key.is_matrix for shard in members]
         updates = MatrixUpdates(matrices, replicas or Axis("dp"), config.muon)
         optimizer = Muon(groups, updates, config)
     else:
@@ -145,45 +146,39 @@ def build_optimizer(
     return optimizer
 
 
+@torch.no_grad()
 def ensure_state(optimizer: torch.optim.Optimizer, step: float = 0.0) -> None:
     """Make the optimizer's state exist: moments as they are or zero, and its step count `step`.
 
-    PyTorch makes it in the first `step()`, which would change the weights.
+    PyTorch makes it in the first `step()`, which would change the weights. Raises OwnCodeError for state of a
+    user's optimizer that checkpoints cannot hold.
     """
     parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    if not isinstance(optimizer, AdamW):
-        check_state(optimizer)
-        if not optimizer.state:
-            _first_state(optimizer, parameters)
-    count = torch.tensor(step, device=parameters[0].device)
+    if isinstance(optimizer, AdamW):
+        count = torch.tensor(step, device=parameters[0].device)
+        for p in parameters:
+            optimizer.state[p]["step"] = count
+            for moment in optimizer.moments_of(p):
+                optimizer.state[p].setdefault(moment, torch.zeros_like(p))
+        return
+    check_state(optimizer)
+    if not optimizer.state:  # made in a step whose trace is removed
+        before = [p.clone() for p in parameters]
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        check_step(optimizer)
+        for p, values in zip(parameters, before, strict=True):
+            p.copy_(values)
+            p.grad = None if p.numel() else p.grad
+            for value in optimizer.state[p].values():
+                if isinstance(value, Tensor):
+                    value.zero_()
     for p in parameters:
         state = optimizer.state[p]
-        if isinstance(optimizer, AdamW):
-            state["step"] = count
-            for moment in optimizer.moments_of(p):
-                state.setdefault(moment, torch.zeros_like(p))
-        elif isinstance(state.get("step"), Tensor):
+        if isinstance(state.get("step"), Tensor):
             state["step"].fill_(step)
         elif "step" in state:
             state["step"] = int(step)
-
-
-@torch.no_grad()
-def _first_state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Let a custom optimizer make its state in a step that changes nothing, then set it to zero.
-
-    Raises OwnCodeError for state that checkpoints cannot hold.
-    """
-    before = [p.clone() for p in parameters]
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
-    check_step(optimizer)
-    for p, values in zip(parameters, before, strict=True):
-        p.copy_(values)
-        p.grad = None if p.numel() else p.grad
-        for value in optimizer.state[p].values():
-            if isinstance(value, Tensor):
-                value.zero_()
 
 
 def moments(optimizer: torch.optim.Optimizer, shard: ParameterShard) -> tuple[str, ...]:

@@ -4,15 +4,13 @@ import math
 from collections.abc import Callable
 
 from mlm.optim.config import STABLE_DECAYS, OptimizerConfig, ScheduleConfig
-from mlm.optim.user import share_of, user_decay
+from mlm.optim.user import decay_share, user_decay
 
-Decay = Callable[[float], float]
-"""Progress from 0 (end of warm-up) to 1 (decay_steps) -> share of the way from min_lr up to the peak."""
-
-SHIPPED: dict[str, Decay] = {
+SHIPPED: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "linear": lambda progress: 1.0 - progress,
 }
+"""Progress from 0 (end of warm-up) to 1 (decay_steps) -> share of the way from min_lr up to the peak."""
 
 
 def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> float:
@@ -20,27 +18,28 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
 
     Linear from 0 to optimizer.lr over warmup_steps (default: the share schedule.warmup of `steps`), then to
     min_lr at decay_steps (default: `steps`) along schedule.decay, then min_lr (arXiv:1909.08053, section 4.2:
-    cosine for GPT-2, linear for BERT). In a cooldown it falls from there to min_lr at the last step. Where
-    decay_steps is not given and that would be 0, the last step takes the rate of the step before: it trains
-    too.
+    cosine for GPT-2, linear for BERT). In a cooldown it falls from there to min_lr at the last step.
     """
+    rate = _rate_with_cooldown(step, optimizer, schedule, steps)
+    if rate == 0 and step == steps and schedule.decay_steps is None:
+        # the last step trains too, at the rate of the step before
+        return _rate_with_cooldown(step - 1, optimizer, schedule, steps)
+    return rate
+
+
+def _rate_with_cooldown(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> float:
     start = schedule.cooldown_start(steps)
-    cools = schedule.decay in STABLE_DECAYS and start < steps
-
-    def rate_of(step: int) -> float:
-        if not cools or step <= start:
-            return _before_cooldown(step, optimizer, schedule, steps)
-        top = _before_cooldown(max(start, 1), optimizer, schedule, steps)
-        progress = min(1.0, (step - start) / (steps - start))
-        left = 1 - (progress if schedule.cooldown_shape == "linear" else math.sqrt(progress))
-        return schedule.min_lr + (top - schedule.min_lr) * left
-
-    rate = rate_of(step)
-    trains_nothing = rate == 0 and step == steps and schedule.decay_steps is None
-    return rate_of(step - 1) if trains_nothing else rate
+    if schedule.decay not in STABLE_DECAYS or not start < min(step, steps):
+        return _rate_before_cooldown(step, optimizer, schedule, steps)
+    top = _rate_before_cooldown(max(start, 1), optimizer, schedule, steps)
+    progress = min(1.0, (step - start) / (steps - start))
+    left = 1 - (progress if schedule.cooldown_shape == "linear" else math.sqrt(progress))
+    return schedule.min_lr + (top - schedule.min_lr) * left
 
 
-def _before_cooldown(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> float:
+def _rate_before_cooldown(
+    step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int
+) -> float:
     peak, warmup, end = optimizer.lr, schedule.warmup_end(steps), schedule.decay_end(steps)
     if warmup and step <= warmup:
         return peak * step / warmup
@@ -49,10 +48,8 @@ def _before_cooldown(step: int, optimizer: OptimizerConfig, schedule: ScheduleCo
     if schedule.decay == "inverse_sqrt":
         return max(schedule.min_lr, peak * math.sqrt(max(warmup, 1) / step))
     progress = min(1.0, (step - warmup) / max(1, end - warmup))
-    if (own := user_decay(schedule)) is not None:
-        share = share_of(schedule, own, progress)
-    else:
-        share = SHIPPED[schedule.decay](progress)
+    decay = user_decay(schedule)
+    share = SHIPPED[schedule.decay](progress) if decay is None else decay_share(schedule, decay, progress)
     return schedule.min_lr + (peak - schedule.min_lr) * share
 
 
