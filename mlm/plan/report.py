@@ -18,7 +18,7 @@ from mlm.plan.layout import DEFAULTS, PlannedLayout, hardware_flops, model_flops
 from mlm.plan.memory import DeviceMemory
 from mlm.plan.search import LayoutForecast
 from mlm.util.results import save_result
-from mlm.util.terminal import PlainScreen, add_row, table
+from mlm.util.terminal import add_row, console, table
 
 HOUR, DAY = 3600.0, 86400.0
 WIDTH = 100  # columns of the widest table
@@ -151,7 +151,7 @@ def node_cautions(hardware: HardwareConfig, layout: PlannedLayout) -> list[str]:
 
 def wide_screen() -> Console:
     """A console of the width that the tables need where the terminal's is less."""
-    screen = PlainScreen(highlight=False, markup=False, soft_wrap=True)
+    screen = console()
     screen.width = max(screen.width, WIDTH)
     return screen
 

@@ -21,10 +21,7 @@ FILE_NAME = "metrics.jsonl"
 SWEEP_FILE = "sweep.md"
 """Table of a sweep, beside its runs."""
 MAX_BYTES = 1 << 30  # a million steps take 300 MB
-MAX_LINE = 1 << 24  # of 3,072 ranks' times a megabyte
 MOVE = "move it out of the run folder"
-KEPT = ("run", "incident", "rewound")
-"""Records that a rewind keeps: they tell of the steps that it takes back."""
 
 
 class MetricsFile(Sink):
@@ -49,9 +46,7 @@ class MetricsFile(Sink):
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             rewind(self.path, self.start_step)
-            # Unbuffered: a write returns how much reached the file, so that a full disk tears no line.
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-            self.file = open(open_regular(self.path, flags), "ab", buffering=0)  # noqa: SIM115 (see close())
+            self.file = self._open()
         except OSError as error:
             raise UserError(
                 f"out={self.path.parent}: cannot write {self.path.name}: {error.strerror}. "
@@ -76,25 +71,29 @@ class MetricsFile(Sink):
         self.append("save_failed", {"step": step, "error": error})
 
     def measured(self, step: int, values: Parts) -> None:
-        own = {"step": step}
-        self.append("measured", {**own, **values, **own})
+        # first in the line, whatever a user's observer measures
+        self.append("measured", {"step": step} | {**values, "step": step})
 
     def event(self, kind: str, fields: Mapping[str, object]) -> None:
         self.append(kind, fields)
 
     def rewound(self, step: int) -> None:
-        """Delete the lines of steps after `step`. A full disk keeps them."""
         self.flush()
+        assert self.file is not None, "MetricsFile.start() comes first"
         try:
-            rewind(self.path, step, keep=KEPT)  # replaces the file: the old one is still open
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-            after = open(open_regular(self.path, flags), "ab", buffering=0)  # noqa: SIM115 (see close())
+            # they tell of the steps that the rewind takes back
+            rewind(self.path, step, keep=("run", "incident", "rewound"))
+            rewound = self._open()  # another file: the old one is still open
         except OSError as error:
             self.warn(f"{self.path}: {error.strerror}; it keeps steps that are trained again")
             return
-        assert self.file is not None, "MetricsFile.start() comes first"
         self.file.close()
-        self.file = after
+        self.file = rewound
+
+    def _open(self) -> BinaryIO:
+        # Unbuffered: a write returns how much reached the file, so that a full disk tears no line.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        return open(open_regular(self.path, flags), "ab", buffering=0)
 
     def append(self, kind: str, fields: Mapping[str, object]) -> None:
         """Write one record, and any that wait."""
@@ -164,7 +163,7 @@ def diverged_since(path: Path) -> int | None:
 def read_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a metrics file, which may be long. Raises OSError, CorruptFileError."""
     with open_bounded(path, MAX_BYTES, MOVE) as f:
-        while line := f.readline(MAX_LINE):
+        while line := f.readline(1 << 24):  # the times of 3,072 ranks take a megabyte
             yield line
 
 

@@ -76,7 +76,6 @@ class StepMetrics:
 
 
 def flatten_metrics(metrics: StepMetrics) -> dict[str, Any]:
-    """Return the numbers of a step, its parts and the balance of experts among them."""
     named = {each.name: getattr(metrics, each.name) for each in fields(metrics)}
     del named["parts"], named["loads"]
     return {**named, **metrics.parts, **(metrics.loads.summary() if metrics.loads else {})}
@@ -174,12 +173,10 @@ class Throughput:
         self.steps = self.tokens = 0
 
     def start(self) -> None:
-        """Start the watch, unless it runs."""
         if self.since is None:
             self.since = self.clock()
 
     def pause(self) -> None:
-        """Stop the watch, unless it is stopped."""
         if self.since is not None:
             self.seconds += self.clock() - self.since
             self.since = None
@@ -220,7 +217,6 @@ class Eta:
         self.step_time = 0.0
 
     def update(self, step: int, step_time_s: float) -> None:
-        """Note that `step` was just logged."""
         self.last = (step, self.clock())
         if self.anchor is None:
             self.anchor = self.last

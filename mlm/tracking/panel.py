@@ -17,15 +17,12 @@ from rich.text import Text
 
 from mlm.tracking.metrics import NO_PARTS, Eta, Parts, Sink, StepMetrics, name_parts
 
-MAX_WIDTH = 110  # columns of the panel
-ECHO_WIDTH = 4  # columns left free: room for ^C^C, which would wrap and shift the panel by a line
 LOSS_UNIT = "nats per token"
 UNITS = (
     "grad_norm L2 norm before clipping; tokens/s of all ranks; TFLOP/s and MFU of the model per device; "
     "memory of rank 0; ETA time left, h:mm:ss"
 )
 SLOW_S = 10.0  # a step that takes longer shows its micro-batches
-REFRESH_HZ = 1  # drawing takes about 4 ms of a core that training uses
 
 
 def duration(seconds: float | None) -> str:
@@ -43,11 +40,6 @@ def format_significant(value: float) -> str:
     if not math.isfinite(value) or value <= 0:
         return f"{value:g}"
     return f"{value:.{max(0, min(6, 3 - math.floor(math.log10(value))))}f}"
-
-
-def step_time(seconds: float) -> str:
-    """Return the duration of a step: 512.0 ms, 2.341 s."""
-    return f"{format_significant(seconds)} s" if seconds >= 1 else f"{format_significant(1000 * seconds)} ms"
 
 
 def format_count(value: float) -> str:
@@ -90,11 +82,9 @@ class Display(Sink):
             self.line(f"{'resumed':<{width}}  after step {self.done}")
 
     def line(self, text: str) -> None:
-        """Print a line without wrapping, markup or colours."""
         self.console.print(Text(text), soft_wrap=True)
 
-    def note(self, text: str) -> None:
-        self.line(text)
+    note = line
 
     def problem(self, text: str) -> None:
         """Print a problem on stderr; results and progress are on standard output."""
@@ -157,7 +147,6 @@ class PlainLines(Display):
         return f"step {f'{step}/{total}':>{2 * len(total) + 1}}"
 
     def numbers(self, m: StepMetrics) -> str:
-        """Return everything but the step; columns line up from line to line."""
         pairs = [
             f"loss {m.loss:8.4f}",
             *(f"{name} {part:.4f}" for name, part in m.parts.items()),
@@ -199,7 +188,7 @@ class LivePanel(Display):
         self.live = Live(
             console=self.console,
             get_renderable=self.render,
-            refresh_per_second=REFRESH_HZ,
+            refresh_per_second=1,  # drawing takes about 4 ms of a core that training uses
             vertical_overflow="crop",
         )
         self.live.start()
@@ -216,11 +205,9 @@ class LivePanel(Display):
         self.scored = {**self.scored, split: (step, metrics, is_best)}
 
     def advance(self, step: int) -> None:
-        """Note the steps issued so far."""
         self.done, self.working = step, None
 
     def micro_batch(self, number: int, count: int) -> None:
-        """Note the micro-batch in progress."""
         self.working = (number, count)
 
     def problem(self, text: str) -> None:
@@ -240,11 +227,11 @@ class LivePanel(Display):
             self.live.stop()
 
     def render(self) -> RenderableType:
-        """Return the panel as of now."""
         counter = "[dim]step[/] [bold]{task.completed:,}/{task.total:,}"
         bar = Progress(TextColumn(counter), BarColumn(None), TaskProgressColumn(), expand=True)
         bar.add_task("", total=max(self.total_steps, 1), completed=self.done)
-        width = max(20, min(MAX_WIDTH, self.console.width - ECHO_WIDTH))
+        # four columns stay free for ^C^C, which would wrap and shift the panel by a line
+        width = max(20, min(110, self.console.width - 4))
         inside = width - 4  # of the border
         rows: list[RenderableType] = [bar]
         if self.metrics is not None:
@@ -259,15 +246,18 @@ class LivePanel(Display):
             numbers = [f"loss {loss:.4f}", f"perplexity {perplexity:.2f}", f"step {step:,}"]
             rows.append(flow("validation", numbers, inside))
             if parts:
-                each = [cell(name, f"{part:.4f}") for name, part in parts.items()]
-                rows.append(Columns(each, equal=True, expand=True, padding=(0, 2)))
+                corpora = [cell(name, f"{part:.4f}") for name, part in parts.items()]
+                rows.append(Columns(corpora, equal=True, expand=True, padding=(0, 2)))
         for split, (step, metrics, is_best) in self.scored.items():
             values = [f"{name} {value:.4f}" for name, value in metrics.items()]
             rows.append(flow(split, [*values, f"step {step:,}", *(["best"] if is_best else [])], inside))
         if self.working and (self.metrics is None or self.metrics.step_time_s >= SLOW_S):
             number, count = self.working
             rows.append(cell("in progress", f"step {self.done + 1:,}, micro-batch {number:,} of {count:,}"))
-        rows.append(self.times())
+        now = self.clock() if self.end is None else self.end
+        rows.append(times := cell("elapsed", duration(now - self.begin)))
+        if self.end is None:
+            times.append("   ").append_text(cell("left", duration(self.eta.seconds())))
         if self.announcement is not None:
             rows.append(Text(self.announcement, style="bold yellow"))
         units = [f"loss {self.loss_unit}", "TFLOP/s and MFU per device", "memory of rank 0"]
@@ -275,7 +265,6 @@ class LivePanel(Display):
         return Panel(Group(*rows), title=Text(self.title, style="bold"), border_style="dim", width=width)
 
     def cells(self, m: StepMetrics) -> list[Text]:
-        """Return label and value of each number."""
         bad = not math.isfinite(m.loss)
         cells = [
             cell("loss", f"{m.loss:.4f}", "bold red" if bad else "bold green"),
@@ -289,27 +278,21 @@ class LivePanel(Display):
             cells.append(cell("loss scale", scale))
         if m.skipped_steps:
             cells.append(cell("skipped steps", f"{m.skipped_steps:,}", "yellow"))
+        step_time = f"{format_significant(m.step_time_s)} s"
+        if m.step_time_s < 1:
+            step_time = f"{format_significant(1000 * m.step_time_s)} ms"
         return [
             *cells,
             cell("tokens seen", format_count(m.tokens)),
             cell("tokens/s", f"{m.tokens_per_s:,.0f}"),
-            cell("step time", step_time(m.step_time_s)),
+            cell("step time", step_time),
             cell("TFLOP/s", format_significant(m.tflops)),
             cell("MFU", "n/a" if m.mfu is None else f"{m.mfu:.1%}"),
             cell("memory", f"{m.memory_bytes / 2**30:.2f} GiB"),
         ]
 
-    def times(self) -> Text:
-        """Return the time since the start of this attempt and, while it runs, the time left."""
-        now = self.clock() if self.end is None else self.end
-        text = cell("elapsed", duration(now - self.begin))
-        if self.end is None:
-            text.append("   ").append_text(cell("left", duration(self.eta.seconds())))
-        return text
-
 
 def cell(label: str, value: str, style: str = "bold") -> Text:
-    """Return a dim label and its value."""
     return Text.assemble((f"{label} ", "dim"), (value, style), no_wrap=True, overflow="ellipsis")
 
 

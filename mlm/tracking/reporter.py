@@ -110,7 +110,6 @@ class Reporter(Sink):
             self._call_each("measured", step, numbers)
 
     def advance(self, step: int) -> None:
-        """Move the progress bar to `step` issued steps; reads nothing from the device."""
         self.done = step
         self._call_each("advance", step)
 
@@ -128,7 +127,6 @@ def training_console(live: str, metrics: Path) -> Console:
 
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:
-    """Return the single numbers of a step as tracker tags, without null values."""
     numbers = flatten_metrics(metrics)
     del numbers["step"]
     return {f"train/{name}": value for name, value in numbers.items() if isinstance(value, int | float)}

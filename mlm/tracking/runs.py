@@ -3,7 +3,7 @@
 import math
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,8 +24,6 @@ Column = NDArray[np.float64]
 CONFIG = "config.yaml"
 RESULT = "result.json"  # of finetuning
 MISSING = "–"
-MAX_COLUMNS = 64
-"""Names of numbers in one type of record; a damaged file may have any number."""
 MAX_LISTED = 500
 """Incidents, checkpoints, samples and attempts of a run that are kept; the newest."""
 MAX_PROBLEMS = 5
@@ -42,7 +40,7 @@ class Rows:
     def add(self, numbers: Mapping[str, float]) -> None:
         """Append a row; a column that it lacks gets NaN."""
         for name in numbers:
-            if name not in self.columns and len(self.columns) < MAX_COLUMNS:
+            if name not in self.columns and len(self.columns) < 64:  # a damaged file may have any number
                 self.columns[name] = array("d", [math.nan]) * len(self.columns["step"])
         for name, column in self.columns.items():
             column.append(numbers.get(name, math.nan))
@@ -77,7 +75,6 @@ def number(value: object) -> float:
 
 
 def when(seconds: object) -> str:
-    """Return a Unix time as text."""
     try:
         return datetime.fromtimestamp(number(seconds), UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (ValueError, OverflowError, OSError):
@@ -85,7 +82,6 @@ def when(seconds: object) -> str:
 
 
 def newest_list() -> "deque[dict[str, Any]]":
-    """Return a list that keeps its newest entries."""
     return deque(maxlen=MAX_LISTED)
 
 
@@ -131,7 +127,6 @@ class RunRecords:
 
     @property
     def latest(self) -> Mapping[str, Any]:
-        """The record of the newest attempt; empty without one."""
         return self.attempts[-1] if self.attempts else {}
 
     @property
@@ -142,7 +137,6 @@ class RunRecords:
 
     @property
     def total(self) -> int | None:
-        """Steps that it is to take."""
         total = self.latest.get("total_steps", self.settings.get("train.steps"))
         return total if type(total) is int and 0 < total < LARGEST else None
 
@@ -156,7 +150,6 @@ class RunRecords:
 
     @property
     def progress(self) -> str:
-        """The steps done, of those to take."""
         return f"{self.done:,}" + (f" of {self.total:,}" if self.total else "")
 
     @property
@@ -172,7 +165,6 @@ class RunRecords:
 
     @property
     def notes(self) -> list[str]:
-        """Lines on what a reader must know of the run's files."""
         lines = self.problems[:MAX_PROBLEMS]
         if len(self.problems) > MAX_PROBLEMS:
             lines.append(f"{len(self.problems) - MAX_PROBLEMS} further files are damaged")
@@ -191,41 +183,36 @@ class RunRecords:
         return [f"{self.name}: {line}" for line in lines]
 
     def column(self, kind: str, name: str) -> Column:
-        """Return the finite numbers of a column."""
         column = self.tables.get(kind, {}).get(name, np.empty(0))
         return column[np.isfinite(column)]
 
     def last(self, kind: str, name: str) -> float:
-        """Return the newest number of a column; NaN without one."""
-        column = self.column(kind, name)
-        return float(column[-1]) if len(column) else math.nan
+        return self._reduced(kind, name, lambda column: column[-1])
 
     def lowest(self, kind: str, name: str) -> float:
-        """Return the least number of a column; NaN without one."""
-        return (
-            float(self.column(kind, name).min(initial=math.inf)) if len(self.column(kind, name)) else math.nan
-        )
+        return self._reduced(kind, name, np.min)
 
     def highest(self, kind: str, name: str) -> float:
-        """Return the largest number of a column; NaN without one."""
-        return float(self.column(kind, name).max()) if len(self.column(kind, name)) else math.nan
+        return self._reduced(kind, name, np.max)
 
     def median(self, name: str) -> float:
-        """Return the median of a step's number; NaN without one."""
-        column = self.column("step", name)
-        return float(np.median(column)) if len(column) else math.nan
+        return self._reduced("step", name, np.median)
+
+    def _reduced(self, kind: str, name: str, reduce: Callable[[Column], Any]) -> float:
+        column = self.column(kind, name)
+        return float(reduce(column)) if len(column) else math.nan
 
 
 def names_of(folders: Sequence[str]) -> list[str]:
     """Name folders by their last part, by more of their path where that is ambiguous."""
     parts = [Path(folder).resolve().parts for folder in folders]
     names = list[str]()
-    for mine in parts:
+    for path in parts:
         count = 1
-        others = [other for other in parts if other != mine]
-        while count < len(mine) and any(other[-count:] == mine[-count:] for other in others):
+        others = [other for other in parts if other != path]
+        while count < len(path) and any(other[-count:] == path[-count:] for other in others):
             count += 1
-        names.append(escape_controls("/".join(mine[-count:]))[-80:])
+        names.append(escape_controls("/".join(path[-count:]))[-80:])
     return names
 
 
@@ -275,7 +262,6 @@ def read_metrics(run: RunRecords) -> None:
 
 
 def add_record(run: RunRecords, record: dict[str, Any]) -> None:
-    """Add a record to a run."""
     kind = record["kind"]
     if kind == "run":
         run.attempts.append(record)
@@ -285,7 +271,7 @@ def add_record(run: RunRecords, record: dict[str, Any]) -> None:
     if kind in ("run", "rewound"):
         for rows in run.rows.values():
             rows.drop_after(step_of(record))
-        keep = (each for each in run.samples if step_of(each) <= step_of(record))
+        keep = (sample for sample in run.samples if step_of(sample) <= step_of(record))
         run.samples = deque(keep, maxlen=MAX_LISTED)
     if record.get("is_best") is True:
         run.best = record

@@ -1,5 +1,6 @@
 """README.md of a run directory: its settings, results, files, and the commands to continue."""
 
+import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,6 @@ from mlm.util.files import read_regular, write_atomic
 
 Rows = Sequence[tuple[str, str]]
 SUMMARY_MARK = "<!-- Written by mlm, which replaces this file. -->"
-HEAD = 1 << 10  # bytes in which the mark is
 MAX_ATTEMPTS = 6  # listed with their commands: the first and the newest
 
 FILES = (  # pattern in the run directory, what it holds
@@ -103,9 +103,8 @@ def write_summary(
 
 
 def is_summary(path: Path) -> bool:
-    """True if a README.md is the summary of a run or sweep."""
     with suppress(OSError):
-        return SUMMARY_MARK.encode() in read_regular(path, HEAD)
+        return SUMMARY_MARK.encode() in read_regular(path, 1 << 10)
     return False
 
 
@@ -114,28 +113,24 @@ def started(run: RunRecords) -> Rows:
     attempts = [attempt for attempt in run.attempts if "command" in attempt]
     shown = attempts if len(attempts) <= MAX_ATTEMPTS else [attempts[0], *attempts[1 - MAX_ATTEMPTS :]]
     rows = []
-    for each in shown:
-        step, typed = each["start_step"], code(shlex.join(each["command"]))
+    for attempt in shown:
+        step, typed = attempt["start_step"], code(shlex.join(attempt["command"]))
         rows.append((f"command after step {step:,}" if step else "command", typed))
-        if "job" in each:
-            rows.append(("job of the sweep", code(each["job"])))
-        words = [when(each["time"])]
-        words += [f"on {each['host']}" if "host" in each else ""]
-        words += [f"in {each['folder']}" if "folder" in each else ""]
-        words += [f"by {each['launcher']}" if "launcher" in each else ""]
-        rows.append(("started", " ".join(filter(None, words))))
+        if "job" in attempt:
+            rows.append(("job of the sweep", code(attempt["job"])))
+        places = {"on": "host", "in": "folder", "by": "launcher"}
+        words = [f"{word} {attempt[key]}" for word, key in places.items() if key in attempt]
+        rows.append(("started", " ".join([when(attempt["time"]), *words])))
     return rows
 
 
 def code(text: str) -> str:
-    """Return text as code in Markdown, whatever backticks it holds."""
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     space = " " if "`" in text else ""
     return f"{fence}{space}{text}{space}{fence}"
 
 
 def ran(run: RunRecords) -> Rows:
-    """Return rows from the metrics: configuration digest, versions, tokens, time."""
     newest, rows = run.latest, list[tuple[str, str]]()
     if digest := newest.get("config_digest"):
         rows.append(("configuration", f"`{digest}`"))
@@ -154,10 +149,6 @@ def results(run: RunRecords, unit: str) -> Rows:
     """Return the final numbers that were logged, losses in `unit`."""
     rows = list[tuple[str, str]]()
 
-    def add(name: str, value: float, form: Callable[[float], str]) -> None:
-        if value == value:
-            rows.append((name, form(value)))
-
     def loss(table: Mapping[str, Column], row: int = -1) -> str:
         return f"{number(table['loss'][row])} {unit} at step {table['step'][row]:,.0f}"
 
@@ -167,13 +158,22 @@ def results(run: RunRecords, unit: str) -> Rows:
         rows.append(("validation loss", loss(validations)))
         rows.append(("validation perplexity", number(validations["perplexity"][-1], digits=2)))
         parts = {name: column[-1] for name, column in validations.items() if name.startswith("validation/")}
-        rows += [part_row(name.partition("/")[2], value, unit) for name, value in parts.items()]
+        for part, value in parts.items():  # the loss of a corpus or a head, or an accuracy
+            name = part.partition("/")[2]
+            if name.endswith("_accuracy"):
+                rows.append((f"validation {name.replace('_', ' ')}", number(value)))
+            else:
+                name = f"validation loss of {name.removesuffix('_loss')}"
+                rows.append((name, f"{number(value)} {unit.partition(',')[0]}"))
         if len(run.column("validation", "loss")):
             rows.append(("best validation loss", loss(validations, int(np.nanargmin(validations["loss"])))))
-    add("tokens/s of all ranks (median)", run.median("tokens_per_s"), "{:,.0f}".format)
-    add("model TFLOP/s per device (median)", run.median("tflops"), format_significant)
-    add("MFU (median)", run.median("mfu"), "{:.1%}".format)
-    add("memory of rank 0 (most logged)", run.highest("step", "memory_gib"), "{:.2f} GiB".format)
+    rates: tuple[tuple[str, float, Callable[[float], str]], ...] = (
+        ("tokens/s of all ranks (median)", run.median("tokens_per_s"), "{:,.0f}".format),
+        ("model TFLOP/s per device (median)", run.median("tflops"), format_significant),
+        ("MFU (median)", run.median("mfu"), "{:.1%}".format),
+        ("memory of rank 0 (most logged)", run.highest("step", "memory_gib"), "{:.2f} GiB".format),
+    )
+    rows += [(name, form(value)) for name, value, form in rates if not math.isnan(value)]
     if (skipped := run.last("step", "skipped_steps")) > 0:
         rows.append(("steps skipped, not finite", f"{skipped:,.0f}"))
     return rows
@@ -194,22 +194,14 @@ def compare_prediction(run: RunRecords, predicted: Predicted | None) -> str:
     rows = []
     for name, form, expected, measured, pick in pairs:
         if expected is not None and len(measured):
-            found = float(pick(measured))
-            rows.append((name, form.format(expected), form.format(found), f"{found / expected - 1:+.0%}"))
+            actual = float(pick(measured))
+            rows.append((name, form.format(expected), form.format(actual), f"{actual / expected - 1:+.0%}"))
     of = f" for {escaped(predicted.hardware)}" if predicted.hardware else ""
     compared = table(rows, ("", "predicted", "measured", ""))
     return f"Predicted{of} (`mlm plan`), and measured:\n\n{compared}"
 
 
-def part_row(name: str, value: float, unit: str) -> tuple[str, str]:
-    """Return the row of a validation's part: the loss of a corpus or a head, or an accuracy."""
-    if name.endswith("_accuracy"):
-        return f"validation {name.replace('_', ' ')}", number(value)
-    return f"validation loss of {name.removesuffix('_loss')}", f"{number(value)} {unit.partition(',')[0]}"
-
-
 def number(value: float, digits: int = 4) -> str:
-    """Return a loss or perplexity; NaN stands for a number that is not finite."""
     return "not finite" if value != value else f"{value:.{digits}f}"
 
 
@@ -223,19 +215,16 @@ def commands(
     validation: Sequence[str],
     trusted: str | None,
 ) -> str:
-    """Return a shell block: resume or extend, evaluate, generate."""
     lines = [f"# resume after step {done}", shlex.join(resume)]
     if done >= total_steps:
-        keeps = [f"schedule.decay_steps={total_steps}"] * decays
-        lines = ["# train on" + "".join(f"; {each} keeps the learning rate where it ended" for each in keeps)]
-        lines.append(shlex.join([*resume, f"train.steps={2 * total_steps}", *keeps]))
+        keep = f"schedule.decay_steps={total_steps}"
+        lines = [f"# train on; {keep} keeps the learning rate where it ended" if decays else "# train on"]
+        lines.append(shlex.join([*resume, f"train.steps={2 * total_steps}", *[keep] * decays]))
     trust = f"{TRUST}={trusted} " if trusted else ""
     if validation:
         score = f"{trust}mlm eval loss {override('ckpt', str(out))}"
-        scores = (
-            [f"{score} {override('path', path)}" for path in validation] if len(validation) > 1 else [score]
-        )
-        lines += ["", "# loss and perplexity on held-out text", *scores]
+        paths = [f" {override('path', path)}" for path in validation] if len(validation) > 1 else [""]
+        lines += ["", "# loss and perplexity on held-out text", *(score + path for path in paths)]
     if prompt is not None:
         sample = f"{trust}mlm generate {override('ckpt', str(out))} {override('prompt', prompt)}"
         lines += ["", "# sample a continuation", sample]
@@ -244,7 +233,6 @@ def commands(
 
 
 def override(key: str, value: str) -> str:
-    """Return `key=value` quoted for the shell."""
     if re.fullmatch(r"[\w.,:;?'-]+( [\w.,:;?'-]+)+", value):
         return f'{key}="{value}"'  # easier on the eye than quotes around the whole word
     return shlex.quote(f"{key}={value}")
@@ -257,5 +245,4 @@ def table(rows: Sequence[Sequence[str]], headings: Sequence[str] = ("", "")) -> 
 
 
 def escaped(text: str) -> str:
-    """Return text escaped for a table cell."""
     return text.replace("|", "\\|").replace("\n", " ")

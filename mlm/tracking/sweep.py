@@ -17,10 +17,9 @@ from mlm.util.errors import format_value
 from mlm.util.files import write_atomic
 from mlm.util.terminal import add_row, console, table
 
-LINE = 1000  # columns of the widest table
 KILLED = 128
 """Exit codes from here on are those of a run that a signal ended."""
-FINISHED, STOPPED, INTERRUPTED, FAILED = "finished", "stopped", "interrupted", "failed"
+STOPPED = "stopped"
 
 Row = dict[str, Any]
 """One run of a sweep."""
@@ -37,34 +36,33 @@ def run_of(overrides: Iterable[str], out: str | None, exit_code: int | None) -> 
     settings = {key.lstrip("+"): format_value(value) for key, _, value in pairs}
     row: Row = {"settings": settings, "out": out, "exit_code": exit_code}
     if out is None or exit_code is None:
-        return {**row, "state": "not started" if exit_code is None else _state(exit_code, {})}
+        return {**row, "state": "not started" if exit_code is None else state_of(exit_code, {})}
     seeds = sorted(Path(out).glob(f"seed-*/{FILE_NAME}"))
     files = [file for file in (Path(out, FILE_NAME), *seeds) if file.is_file()]
     parts = [numbers_of(read_run(file.parent, file.parent.name)) for file in files]
     by_key = {key: [part[key] for part in parts if key in part] for part in parts for key in part}
-    numbers = {  # over seeds; the first of what is no number
-        key: median(each) if all(isinstance(x, int | float) for x in each) else each[0]
-        for key, each in by_key.items()
+    numbers = {  # medians over seeds; of texts the first
+        key: median(values) if all(isinstance(value, int | float) for value in values) else values[0]
+        for key, values in by_key.items()
     }
     if (Path(out) / "result.json").is_file():  # patience may end a run on a task before its last step
         numbers.pop("total_steps", None)
-    return {**row, "state": _state(exit_code, numbers), **numbers}
+    return {**row, "state": state_of(exit_code, numbers), **numbers}
 
 
-def _state(exit_code: int, numbers: Mapping[str, Any]) -> str:
+def state_of(exit_code: int, numbers: Mapping[str, Any]) -> str:
     if exit_code:
-        return INTERRUPTED if exit_code >= KILLED else FAILED
-    return STOPPED if numbers.get("step", 0) < numbers.get("total_steps", 0) else FINISHED
+        return "interrupted" if exit_code >= KILLED else "failed"
+    return STOPPED if numbers.get("step", 0) < numbers.get("total_steps", 0) else "finished"
 
 
 def numbers_of(run: RunRecords) -> dict[str, Any]:
-    """Return the numbers of a run, without those that were not logged."""
     best, validations = run.lowest("validation", "loss"), run.tables.get("validation", {})
     metric = next((key for key in run.best if key not in ("kind", "time", "step", "split")), None)
     best_step = run.best.get("step")
     if best_step is None and best == best:
         best_step = int(validations["step"][np.nanargmin(validations["loss"])])
-    found = {
+    numbers = {
         "step": run.done,
         "total_steps": run.total,
         "tokens_per_s": run.median("tokens_per_s"),
@@ -76,7 +74,7 @@ def numbers_of(run: RunRecords) -> dict[str, Any]:
         "metric": metric and f"{run.best['split']} {metric}",
         "score": run.best.get(metric) if metric else None,
     }
-    return {key: value for key, value in found.items() if value is not None and value == value}
+    return {key: value for key, value in numbers.items() if value is not None and value == value}
 
 
 def best_of(runs: Sequence[Row]) -> Row | None:
@@ -123,14 +121,12 @@ def cells(runs: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def title(runs: Sequence[Row]) -> str:
-    """Return the number of runs and the unit of their losses."""
     kind = "validation" if any("validation_loss" in run for run in runs) else "training"
     unit = next((f" · {kind} loss in {run['loss_unit']}" for run in runs if "loss_unit" in run), "")
     return f"sweep of {len(runs)} runs{unit.replace('in per', 'per')}"
 
 
 def state_in_words(run: Row) -> str:
-    """Return the state of a run with its step or exit code."""
     if run["state"] == STOPPED:
         return f"{STOPPED} after step {run['step']:,.0f} of {run['total_steps']:,.0f}"
     return f"{run['state']} (exit code {run['exit_code']})" if run["exit_code"] else str(run["state"])
@@ -139,14 +135,14 @@ def state_in_words(run: Row) -> str:
 def report_sweep(runs: Sequence[Row]) -> None:
     """Print the table, and write it beside runs that share a folder, unless a file of the user's is there."""
     headings, rows = cells(runs)
-    made = table(title(runs), *headings)
+    grid = table(title(runs), *headings)
     for row in rows:
-        add_row(made, *row)
+        add_row(grid, *row)
     screen = console()
-    screen.width = max(
-        screen.width, screen.measure(made, options=screen.options.update(max_width=LINE)).maximum
-    )  # a row is a line
-    screen.print(made)
+    # a row is a line, however wide
+    widest = screen.measure(grid, options=screen.options.update(max_width=1000)).maximum
+    screen.width = max(screen.width, widest)
+    screen.print(grid)
     folders = {Path(run["out"]).parent for run in runs if run["out"]}
     if len(folders) != 1:
         return

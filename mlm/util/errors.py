@@ -10,11 +10,8 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
-LONG_WORD = re.compile(r"\S{300,}")
 LONG_LINE = 600
 """Characters of a line on settings: no problem and no fix needs more."""
-HALF_PAIR = re.compile("[\ud800-\udfff]")
-TYPES = {"NoneType": "null", "int": "an integer", "str": "a text", "dict": "an object"}
 
 
 def escape_controls(text: str) -> str:
@@ -24,16 +21,13 @@ def escape_controls(text: str) -> str:
 
 
 def printable_line(line: str) -> str:
-    """An error's line as it is printed: without control characters, and with a long word shortened.
-
-    Words are those of the user's: the rest of the line would be lost beside one of hundreds of letters.
-    """
-    return LONG_WORD.sub(lambda word: f"{word[0][:100]}…{word[0][-20:]}", escape_controls(line))
+    """An error's line as it is printed: without control characters, and with a long word shortened."""
+    return re.sub(r"\S{300,}", lambda word: f"{word[0][:100]}…{word[0][-20:]}", escape_controls(line))
 
 
 def lone_surrogate(text: str) -> str | None:
     """The first half of a surrogate pair in a text, in words, which no tokenizer takes; None without one."""
-    half = HALF_PAIR.search(text)
+    half = re.search("[\ud800-\udfff]", text)
     return None if half is None else f"half a surrogate pair (U+{ord(half[0]):X})"
 
 
@@ -43,7 +37,7 @@ def has_controls(text: str) -> bool:
 
 
 def decode_problem(error: UnicodeDecodeError, place: str = "") -> str:
-    """Describe text that is no UTF-8; of UTF-16 also the command that converts it."""
+    """Describe text that is not UTF-8, and for UTF-16 the command that converts it."""
     if error.object.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "not UTF-8 but UTF-16 (convert it: iconv -f UTF-16 -t UTF-8)"
     return f"not UTF-8 ({error.reason}{place})"
@@ -64,8 +58,9 @@ def _format_item(value: Any) -> str:
 
 def type_of(value: Any) -> str:
     """The type of a value in words, with its article: null, an integer; of other objects their class."""
+    known = {"NoneType": "null", "int": "an integer", "str": "a text", "dict": "an object"}
     name = type(value).__name__
-    return TYPES.get(name) or f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+    return known.get(name) or f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 def format_settings(settings: Mapping[str, Any]) -> str:
@@ -89,14 +84,12 @@ class Problem(str):
     __slots__ = ("fix", "keys", "problem")
 
     def __new__(cls, keys: Iterable[str], problem: str, fix: str = "") -> "Problem":
-        """Format the line once."""
         self = super().__new__(cls, f"{problem}; {fix}" if fix else problem)
         self.keys, self.problem, self.fix = tuple(keys), problem, fix
         return self
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        """Arguments to unpickle it with: errors travel between processes."""
-        return self.keys, self.problem, self.fix
+        return self.keys, self.problem, self.fix  # errors travel between processes
 
     @classmethod
     def at(cls, key: str, value: Any, problem: str, fix: str = "") -> "Problem":
@@ -137,9 +130,9 @@ class UserError(ValueError):
     """Type of its problem, which stays with it in lists of problems."""
 
     def __init__(self, problem: str, *, keys: Iterable[str] = (), fix: str = "") -> None:
-        own = self.kind(keys, problem, fix) if fix or keys else self.kind.of(problem)
-        self.problems: tuple[Problem, ...] = (own,)
-        super().__init__(str(own))
+        line = self.kind(keys, problem, fix) if fix or keys else self.kind.of(problem)
+        self.problems: tuple[Problem, ...] = (line,)
+        super().__init__(str(line))
 
     def lines(self) -> list[str]:
         """Lines to print, without control characters."""
@@ -150,17 +143,15 @@ class ConfigError(UserError):
     """All problems of one configuration, reported together."""
 
     def __init__(self, problems: Iterable[str]) -> None:
-        each = tuple(map(Problem.of, problems))
-        super().__init__("\n".join(each))
-        self.problems = each
-        if each and all(isinstance(problem, Failed) for problem in each):
+        self.problems = tuple(map(Problem.of, problems))
+        ValueError.__init__(self, "\n".join(self.problems))
+        if self.problems and all(isinstance(problem, Failed) for problem in self.problems):
             self.exit_code = CorruptFileError.exit_code
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problems,)
 
     def lines(self) -> list[str]:
-        """One line for each problem, whatever its value holds."""
         # the problem begins a line, and the fix ends it: a long value loses its middle
         return [
             line if len(line) < LONG_LINE else f"{line[: LONG_LINE // 2]} … {line[-LONG_LINE // 3 :]}"
@@ -202,7 +193,7 @@ def reading_from(path: Path, fix: str) -> Iterator[None]:
 
 
 def write_reason(error: OSError) -> str:
-    """The reason of a failed write. NumPy says how much was written, and not why it was not all."""
+    # NumPy reports how much was written, without an error number
     return error.strerror or f"the disk took a part alone ({error}); is it full?"
 
 

@@ -14,7 +14,6 @@ from urllib.request import getproxies
 
 from mlm.util.errors import UserError
 
-TIMEOUT_S = 3.0
 OFFLINE = "HF_HUB_OFFLINE"
 SETTINGS = {
     "huggingface_hub.constants": (OFFLINE,),
@@ -38,7 +37,7 @@ def load_extra(module: str, setting: str, extra: str = "data") -> Any:
 
 
 def go_offline_without_hub() -> None:
-    """Have the Hub's libraries use only their cache, and fail at once, if the Hub is unreachable."""
+    """Restrict the Hub's libraries to their cache, so that they fail at once, if the Hub is unreachable."""
     if os.environ.get(OFFLINE) is not None or is_reachable():
         return
     os.environ[OFFLINE] = "1"
@@ -56,7 +55,7 @@ def is_reachable() -> bool:
         return True
     try:
         port = url.port or (80 if url.scheme == "http" else 443)
-        with socket.create_connection((url.hostname or "", port), timeout=TIMEOUT_S):
+        with socket.create_connection((url.hostname or "", port), timeout=3.0):
             return True
     except OSError:
         return False

@@ -2,13 +2,14 @@
 
 import errno
 import json
+import math
 import os
 import re
 import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -20,10 +21,7 @@ WHOLE = 1 << 26
 """Bytes up to which `sampled_digest` reads a file whole: 64 MiB, a fraction of a second from a disk."""
 SAMPLES, SAMPLE = 64, 1 << 18
 """Blocks of 256 KiB of larger files: 16 MiB in all."""
-LARGEST = 1 << 64  # none of our numbers is larger; Python would compute with it for ever
 READABLE = "Name a file that can be read"
-MOST_DIGITS = 300
-"""Digits of a whole number of another program: transformers writes 1e30 for a length without a limit."""
 
 
 def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:
@@ -36,8 +34,8 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
     with suppress(FileNotFoundError, NotADirectoryError):
         mode = path.stat().st_mode
     if mode is not None and not stat.S_ISREG(mode):
-        raise no_regular_file(path, mode)
-    # while it is written: beside it, hidden, as long as a file system allows
+        raise not_regular_error(path, mode)
+    # hidden while it is written, with as much of the name as a file system allows
     end = f".{os.getpid()}.partial"
     name = os.fsencode(path.name)[: LONGEST_NAME - len(end) - 1]
     partial = path.with_name(f".{os.fsdecode(name)}{end}")
@@ -62,12 +60,11 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
 
 def file_type(mode: int) -> str:
     """Describe a file by its mode: "a FIFO"."""
-    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
-    return f"a {kinds.get(stat.S_IFMT(mode), 'device')}"
+    types = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
+    return f"a {types.get(stat.S_IFMT(mode), 'device')}"
 
 
-def no_regular_file(path: str | Path, mode: int) -> OSError:
-    """Return the error for a device, FIFO, socket or folder in place of a regular file."""
+def not_regular_error(path: str | Path, mode: int) -> OSError:
     number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EEXIST
     return OSError(number, f"is {file_type(mode)}, no regular file", str(path))
 
@@ -90,13 +87,13 @@ def open_regular(path: str | Path, flags: int) -> int:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
     except OSError as error:
         if error.errno == errno.ENXIO:
-            raise no_regular_file(path, os.stat(path).st_mode) from error
+            raise not_regular_error(path, os.stat(path).st_mode) from error
         raise
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return descriptor
     os.close(descriptor)
-    raise no_regular_file(path, mode)
+    raise not_regular_error(path, mode)
 
 
 def open_input(path: str | Path, buffering: int = -1) -> BinaryIO:
@@ -195,7 +192,6 @@ def digest_samples(size: int, read: Callable[[int, int], bytes]) -> str:
 
 
 def digest_bytes(content: bytes) -> str:
-    """Return the content digest of bytes, `xxh3:<hex>`."""
     return digest_name(xxhash.xxh3_128(content))
 
 
@@ -243,16 +239,41 @@ def parse_json(content: bytes | str, *, foreign: bool = False) -> Any:
     """Parse JSON as in RFC 8259: finite numbers, integers below 2^64, each key once in an object.
 
     In a file of another program (`foreign`) NaN and Infinity, which Python writes, are numbers too, and
-    integers have up to MOST_DIGITS digits. Raises ValueError for anything else, including brackets that nest
-    too deeply.
+    integers have up to 300 digits: transformers writes 1e30 for a length without a limit. Raises ValueError
+    for anything else, including brackets that nest too deeply.
     """
+    most_digits = 300 if foreign else 20
+
+    def parse_int(digits: str) -> int:
+        # Python would compute with a million digits for hours
+        if len(digits) > most_digits or (abs(number := int(digits)) >> 64 and not foreign):
+            raise ValueError(f"the number {digits[:20]}… is too large")
+        return number
+
+    def parse_float(digits: str) -> float:
+        number = float(digits)
+        if not foreign and not math.isfinite(number):
+            raise ValueError(f"the number {digits[:20]} is too large")
+        return number
+
+    def parse_constant(name: str) -> float:
+        if not foreign:
+            raise ValueError(f"{name} is not JSON")
+        return float(name)
+
+    def build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):  # means different things to different readers
+            raise ValueError("a key occurs twice in one object")
+        return values
+
     try:
         return json.loads(
             content,
-            parse_int=_foreign_number if foreign else _whole_number,
-            parse_float=float if foreign else _finite,
-            parse_constant=float if foreign else _refuse_constant,
-            object_pairs_hook=without_repeats,
+            parse_int=parse_int,
+            parse_float=parse_float,
+            parse_constant=parse_constant,
+            object_pairs_hook=build_object,
         )
     except RecursionError:
         raise ValueError("its brackets nest too deeply") from None
@@ -261,37 +282,3 @@ def parse_json(content: bytes | str, *, foreign: bool = False) -> Any:
 def dump_json(values: Mapping[str, Any]) -> bytes:
     """Return indented JSON with a line end, as results and receipts are written."""
     return (json.dumps(values, indent=2) + "\n").encode()
-
-
-def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict; a key twice means different things to different readers.
-
-    Raises ValueError.
-    """
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError("a key occurs twice in one object")
-    return values
-
-
-def _whole_number(digits: str) -> int:
-    if len(digits) > 20 or abs(number := int(digits)) >= LARGEST:
-        raise ValueError(f"the number {digits[:20]}… is too large")
-    return number
-
-
-def _foreign_number(digits: str) -> int:
-    if len(digits) > MOST_DIGITS:
-        raise ValueError(f"the number {digits[:20]}… has more than {MOST_DIGITS} digits")
-    return int(digits)
-
-
-def _finite(digits: str) -> float:
-    number = float(digits)
-    if number - number != 0:
-        raise ValueError(f"the number {digits[:20]} is too large")
-    return number
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")

@@ -26,11 +26,8 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 HELD = "held"
 """Lock of a temporary folder."""
-ABANDONED_S = 3600.0
-"""Age from which a temporary folder whose lock is free, or that has none, belongs to nobody."""
 WAIT_S = 10.0
 """A run that is started again may overlap with the last moments of the one that was killed."""
-POLL_S = 0.05
 TAKEN = (errno.EAGAIN, errno.EACCES)
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
@@ -72,7 +69,7 @@ class Lock:
                     raise LockError(error.errno, error.strerror, str(self.path)) from error
                 if time.monotonic() >= end:
                     return False
-                time.sleep(POLL_S)
+                time.sleep(0.05)
             finally:
                 if descriptor >= 0:
                     os.close(descriptor)
@@ -102,10 +99,10 @@ class Lock:
     def sign(self) -> None:
         """Write host, process and time into the file, for `holder`."""
         assert self._descriptor is not None
-        mine = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")}
+        note = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")}
         with suppress(OSError):  # a full disk holds no note; the lock is held, and pruning frees the disk
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, json.dumps(mine).encode(), 0)
+            os.pwrite(self._descriptor, json.dumps(note).encode(), 0)
 
     def holder(self) -> str:
         """The process that signed the file, in words."""
@@ -201,14 +198,14 @@ def held_folder(folder: Path) -> Iterator[Path]:
 def remove_abandoned(parent: Path, pattern: str) -> None:
     """Delete this user's temporary folders whose process has ended. Never raises: nothing depends on it.
 
-    Across hosts a file system may not lock, so a folder of another host is left alone for ABANDONED_S.
+    Across hosts a file system may not lock, so a folder of another host is left alone for an hour.
     """
     for folder in parent.glob(pattern):
         with suppress(OSError):
             status, lock = folder.lstat(), Lock(folder / HELD, create=False)
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
                 continue
-            is_old = time.time() - status.st_mtime > ABANDONED_S
+            is_old = time.time() - status.st_mtime > 3600.0
             is_free = is_old
             if lock.path.exists():  # signed once it is locked
                 is_free = (is_old or lock.note().get("host") == socket.gethostname()) and lock.take()

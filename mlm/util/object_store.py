@@ -19,15 +19,12 @@ S3 = "s3://"
 ATTEMPTS = 6
 """Of botocore, with random pauses that double: 16 s on average. s3fs repeats all of them 5 times where the
 store does not answer, and bodies that are truncated."""
-CONNECT_S, READ_S = 10, 30
 PART = 1 << 23  # bytes of a request when an object is read from end to end: 8 MiB
 CONCURRENT = 32  # requests at a time
-PARTS = 4  # of a file at a time, each held in memory
 UPLOADS = 3
 """Times that an object is written whose content then is truncated."""
 TRUNCATED = f"truncated in each of {UPLOADS} uploads; check the network"
-STEP = re.compile(r"(s3://.*[^/])@(\d{1,18})")
-DENIED = ("NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError")
+NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +38,21 @@ class StoredObject:
 
     @property
     def digest(self) -> str:
-        """The same in receipts."""
         return f"s3:{self.etag.strip(chr(34))}"
 
 
 def is_stored(path: str | None) -> bool:
-    """True for the URL of an object or of a folder in a store."""
     return path is not None and path.startswith(S3)
 
 
 def split_step(url: str) -> tuple[str, int | None]:
-    """Split `s3://BUCKET/PREFIX@STEP` into the URL of a mirror and the step; None of a URL without one."""
-    match = STEP.fullmatch(url)
+    """Split `s3://BUCKET/PREFIX@STEP` into the URL of a mirror and the step; None for a URL without one."""
+    match = re.fullmatch(r"(s3://.*[^/])@(\d{1,18})", url)
     return (match[1], int(match[2])) if match else (url, None)
 
 
 def url_problem(key: str, url: str) -> Problem | None:
-    """The problem of what is no URL of a bucket, or holds credentials, which are not repeated."""
+    """The problem of a text that is no URL of a bucket, or holds credentials, which are not repeated."""
     if not is_stored(url):
         return Problem.at(key, url, "no URL of an object store", f"write {key}=s3://BUCKET/NAME")
     bucket = url.removeprefix(S3).partition("/")[0]
@@ -75,8 +70,8 @@ def open_store(url: str, etag: str | None = None) -> Any:
         config_kwargs={
             "retries": {"mode": "standard", "total_max_attempts": ATTEMPTS},
             "max_pool_connections": CONCURRENT,  # botocore's 10 would let the others wait
-            "connect_timeout": CONNECT_S,
-            "read_timeout": READ_S,
+            "connect_timeout": 10,
+            "read_timeout": 30,
         },
         s3_additional_kwargs={} if etag is None else {"IfMatch": etag},
     )
@@ -85,10 +80,10 @@ def open_store(url: str, etag: str | None = None) -> Any:
 def list_objects(url: str, depth: int | None = None) -> list[StoredObject]:
     """Return the object `url`, or those below it, sorted by name; none is an empty list. Raises UserError."""
     with explain_store_errors(url):
-        found = open_store(url).find(url, maxdepth=depth, detail=True)
+        entries = open_store(url).find(url, maxdepth=depth, detail=True)
     return [
         StoredObject(f"{S3}{name}", int(entry["size"]), str(entry["ETag"]))
-        for name, entry in sorted(found.items())
+        for name, entry in sorted(entries.items())
         if entry["type"] == "file"
     ]
 
@@ -114,12 +109,12 @@ def open_object(url: str, etag: str | None = None) -> Any:
 
 def read_object(url: str, most: int) -> bytes | None:
     """Return an object of at most `most` bytes; None if it is not there. Raises UserError."""
-    found = next((each for each in list_objects(url) if each.url == url), None)
-    if found is None:
+    stored = next((stored for stored in list_objects(url) if stored.url == url), None)
+    if stored is None:
         return None
-    if found.bytes > most:
-        raise CorruptFileError(f"{url}: {found.bytes} bytes, {most} is the limit; name another")
-    return read_ranges(found, [0], most)[0]
+    if stored.bytes > most:
+        raise CorruptFileError(f"{url}: {stored.bytes} bytes, {most} is the limit; name another")
+    return read_ranges(stored, [0], most)[0]
 
 
 def write_object(url: str, content: bytes) -> None:
@@ -138,23 +133,21 @@ def write_object(url: str, content: bytes) -> None:
 def upload_file(path: str, url: str) -> None:
     """Upload a file, in parts. Raises UserError, and OSError where the file cannot be read."""
     with explain_store_errors(url, "write"):
-        open_store(url).put_file(path, url, chunksize=2 * PART, max_concurrency=PARTS)
+        # four parts at a time are in memory
+        open_store(url).put_file(path, url, chunksize=2 * PART, max_concurrency=4)
 
 
 def download_file(url: str, path: Path) -> None:
-    """Download an object into a new file. Raises UserError."""
     with explain_store_errors(url):
         open_store(url).get_file(url, str(path))
 
 
 def modified_at(url: str) -> float:
-    """Return the time at which an object was written, in seconds. Raises UserError."""
     with explain_store_errors(url):
         return float(open_store(url).modified(url).timestamp())
 
 
 def delete_folder(url: str) -> None:
-    """Delete the objects below a URL. Raises UserError."""
     with explain_store_errors(url, "write"):
         open_store(url).rm(url, recursive=True)
 
@@ -176,9 +169,9 @@ def explain_store_errors(url: str, verb: str = "read") -> Iterator[None]:
         again = ", and run the same command again" if verb == "read" else ""
         fix = f"check the network and AWS_ENDPOINT_URL{again}"
         if isinstance(error, FileNotFoundError):
-            what = "bucket" if code == "NoSuchBucket" else "object"
-            problem, fix = f"no such {what}", "correct the URL"
-        elif isinstance(error, PermissionError) or name in DENIED:
+            problem = f"no such {'bucket' if code == 'NoSuchBucket' else 'object'}"
+            fix = "correct the URL"
+        elif isinstance(error, PermissionError) or name in NO_CREDENTIALS:
             problem = f"access denied ({name})"
             fix = f"give credentials that may {verb} it (AWS_PROFILE, ~/.aws){again}"
             open_store(url).clear_instance_cache()  # another attempt looks for credentials again

@@ -96,7 +96,7 @@ def claim_folder(
 ) -> Path:
     """Make a folder, or adopt an existing one, and mark it as ours; see `claim_problems`.
 
-    Raises UserError if something of the user's is in the way, OSError.
+    Raises UserError if a user's file is in the way, OSError.
     """
     if problems := claim_problems(path, kind, key=key, inputs=inputs, writes=writes, same=same):
         raise UserError(problems[0])
@@ -166,15 +166,13 @@ def _is_replaceable(path: Path, content: bytes | None) -> bool:
 
 
 def read_marker(folder: Path) -> dict[str, Any] | None:
-    """Read the marker of a folder, None if it has none of ours."""
+    """Return the marker of a folder; None if it has none of ours."""
     try:
         marker = json.loads(read_regular(folder / MARKER, 1 << 16))
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(marker, dict) or marker.get("format") != FORMAT:
-        return None
-    kind = marker.get("kind")
-    return marker if isinstance(kind, str) and kind in KINDS else None
+    is_ours = isinstance(marker, dict) and marker.get("format") == FORMAT and str(marker.get("kind")) in KINDS
+    return marker if is_ours else None
 
 
 def kind_of_folder(folder: Path) -> str | None:
@@ -184,7 +182,6 @@ def kind_of_folder(folder: Path) -> str | None:
 
 
 def matches_any(name: str, patterns: Iterable[str]) -> bool:
-    """True if a name fits one of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -314,12 +311,10 @@ def file_type_name(path: Path) -> str:
 
 
 def owner_of(path: Path) -> str:
-    """Name of the user who owns a file or folder, or their number. Raises OSError."""
     return user_name(path.stat().st_uid)
 
 
 def user_name(number: int) -> str:
-    """Name of a user, or where none is known their number."""
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:

@@ -22,33 +22,27 @@ from mlm.util.ownership import KINDS, STDOUT, file_type_name, kind_of_folder, ma
 
 Content = bytes | Callable[[BinaryIO], None]
 """Bytes, or a function that writes them to an open file."""
-HEAD = 1 << 12  # bytes of a page that name its software
-LARGEST_PARSED = 1 << 26  # bytes of JSON that are parsed to recognise it
-GENERATED = frozenset(("prompt", "sample", "continuation", "tokens", "stop", "seed"))
-"""Keys of a line that `mlm generate out=` writes."""
-SCORED = frozenset(("task", "protocol"))
-"""Keys of each line that `mlm eval … samples=` writes."""
-KEPT = ("run", "corpus", "corpus-work")
-"""Types of folders whose files are replaced only by commands that write such folders."""
-MANIFEST = "manifest.json"  # of a checkpoint
-NO_RESULTS = ("mlm-checkpoint", "mlm-corpus", "mlm-folder")
-"""Formats of JSON files of mlm that are not results, wherever they are copied."""
+HEAD = 1 << 12  # bytes of a file in which its mark is
+LARGEST_PARSED = 1 << 26  # bytes of a file that is parsed to recognise it
 VERSIONS = frozenset(("versions", "versions_here"))
-"""Keys by which a result names the version of mlm that wrote it."""
+"""Keys by which a result in JSON names the version of mlm that wrote it."""
 CREATOR = "mlm"
-"""Software named in our pages and GGUF files."""
 HTML_MARK = f'<meta name="generator" content="{CREATOR}">'
-GGUF_MARK = b"general.quantized_by\x08\0\0\0\x03\0\0\0\0\0\0\0" + CREATOR.encode()
-MARKS = {b"<!doctype html>": HTML_MARK.encode(), b"GGUF": GGUF_MARK}
-"""Beginnings of files of other formats, and what is in the heads of ours."""
 CALIBRATION_MARK = b"# Measured by `mlm plan calibrate`"
-"""Beginning of a YAML of hardware that `mlm plan calibrate` writes."""
-BEGINNINGS = (
-    b"layout,tp,cp,ep,expert_tp,pp,vp,dp,",
-    b"rank,stage,parameters,moment,memory_bytes,",
-    CALIBRATION_MARK,
+MARKS = {
+    b"<!doctype html>": HTML_MARK.encode(),
+    b"GGUF": b"general.quantized_by\x08\0\0\0\x03\0\0\0\0\0\0\0" + CREATOR.encode(),
+    CALIBRATION_MARK: b"",
+    b"layout,tp,cp,ep,expert_tp,pp,vp,dp,": b"",  # CSV of `mlm plan layouts` and `mlm plan`
+    b"rank,stage,parameters,moment,memory_bytes,": b"",
+}
+"""Beginnings of other formats that mlm writes, and what tells ours from another program's."""
+LINES = (
+    frozenset(("prompt", "sample", "continuation", "tokens", "stop", "seed")),  # mlm generate out=
+    frozenset(("task", "protocol")),  # mlm eval … samples=
+    frozenset(("split", "id", "probabilities")),  # mlm eval TASK probabilities=
 )
-"""Beginnings of the CSV and YAML files of `mlm plan`."""
+"""Keys of each line of JSONL files that mlm writes."""
 
 _results: ContextVar[TextIO | None] = ContextVar("results", default=None)
 
@@ -66,15 +60,21 @@ def write_result(
     and for errors of the disk.
     """
     if isinstance(content, Mapping):
-        own = {} if VERSIONS & content.keys() else {"versions": {"mlm": mlm.__version__}}
-        content = dump_json({**content, **own})
+        versions = {} if VERSIONS & content.keys() else {"versions": {"mlm": mlm.__version__}}
+        content = dump_json({**content, **versions})
     if problems := result_problems(path, key=key, inputs=inputs, content=content):
         raise UserError(problems[0])
     try:
         if str(path) == STDOUT:
-            _print(content)
-        elif (stream := _stream(Path(path))) is not None:
-            _write_directly(stream, content)
+            stream = _results.get() or sys.stdout
+            stream.flush()
+            binary: BinaryIO | None = getattr(stream, "buffer", None)
+            if binary is None:
+                raise OSError(errno.EBADF, "standard output does not accept bytes")
+            binary.write(content) if isinstance(content, bytes) else content(binary)
+            binary.flush()
+        elif (target := _stream(Path(path))) is not None:
+            _write_directly(target, content)
         else:
             write_atomic(real_path(path), content)
     except OSError as error:
@@ -107,24 +107,70 @@ def result_problems(
         if reason := _part_of_folder(file):
             return [f"{what}: {reason}; name another file"]
         try:
-            mode = file.stat().st_mode
+            status = file.stat()
         except (FileNotFoundError, NotADirectoryError):
             return []
+        mode = status.st_mode
         if stat.S_ISDIR(mode):
             return [f"{what}: is a directory; name a file in it, such as {key}={file / 'result.json'}"]
         if _stream(file) is not None:
             return []
         if not stat.S_ISREG(mode):
             return [f"{what}: is {file_type_name(file)}; name another file"]
-        if (given := next((i for i in inputs if _is_same(file, i)), None)) is not None:
-            return [f"{what}: is the input {given}; name another file"]
-        if not is_result(file) and not _holds(file, content):
+        for given in inputs:
+            place = place_of(given)
+            if place is not None and place.exists() and os.path.samefile(file, place):
+                return [f"{what}: is the input {given}; name another file"]
+        if isinstance(content, bytes) and status.st_size == len(content) and file.read_bytes() == content:
+            return []
+        if not is_result(file):
             return [f"{what}: exists and was not written by mlm; name another file, or delete it"]
-        if not mode & 0o222 and not _holds(file, content):
+        if not mode & 0o222:
             return [f"{what}: is write-protected; name another file, or make it writable"]
     except OSError as error:
         return [f"{what}: {error.strerror}: choose a file that can be written"]
     return []
+
+
+def is_result(path: Path) -> bool:
+    """True for a regular file that is empty or a result of mlm. Raises OSError."""
+    head = read_regular(path, HEAD)
+    if not head or any(head.startswith(beginning) and mark in head for beginning, mark in MARKS.items()):
+        return True
+    if not head.lstrip().startswith(b"{"):
+        return False
+    with open(path, "rb") as f:
+        lines = map(_parse_or_none, f)
+        if all(isinstance(line, dict) and any(line.keys() >= keys for keys in LINES) for line in lines):
+            return True
+    value = _parse_or_none(path.read_bytes()) if path.stat().st_size <= LARGEST_PARSED else None
+    if not isinstance(value, dict):
+        return False
+    form = str(value.get("format"))
+    # parts of folders that mlm makes are no results, wherever they are copied
+    if form.startswith(("mlm-checkpoint", "mlm-corpus", "mlm-folder")) and "task" not in value:
+        return False
+    versions = [value[key] for key in VERSIONS & value.keys()]
+    return form.startswith("mlm-") or any(isinstance(each, dict) and "mlm" in each for each in versions)
+
+
+def _parse_or_none(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _part_of_folder(file: Path) -> str | None:
+    """Return the reason why a file belongs to a folder of mlm and is not a result; None for others."""
+    place = real_path(file)
+    manifest = place.parent / "manifest.json"  # a common name: other programs have manifests too
+    if manifest.is_file() and b'"digest":"xxh3:' in read_regular(manifest, HEAD):
+        return "is in a checkpoint"
+    kind = kind_of_folder(place.parent)
+    if kind in ("run", "corpus", "corpus-work") and matches_any(place.name, KINDS[kind].writes):
+        return f"is a file of {KINDS[kind].noun}"
+    return None
 
 
 def folder_problem(
@@ -138,7 +184,7 @@ def folder_problem(
         return None
     file, folder = Path(path), Path(path).parent
     if makes_folders:
-        folder = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
+        folder = next(parent for parent in (folder, *folder.absolute().parents) if os.path.lexists(parent))
     if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
         return None
     problem = f"{folder} is no folder that can be written"
@@ -153,11 +199,12 @@ def rename_earlier_result(
     `identity` returns the digest of all that the scores of a result depend on.
     """
     try:
-        earlier = _parsed(read_regular(out))
+        earlier = _parse_or_none(read_regular(out))
     except OSError:
         return None
-    is_sound = isinstance(earlier, dict) and isinstance(earlier.get("config"), dict)
-    if not is_sound or "checkpoint_digest" not in earlier or (other := identity(earlier)) == identity(result):
+    if not isinstance(earlier, dict) or not isinstance(earlier.get("config"), dict):
+        return None
+    if "checkpoint_digest" not in earlier or (other := identity(earlier)) == identity(result):
         return None
     aside = out.with_name(f"{out.stem}.{short_digest(other)}{out.suffix}")
     os.replace(out, aside)
@@ -167,18 +214,6 @@ def rename_earlier_result(
 def short_digest(digest: str) -> str:
     """Return enough of a digest for a file name."""
     return digest.partition(":")[2][:8]
-
-
-def _part_of_folder(file: Path) -> str | None:
-    """Return the reason why a file belongs to a folder of mlm and is not a result; None for others."""
-    place = real_path(file)
-    manifest = place.parent / MANIFEST  # a common name: other programs have manifests too
-    if manifest.is_file() and b'"digest":"xxh3:' in read_regular(manifest, HEAD):
-        return "is in a checkpoint"
-    kind = kind_of_folder(place.parent)
-    if kind in KEPT and matches_any(place.name, KINDS[kind].writes):
-        return f"is a file of {KINDS[kind].noun}"
-    return None
 
 
 def target_name(path: str | Path) -> str:
@@ -192,50 +227,6 @@ def is_stream(path: str | Path | None) -> bool:
         return path is not None and (str(path) == STDOUT or _stream(Path(path)) is not None)
     except OSError:
         return False
-
-
-def is_result(path: Path) -> bool:
-    """True for a regular file that is empty or a result of mlm. Raises OSError."""
-    size, head = path.stat().st_size, read_regular(path, HEAD)
-    if size == 0 or head.startswith(BEGINNINGS):
-        return True
-    for beginning, mark in MARKS.items():
-        if head.startswith(beginning):
-            return mark in head
-    if not head.lstrip().startswith(b"{"):
-        return False
-    with open(path, "rb") as f:
-        if all(
-            isinstance(value, dict) and (value.keys() >= GENERATED or value.keys() >= SCORED)
-            for value in map(_parsed, f)
-        ):
-            return True
-    value = _parsed(path.read_bytes()) if size <= LARGEST_PARSED else None
-    if not isinstance(value, dict):
-        return False
-    form = str(value.get("format"))
-    if form.startswith(NO_RESULTS) and "task" not in value:
-        return False
-    return form.startswith("mlm-") or any(
-        isinstance(value.get(key), dict) and "mlm" in value[key] for key in VERSIONS
-    )
-
-
-def _parsed(content: bytes) -> Any:
-    """Return the value of a JSON text; None for anything else."""
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _holds(path: Path, content: Content) -> bool:
-    return isinstance(content, bytes) and len(content) > 0 and path.read_bytes() == content
-
-
-def _is_same(file: Path, given: str | Path | None) -> bool:
-    place = place_of(given)
-    return place is not None and place.exists() and os.path.samefile(file, place)
 
 
 def _stream(path: Path) -> int | str | None:
@@ -264,16 +255,6 @@ def _write_directly(stream: int | str, content: Content) -> None:
             raise OSError(errno.EEXIST, "was replaced by a file", stream)
     with open(descriptor, "wb") as f:
         f.write(content) if isinstance(content, bytes) else content(f)
-
-
-def _print(content: Content) -> None:
-    stream = _results.get() or sys.stdout
-    stream.flush()
-    binary: BinaryIO | None = getattr(stream, "buffer", None)
-    if binary is None:
-        raise OSError(errno.EBADF, "standard output does not accept bytes")
-    binary.write(content) if isinstance(content, bytes) else content(binary)
-    binary.flush()
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
@@ -54,7 +53,7 @@ def available_memory() -> int:
 
 
 def _cgroup_bytes(name: str) -> int | None:
-    """A number of this process's container; None without a container or a limit."""
+    """Value of this process's container; None without a container or a limit."""
     try:
         text = (CGROUP / name).read_text().strip()
     except OSError:
@@ -63,13 +62,13 @@ def _cgroup_bytes(name: str) -> int | None:
 
 
 def available_cores() -> int:
-    """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when the thread of `parent` that started it ends, even by SIGKILL."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    pr_set_pdeathsig = 1  # linux/prctl.h
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
 
@@ -90,7 +89,6 @@ class LastingStream:
         self.is_lost = self.has_failed = False
 
     def write(self, text: str) -> int:
-        """Write, or drop, and return the number of characters."""
         if not self.is_lost:
             try:
                 return self.stream.write(text)
@@ -99,7 +97,6 @@ class LastingStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush what is not dropped."""
         if not self.is_lost:
             try:
                 self.stream.flush()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -28,11 +28,13 @@ from mlm.util.errors import escape_controls
 Advance = Callable[[int], None]
 LINE_S = 60.0
 """Seconds between lines of progress in a log."""
-LONGEST = 300  # characters of a file's name or value that a table shows
 
 
 class Screen(Console):
-    """A console that writes escape codes to a terminal alone, whatever FORCE_COLOR says, as in notebooks."""
+    """A console that writes escape codes to terminals alone, and strings without control characters.
+
+    Whatever FORCE_COLOR says: notebooks set it for the commands that they start.
+    """
 
     def __init__(self, *, stderr: bool = False, **options: Any) -> None:
         stream = options.get("file") or (sys.stderr if stderr else sys.stdout)
@@ -40,32 +42,27 @@ class Screen(Console):
         options.setdefault("force_terminal", None if is_terminal else False)
         super().__init__(stderr=stderr, **options)
 
-
-class PlainScreen(Screen):
-    """A console whose output holds no control characters but line breaks."""
-
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich's, the control characters of texts written out but for new lines."""
-        shown = (
-            "\n".join(map(escape_controls, each.split("\n"))) if isinstance(each, str) else each
-            for each in objects
+        printable = (
+            "\n".join(map(escape_controls, item.split("\n"))) if isinstance(item, str) else item
+            for item in objects
         )
-        super().print(*shown, **options)
+        super().print(*printable, **options)
 
 
 def console() -> Screen:
     """Return a console for tables that interprets no markup in the values it prints."""
-    return PlainScreen(highlight=False, markup=False, soft_wrap=True)
+    return Screen(highlight=False, markup=False, soft_wrap=True)
 
 
 def one_line(value: object) -> str:
-    """A value from a file as one line without control characters."""
+    """A value from a file as one line without control characters, of at most 300 characters."""
     text = str(value)
-    return escape_controls(text[:LONGEST]) + ("…" if text[LONGEST:] else "")
+    return escape_controls(text[:300]) + ("…" if text[300:] else "")
 
 
 def safe_text(text: str) -> str:
-    """A text of many lines for standard output: where that is a terminal, without what could steer it."""
+    """A text of many lines for standard output: on a terminal, without control characters."""
     if not sys.stdout.isatty():
         return text
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
@@ -73,7 +70,7 @@ def safe_text(text: str) -> str:
 
 def table(title: str, *columns: str) -> Table:
     """A table of names and numbers, none truncated. A column that ends in "#" holds numbers."""
-    made = Table(
+    grid = Table(
         title=Text(one_line(title)),
         title_justify="left",
         box=SIMPLE_HEAD,
@@ -81,19 +78,14 @@ def table(title: str, *columns: str) -> Table:
         show_header=any(columns),
     )
     for name in columns:
-        numbers = name.endswith("#")
-        made.add_column(
-            name.removesuffix("#"),
-            justify="right" if numbers else "left",
-            overflow="fold",
-            no_wrap=numbers,
-        )
-    return made
+        is_number = name.endswith("#")
+        justify: Literal["right", "left"] = "right" if is_number else "left"
+        grid.add_column(name.removesuffix("#"), justify=justify, overflow="fold", no_wrap=is_number)
+    return grid
 
 
-def add_row(made: Table, *cells: object) -> None:
-    """A row of `one_line` cells."""
-    made.add_row(*(Text(one_line(cell)) for cell in cells))
+def add_row(grid: Table, *cells: object) -> None:
+    grid.add_row(*(Text(one_line(cell)) for cell in cells))
 
 
 def format_bytes(count: int) -> str:
@@ -137,7 +129,6 @@ class ProgressLines:
         """Time and number of the first advance: an earlier command may have done that number."""
 
     def advance(self, count: int) -> None:
-        """`count` more are done."""
         self.done += count
         now = self.clock()
         self.first = self.first or (now, self.done)

@@ -15,7 +15,7 @@ from mlm.corpus.config import DataBuildConfig, DecontaminateConfig, DedupConfig,
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.indexed import IndexedDataset
 from mlm.data.tokenizer import Tokenizer
-from mlm.util.terminal import PlainScreen
+from mlm.util.terminal import Screen
 
 SYLLABLES = [a + b for a in "bdfgklmnprst" for b in "aeiou"]
 
@@ -38,9 +38,9 @@ def write_jsonl(path: Path, texts: Sequence[str], **more: Sequence[Any]) -> Path
     return path
 
 
-def quiet() -> PlainScreen:
+def quiet() -> Screen:
     """A console nobody reads."""
-    return PlainScreen(file=io.StringIO(), width=200, highlight=False, markup=False, soft_wrap=True)
+    return Screen(file=io.StringIO(), width=200, highlight=False, markup=False, soft_wrap=True)
 
 
 def keep_work(patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from mlm.tracking.config import LogConfig
 from mlm.tracking.metrics import ExpertLoads
-from mlm.tracking.panel import LivePanel, PlainLines, duration, format_count, format_significant, step_time
+from mlm.tracking.panel import LivePanel, PlainLines, duration, format_count, format_significant
 from mlm.tracking.reporter import training_console
 from tests.tracking.reporting import Clock, read_metrics, reporter, shown, step_metrics, terminal
 
@@ -258,11 +258,6 @@ def test_quantity(value: float, text: str) -> None:
 @pytest.mark.parametrize("value, text", [(950, "950"), (2e6, "2M"), (1.5e9, "1.5B"), (262144, "262k")])
 def test_human(value: float, text: str) -> None:
     assert format_count(value) == text
-
-
-@pytest.mark.parametrize("seconds, text", [(0.0123, "12.30 ms"), (0.5, "500.0 ms"), (1.5, "1.500 s")])
-def test_step_time(seconds: float, text: str) -> None:
-    assert step_time(seconds) == text
 
 
 def test_units_of_plain_lines_follow_the_header_once(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ RESULTS = {
     "plan": b'{"format": "mlm-schedule-1"}',
     "generated": b'{"prompt":"","sample":0,"continuation":"","tokens":[],"stop":"eod","seed":1}\n',
     "samples": b'{"task": "lambada", "protocol": "strict"}\n{"task": "lambada", "protocol": "strict"}\n',
+    "probabilities": b'{"split": "test", "id": "1", "probabilities": {"yes": 0.5, "no": 0.5}}\n',
     "empty": b"",
 }
 FOREIGN = {

@@ -63,7 +63,6 @@ def text(value: object, longest: int = MAX_TEXT) -> Markup:
 
 
 def figure(value: float, form: str = "{:.4f}") -> str:
-    """Return a number, or a dash for none."""
     if abs(value) >= MAX_FIXED and form == "{:.4f}":
         form = "{:.4g}"
     return form.format(value) if value == value else MISSING
@@ -76,7 +75,6 @@ def command_line(words: object) -> Markup:
 
 @cache
 def environment() -> Environment:
-    """Return the templates of this package."""
     templates = Environment(
         loader=PackageLoader("mlm.tracking.page"),
         autoescape=True,
@@ -98,7 +96,6 @@ def environment() -> Environment:
 
 
 def macro(template: str, name: str, *args: object, **values: object) -> Markup:
-    """Return what a macro of a template makes of some values."""
     return Markup(getattr(environment().get_template(template).module, name)(*args, **values).strip())
 
 
@@ -108,13 +105,11 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]], caption: st
 
 
 def paragraph(*parts: object) -> Markup:
-    """Return a paragraph of text and markup."""
     return macro("parts.html", "paragraph", parts)
 
 
 @cache
 def asset(name: str) -> Markup:
-    """Return a file of this package, for use inside a page."""
     return Markup((files("mlm.tracking.page") / "assets" / name).read_text("utf-8"))
 
 
@@ -134,7 +129,6 @@ def page(
 
 
 def charts_of(runs: Sequence[RunRecords]) -> list[tuple[str, str, str, str]]:
-    """Return the charts that any of the runs has values for: the usual ones, then parts and scores."""
     charts = {(kind, name): (kind, name, title, unit) for kind, name, title, unit in CHARTS}
     for run in runs:
         for kind, columns in run.tables.items():

@@ -59,12 +59,10 @@ def run(
 
 
 def read_runs(folders: Sequence[str]) -> list[RunRecords]:
-    """Return some runs as they are now. Raises UserError, CorruptFileError."""
     return [read_run(Path(folder), name) for folder, name in zip(folders, names_of(folders), strict=True)]
 
 
 def write_page(config: ReportConfig, runs: Sequence[RunRecords], reload_s: float | None) -> str:
-    """Write the page and return a line on it. Raises UserError."""
     content = make_page(runs, reload_s=reload_s)
     write_result(config.out, content, inputs=config.runs)
     return f"written to {target_name(config.out)} ({format_bytes(len(content))})"
@@ -90,7 +88,6 @@ def make_page(runs: Sequence[RunRecords], *, reload_s: float | None = None) -> b
 
 
 def settings_section(runs: Sequence[RunRecords]) -> Markup:
-    """Return the settings in which runs differ, those that are equal and the commands."""
     keys = list(dict.fromkeys(key for run in runs for key in run.settings))
     every = {
         key: [format_value(run.settings[key]) if key in run.settings else MISSING for run in runs]
@@ -103,7 +100,6 @@ def settings_section(runs: Sequence[RunRecords]) -> Markup:
 
 
 def scores_section(runs: Sequence[RunRecords]) -> Markup:
-    """Return the scores of evaluations, each with its receipt."""
     rows = list[tuple[object, ...]]()
     longest = min(MAX_RECEIPT, MAX_RECEIPTS // max(sum(len(run.scores) for run in runs), 1))
     for index, run in enumerate(runs):
@@ -117,7 +113,6 @@ def scores_section(runs: Sequence[RunRecords]) -> Markup:
 
 
 def scores_of(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the scores in a result, with their standard errors."""
     scores = list[tuple[str, str]]()
     parts = result.get("results")
     for part in parts if isinstance(parts, list) else [result]:
@@ -142,7 +137,6 @@ def newest(runs: Sequence[RunRecords], name: str) -> list[tuple[int, RunRecords,
 
 
 def draw_loads(runs: Sequence[RunRecords]) -> Markup:
-    """Draw the newest loads of each run that has experts. Empty without any."""
     drawn = [(drawing, run.name) for run in runs for record in run.loads if (drawing := draw_load(record))]
     return macro("experts.html", "drawings", drawn)
 
