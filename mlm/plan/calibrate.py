@@ -1,15 +1,18 @@
 """`mlm plan calibrate`: measure this machine, or the cluster that it is launched on, for `hardware=`.
 
-Each constant is what its equation in cost.py gives the measured times with the least relative error.
+Four constants are measured while all ranks are busy with the same: the rate of matrix products, the bandwidth
+of memory, and the links within a node and between nodes.
 """
 
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from statistics import fmean, median
-from typing import Any
+from functools import partial
+from pathlib import Path
+from statistics import median
 
 import torch
 import yaml  # type: ignore[import-untyped]
@@ -18,14 +21,16 @@ from mlm.checkpoint.native.exchange import Ranks
 from mlm.launch.devices import device_kind
 from mlm.launch.environment import read_rank_place
 from mlm.launch.start import run_job
+from mlm.optim.auto_precision import AMPERE
+from mlm.optim.precision import DTYPES
+from mlm.parallel.collectives import all_reduce, barrier
 from mlm.parallel.config import ParallelConfig
+from mlm.parallel.linear import linear
 from mlm.parallel.mesh import ParallelContext
-from mlm.plan.calibrate_measure import Measurements, Timing, Workload
 from mlm.plan.config import CalibrationJob, PlanCalibrateConfig
-from mlm.plan.cost import CostModel
-from mlm.plan.dry_run_meter import BACKWARD, FORWARD
 from mlm.plan.hardware import (
     GIB,
+    GPU_RESERVED_GIB,
     EfficiencyConfig,
     HardwareConfig,
     PeakConfig,
@@ -34,30 +39,54 @@ from mlm.plan.hardware import (
     preset_of_gpu,
     unmeasured,
 )
-from mlm.plan.layer_counts import LayerCounts, counts_of
-from mlm.plan.layout import PlannedLayout
 from mlm.tracking.peak import memory_bytes, table_peak
 from mlm.training.memory import reuse_large_blocks
 from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
 from mlm.util.results import CALIBRATION_MARK, save_result
 from mlm.util.system import host_memory
-from mlm.util.terminal import console, progress_bar
+from mlm.util.terminal import console
 
 MOST_RANKS = 8
 """Ranks that are started on a CPU host without `ranks`."""
-RESERVED = 1.5
-"""GiB that driver and libraries take on a GPU without a preset."""
-FIRST_STEP = 0.06
-"""GiB that libraries take on a CPU when they are first used."""
-HEAD = """{mark}: {ranks} ranks on {hosts} host(s), {when}
-# Every number is a measurement, but for memory and, where the GPU is known, the peaks of its datasheet.
-# A device is one of the ranks, all of which were busy at once. The guide Planning explains the constants.
-"""
-HALVES = (0, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
-"""Values of `matmul_half` that are tried."""
-LEAST_REMAINDER = 0.02
-"""Least share of a layer's time that kernels which are no products are given."""
+FIRST_STEP_GIB = 0.06
+"""Memory that libraries take on a CPU when they are first used."""
+REPEATS = 4
+"""Times that each measurement is taken at least; the least counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Sizes of what is measured on one type of device."""
+
+    formats: tuple[str, ...]
+    """Formats of products, first the one whose rate is measured at all sizes."""
+    products: tuple[tuple[int, int, int], ...]
+    """[m, k] x [k, n], as in layers; the last one is measured in every format."""
+    copy: int
+    """Bytes."""
+    messages: tuple[int, int]
+    """Bytes of a small message, which shows the latency of a link, and of a large one, for its bandwidth."""
+    least_s: float
+    """Seconds that each measurement lasts at least."""
+
+
+WORKLOADS = {
+    "cpu": Workload(
+        formats=("fp32", "bf16", "fp64"),
+        products=((512, 256, 256), (256, 256, 1024), (1024, 384, 1536), (512, 2048, 512), (512, 512, 2048)),
+        copy=64 << 20,
+        messages=(1 << 12, 1 << 24),
+        least_s=0.1,
+    ),
+    "cuda": Workload(
+        formats=("bf16", "fp16", "fp32", "fp64"),
+        products=((2048, 2048, 2048), (8192, 2048, 8192), (8192, 4096, 4096), (8192, 4096, 16384)),
+        copy=1 << 30,
+        messages=(1 << 16, 1 << 28),
+        least_s=0.2,
+    ),
+}
 
 
 def run(config: PlanCalibrateConfig) -> int:
@@ -79,56 +108,16 @@ def run(config: PlanCalibrateConfig) -> int:
 
 
 def on_rank(config: CalibrationJob, ctx: ParallelContext, workload: Workload | None = None) -> None:
-    """Measure; the first rank fits, prints and writes. Every rank calls this. Raises UserError."""
+    """Measure, with all ranks together; the first prints and writes. Raises UserError."""
+    before = 0
     if ctx.device.type == "cpu":
         reuse_large_blocks()
-    base = memory_bytes(ctx.device) if ctx.device.type == "cpu" else 0
-    measurements = Measurements(ctx, workload)
-    timings = measure(ctx, measurements, config.max_waiting)
-    device = "cpu" if ctx.device.type == "cpu" else "gpu"
-    counts = counts_of(measurements.run_of(1, 1), device)
-    hardware = fit(timings, counts, blank(ctx, base), measurements.dtype)
-    if ctx.is_main:
-        write(hardware, config, ctx)
-
-
-def measure(ctx: ParallelContext, measurements: Measurements, most: float) -> list[Timing]:
-    """The medians of all ranks, on every rank. Raises UserError if other programs took the processors."""
-    with progress_bar("measuring", len(measurements.tasks), shown=ctx.is_main) as advance:
-        timings, waiting = measurements.run(advance)
-    each = Ranks.of(ctx).all_gather([waiting, *(timing.seconds for timing in timings)])
-    waits, *columns = zip(*each, strict=True)
-    if max(waits) > most:
-        raise UserError(
-            f"max_waiting={most:g}: other programs had the processors for {max(waits):.0%} of the time, so "
-            "that nothing measured is this machine's own; end them and start again, or start fewer ranks"
-        )
-    return [one._replace(seconds=median(its)) for one, its in zip(timings, columns, strict=True)]
-
-
-def blank(ctx: ParallelContext, base: int) -> HardwareConfig:
-    """The devices' names, numbers and memory, and of a known GPU the peaks; all else is to be measured."""
-    ranks, peaks = ctx.tp.size, dict[str, float]()
-    if ctx.device.type == "cpu":
-        name, memory, reserved = cpu_name(), host_memory() / ranks, figures(base / GIB + FIRST_STEP)
-    else:
-        name = torch.cuda.get_device_name(ctx.device)
-        memory, known = torch.cuda.get_device_properties(ctx.device).total_memory, preset_of_gpu(name)
-        reserved = RESERVED if known is None else known.reserved_gib
-        peaks = {n: found.flops / 1e12 for n in PeakConfig.__slots__ if (found := table_peak(name, n))}
-    return unmeasured(
-        name=name,
-        device="cpu" if ctx.device.type == "cpu" else "gpu",
-        devices_per_node=ranks,
-        memory_gib=figures(memory / GIB, 4),
-        reserved_gib=reserved,
-        peak_tflops=PeakConfig(**peaks),
-    )
-
-
-def write(hardware: HardwareConfig, config: CalibrationJob, ctx: ParallelContext) -> None:
-    """Print the result, keep it for `hardware=this`, and write `out` if given. Raises UserError."""
-    content, out = as_yaml(hardware, ctx.world_size, ctx.dp.size), console()
+        before = memory_bytes(ctx.device)
+    workload = workload or WORKLOADS[ctx.device.type]
+    measured = measure(ctx, workload, config.max_waiting)
+    if not ctx.is_main:
+        return
+    content, out = as_yaml(hardware_of_this(ctx, workload, measured, before), ctx), console()
     out.print(content.decode())
     kept = calibration_file()
     try:
@@ -141,111 +130,155 @@ def write(hardware: HardwareConfig, config: CalibrationJob, ctx: ParallelContext
     save_result(config.out, content, out.print)
 
 
-def as_yaml(hardware: HardwareConfig, ranks: int, hosts: int) -> bytes:
+def measure(ctx: ParallelContext, workload: Workload, max_waiting: float) -> dict[str, float]:
+    """Return the measurements, the medians of all ranks, on every rank.
+
+    FLOP/s of products by format and of "products" of usual sizes, bytes/s of the "memory", and for the axes
+    "node" and "network" that have several ranks bytes/s and, as "node_latency", seconds. Raises UserError if
+    other programs took the processors.
+    """
+    formats, device = workload.formats, ctx.device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < AMPERE:
+        formats = formats[1:]  # it has no units for bf16
+    begun, waited = time.perf_counter(), processor_wait()
+    rates = [product_rate(ctx, formats[0], size, workload) for size in workload.products]
+    measured = {"products": median(rates), formats[0]: max(rates)}
+    measured |= {name: product_rate(ctx, name, workload.products[-1], workload) for name in formats[1:]}
+    source = torch.zeros(workload.copy // 4, device=device)
+    copy = partial(torch.empty_like(source).copy_, source)
+    measured["memory"] = 2 * workload.copy / best_time(copy, ctx, workload.least_s)
+    for name, axis in (("node", ctx.tp), ("network", ctx.dp)):
+        if axis.size > 1:
+            # An all-reduce over k ranks sends 2 log2(k) messages in turn, 2 (k - 1)/k of its bytes.
+            sizes = workload.messages
+            small, large = (
+                best_time(partial(all_reduce, torch.zeros(size // 4, device=device), axis), ctx, 0.0, True)
+                for size in sizes
+            )
+            measured[f"{name}_latency"] = small / (2 * math.ceil(math.log2(axis.size)))
+            sent = 2 * (axis.size - 1) / axis.size * (sizes[1] - sizes[0])
+            measured[name] = sent / max(large - small, 1e-9)
+    available = (time.perf_counter() - begun) * torch.get_num_threads()
+    waiting = max(processor_wait() - waited, 0.0) / available
+    waits, *columns = zip(*Ranks.of(ctx).all_gather([waiting, *measured.values()]), strict=True)
+    if max(waits) > max_waiting:
+        raise UserError(
+            f"max_waiting={max_waiting:g}: other programs had the processors for {max(waits):.0%} of the "
+            "time, so that nothing measured is this machine's own; end them and start again, or start fewer "
+            "ranks"
+        )
+    return {name: median(column) for name, column in zip(measured, columns, strict=True)}
+
+
+def product_rate(ctx: ParallelContext, dtype: str, size: tuple[int, int, int], workload: Workload) -> float:
+    """FLOP/s of a linear layer [m, k] x [k, n]: forward pass and both gradients."""
+    m, k, n = size
+    x, w, dy = (torch.randn(*s, device=ctx.device).to(DTYPES[dtype]) for s in ((m, k), (n, k), (m, n)))
+    x.requires_grad_()
+    w.requires_grad_()
+
+    def both_passes() -> None:
+        x.grad = w.grad = None
+        linear(x, w).backward(dy)
+
+    return 6 * m * k * n / best_time(both_passes, ctx, workload.least_s)
+
+
+def best_time(
+    work: Callable[[], object], ctx: ParallelContext, least_s: float, is_collective: bool = False
+) -> float:
+    """The least time of several repetitions, in seconds; all ranks call this together."""
+    device = ctx.device
+    # One thread's own clock stands still while another program has the core; also while it waits for ranks.
+    is_alone = device.type == "cpu" and torch.get_num_threads() == 1 and not is_collective
+    clock = time.process_time if is_alone else time.perf_counter
+    work()  # loads libraries and takes memory
+    barrier(ctx.world)  # all ranks are busy with the same
+    times = list[float]()
+    while len(times) < REPEATS or sum(times) < least_s:
+        if is_collective:
+            barrier(ctx.world)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = clock()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(clock() - begin)
+    return min(times)
+
+
+def processor_wait() -> float:
+    """Seconds that threads of this process were ready to run and had no processor, since each began.
+
+    Counted by Linux; 0 where it is not, as in some sandboxes.
+    """
+    total = 0
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            total += int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1])
+        except (OSError, IndexError, ValueError):  # the thread has ended, or nothing is counted
+            continue
+    return total / 1e9
+
+
+def hardware_of_this(
+    ctx: ParallelContext, workload: Workload, measured: dict[str, float], before: int
+) -> HardwareConfig:
+    """Return this machine's hardware; `before` is the memory of a process on a CPU before it measured.
+
+    A known GPU keeps the peaks of its datasheet.
+    """
+    ranks, is_cpu, peaks = ctx.tp.size, ctx.device.type == "cpu", PeakConfig.__slots__
+    known = {name: rate / 1e12 for name, rate in measured.items() if name in peaks}
+    if is_cpu:
+        name, memory, reserved = cpu_name(), host_memory() / ranks, figures(before / GIB + FIRST_STEP_GIB)
+    else:
+        name = torch.cuda.get_device_name(ctx.device)
+        memory, preset = torch.cuda.get_device_properties(ctx.device).total_memory, preset_of_gpu(name)
+        reserved = GPU_RESERVED_GIB if preset is None else preset.reserved_gib
+    main = next(iter(known))
+    known |= {n: peak.flops / 1e12 for n in peaks if not is_cpu and (peak := table_peak(name, n))}
+    links = dict[str, float]()
+    for link, axis in (("node", "node"), ("network", "network" if "network" in measured else "node")):
+        if axis in measured:
+            links[f"{link}_gbps"] = figures(measured[axis] / 1e9)
+            links[f"{link}_latency_us"] = figures(measured[f"{axis}_latency"] * 1e6)
+    return unmeasured(
+        name=name,
+        device="cpu" if is_cpu else "gpu",
+        devices_per_node=ranks,
+        memory_gib=figures(memory / GIB, 4),
+        reserved_gib=reserved,
+        memory_gbps=figures(measured["memory"] / 1e9),
+        **links,
+        network_is_assumed="network" not in measured,
+        peak_tflops=PeakConfig(**{name: figures(peak) for name, peak in known.items()}),
+        efficiency=EfficiencyConfig(
+            matmul=figures(min(measured["products"] / 1e12 / known[main], 1.0)),
+            matmul_half=0.0,  # the median of usual sizes stands for all
+            matmul_least=min(min(size) for size in workload.products),
+            matmul_most=max(max(size) for size in workload.products),
+            attention=0.33,  # of the rate of products: about what fused kernels reach, forward and backward
+            memory=1.0,
+            network=1.0,
+        ),
+    )
+
+
+def as_yaml(hardware: HardwareConfig, ctx: ParallelContext) -> bytes:
     """The hardware as `hardware=FILE.yaml` reads it; what is unknown is left out."""
     values = {key: value for key, value in asdict(hardware).items() if value is not None}
     for section in ("peak_tflops", "efficiency"):
         values[section] = {key: value for key, value in values[section].items() if value is not None}
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    head = HEAD.format(mark=CALIBRATION_MARK.decode(), ranks=ranks, hosts=hosts, when=when)
+    head = (
+        f"{CALIBRATION_MARK.decode()}: {ctx.world_size} ranks on {ctx.dp.size} host(s), {when}\n"
+        "# Measured are the rate of products, the memory's bandwidth and the links; a known GPU has its\n"
+        "# datasheet's peaks. A device is one of the ranks, all of which were busy at once.\n"
+    )
     body: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     return (head + body).encode()
-
-
-def of_kind(timings: Sequence[Timing], kind: str) -> list[Timing]:
-    """Return the measurements of a kind."""
-    return [timing for timing in timings if timing.kind == kind]
-
-
-def fit(timings: Sequence[Timing], counts: LayerCounts, blank: HardwareConfig, dtype: str) -> HardwareConfig:
-    """`blank` with all that was measured; `counts` are those of the layer that was timed.
-
-    A peak that `blank` has already, from a datasheet, stays.
-    """
-    given = {n: v for n in PeakConfig.__slots__ if (v := getattr(blank.peak_tflops, n)) is not None}
-    products = of_kind(timings, "product")
-    own = [product for product in products if product.name == dtype]
-    peak, matmul, half = fit_products(own, given.get(dtype, 0.0) * 1e12)
-    peaks = {product.name: product.rate / 1e12 for product in products} | {dtype: peak / 1e12}
-    (copy,) = of_kind(timings, "copy")
-    # causal attention is seven products, of which half is masked
-    sizes = [(each.seconds, *each.sizes) for each in of_kind(timings, "fused")]
-    attention = [3.5 * 2 * batch * seq**2 * width / seconds for seconds, batch, seq, width in sizes]
-    efficiency = EfficiencyConfig(
-        matmul=figures(matmul),
-        matmul_half=half,
-        matmul_least=min(min(product.sizes) for product in own),
-        matmul_most=max(max(product.sizes) for product in own),
-        attention=figures(min(median(attention) / peak, 1.0)),
-        memory=1.0,
-        network=1.0,
-    )
-    fitted = replace(
-        blank,
-        memory_gbps=figures(copy.rate / 1e9),
-        peak_tflops=PeakConfig(**{n: figures(v) for n, v in {**peaks, **given}.items()}),
-        efficiency=efficiency,
-    )
-    within, across = of_kind(timings, "within"), of_kind(timings, "across")
-    links: dict[str, Any] = {"network_is_assumed": not across}
-    for name, messages in (("node", within), ("network", across or within)):
-        if messages:
-            latency, rate = fit_link(messages)
-            links |= {f"{name}_gbps": figures(rate / 1e9), f"{name}_latency_us": figures(latency * 1e6)}
-    return fit_kernels(timings, counts, replace(fitted, **links))
-
-
-def fit_products(products: Sequence[Timing], known: float | None) -> tuple[float, float, float]:
-    """Peak in FLOP/s (`known`, or the highest rate), share of it that large products reach, and its half."""
-    best = (math.inf, 0.0, 0.0)
-    for tried in HALVES:
-        logs = [math.log(p.rate * math.prod((x + tried) / x for x in p.sizes)) for p in products]
-        spread = fmean((log - fmean(logs)) ** 2 for log in logs)
-        best = min(best, (spread, math.exp(fmean(logs)), float(tried)))
-    _, limit, half = best
-    peak = known or max(limit, *(p.rate for p in products))
-    return peak, min(limit / peak, 1.0), half
-
-
-def fit_link(messages: Sequence[Timing]) -> tuple[float, float]:
-    """Latency in seconds and bytes/s of the least squared relative error."""
-    rows = [(a / m.seconds, b / m.seconds) for m in messages for a, b in [m.passes]]
-    aa, ab, bb = (sum(x) for x in zip(*((a * a, a * b, b * b) for a, b in rows), strict=True))
-    one, two = (math.fsum(x) for x in zip(*rows, strict=True))
-    latency: float = 0.0
-    determinant = aa * bb - ab * ab
-    if determinant > 1e-12 * aa * bb:
-        latency = max((one * bb - two * ab) / determinant, 0.0)
-    per_byte = (two - latency * ab) / bb
-    if per_byte <= 0:  # no message was large enough to show it
-        per_byte = min(m.seconds / m.passes[1] for m in messages)
-        latency = 0.0
-    return latency, 1 / per_byte
-
-
-def fit_kernels(timings: Sequence[Timing], counts: LayerCounts, hardware: HardwareConfig) -> HardwareConfig:
-    """With the share of the memory bandwidth that kernels reach, and the least time of one.
-
-    They are what a layer takes beyond its products and attention, on a micro-batch of each of two sizes.
-    """
-    measured = {timing.sizes[0]: timing.seconds for timing in of_kind(timings, "layer")}
-    model, rows = CostModel(counts, replace(hardware, kernel_us=0.0), 1), []
-    fused, of_one = model.software.compiled, counts.counts(ParallelConfig()).passes
-    for size, seconds in measured.items():
-        time = model.homes(PlannedLayout(micro_batch=size))["0"]
-        works = [[each.work[phase, "0"] for phase in (FORWARD, BACKWARD)] for each in of_one]
-        moved = [sum(w.fused_bytes if fused else w.eager_bytes for w in each) for each in works]
-        size_moved = moved[0] + (size - 1) * (moved[1] - moved[0])
-        explained = sum(time.forward[:2]) + sum(time.backward[:2])
-        kernels = 0 if fused else sum(w.kernels for w in works[0])
-        rows.append((max(seconds - explained, LEAST_REMAINDER * seconds), size_moved, kernels))
-    (small, small_bytes, kernels), (large, large_bytes, _) = sorted(rows)
-    rate = (large_bytes - small_bytes) / max(large - small, 1e-9)
-    rate = min(max(rate, small_bytes / small), hardware.memory_gbps * 1e9)
-    left = max(small - small_bytes / rate, 0.0) / kernels if kernels else 0.0
-    share = rate / (hardware.memory_gbps * 1e9)
-    efficiency = replace(hardware.efficiency, memory=figures(share))
-    return replace(hardware, efficiency=efficiency, kernel_us=figures(left * 1e6))
 
 
 def figures(value: float, digits: int = 3) -> float:
