@@ -21,13 +21,9 @@ from mlm.util.errors import CheckFailedError
 
 GRACE_S = 5.0
 """Seconds that the others get to read the last values, and rank 0 to answer after its own wait."""
-POLL_S = 0.005
-CONNECT_S = 10.0
 SAME_VERSIONS = "install the same version on every host"
 Status = Literal["ok", "warn", "fail"]
 SEVERITY: tuple[Status, ...] = ("ok", "warn", "fail")
-SHOWN = 3
-"""Different results of ranks that are fine which a row lists."""
 
 
 @dataclass(frozen=True)
@@ -35,40 +31,42 @@ class Finding:
     """Result of one check."""
 
     check: str
-    """Its name."""
     status: Status
     result: str
-    """The result, in words."""
     remedy: str = ""
-    """The remedy; empty if it is ok."""
     ranks: tuple[int, ...] = ()
-    """Of a result over all ranks, those with this status; empty if all of them are ok."""
+    """Of a result over all ranks, the ranks with this status; empty if all of them are ok."""
 
 
-def rows_of(each: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
-    """Return one finding for each check: the worst of its results, with the ranks that it is of.
+def finding(check: str, result: str, remedy: str, *, fails: bool = False, warns: bool = False) -> Finding:
+    """Return a finding whose status is the worst that holds."""
+    return Finding(check, "fail" if fails else "warn" if warns else "ok", result, remedy)
 
-    `each` and `hosts` are in rank order.
+
+def rows_of(by_rank: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
+    """Return one finding for each check: the worst of its results, with the ranks that have it.
+
+    `by_rank` and `hosts` are in rank order.
     """
-    by_check: dict[str, dict[int, Finding]] = {}
-    for rank, findings in enumerate(each):
-        for finding in findings:
-            worst_of_rank = by_check.setdefault(finding.check, {}).setdefault(rank, finding)
-            if SEVERITY.index(finding.status) > SEVERITY.index(worst_of_rank.status):
-                by_check[finding.check][rank] = finding
     rows = []
-    for name, by_rank in by_check.items():
-        worst = max((finding.status for finding in by_rank.values()), key=SEVERITY.index)
-        ranks = tuple(rank for rank, finding in by_rank.items() if finding.status == worst)
-        first = by_rank[ranks[0]]
-        if worst == "ok":
-            texts = list(dict.fromkeys(finding.result for finding in by_rank.values()))
-            rows.append(Finding(name, worst, "; ".join(texts[:SHOWN]) + ("; …" if texts[SHOWN:] else "")))
-        elif list(by_rank) == [0] and len(hosts) > 1:  # rank 0 has compared all
-            rows.append(Finding(name, worst, first.result, first.remedy))
+    for check in dict.fromkeys(found.check for findings in by_rank for found in findings):
+        worst_of_rank = {
+            rank: max(results, key=lambda found: SEVERITY.index(found.status))
+            for rank, findings in enumerate(by_rank)
+            if (results := [found for found in findings if found.check == check])
+        }
+        status = max((found.status for found in worst_of_rank.values()), key=SEVERITY.index)
+        ranks = tuple(rank for rank, found in worst_of_rank.items() if found.status == status)
+        first = worst_of_rank[ranks[0]]
+        if status == "ok":
+            texts = list(dict.fromkeys(found.result for found in worst_of_rank.values()))
+            rows.append(Finding(check, status, "; ".join(texts[:3]) + ("; …" if texts[3:] else "")))
+        elif list(worst_of_rank) == [0]:  # the only rank, or rank 0 has compared all
+            ranks = (0,) if len(hosts) == 1 else ()
+            rows.append(Finding(check, status, first.result, first.remedy, ranks))
         else:
-            where = f"{ranks_with_hosts(ranks, hosts)}: " if len(hosts) > 1 else ""
-            rows.append(Finding(name, worst, f"{where}{first.result}", first.remedy, ranks))
+            result = f"{ranks_with_hosts(ranks, hosts)}: {first.result}"
+            rows.append(Finding(check, status, result, first.remedy, ranks))
     return rows
 
 
@@ -77,18 +75,18 @@ def versions() -> dict[str, str]:
     return {"mlm": mlm.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def different_versions(hosts: Sequence[str], each: Sequence[Mapping[str, str]]) -> str:
+def different_versions(hosts: Sequence[str], by_rank: Sequence[Mapping[str, str]]) -> str:
     """Return what differs from rank 0: `torch 2.12 on rank 3 (host b), 2.11 on rank 0 (host a)`.
 
     Empty if nothing does. Both arguments are in rank order.
     """
-    for name, ours in each[0].items():
-        others = [rank for rank, theirs in enumerate(each) if theirs.get(name) != ours]
+    for name, first in by_rank[0].items():
+        others = [rank for rank, known in enumerate(by_rank) if known.get(name) != first]
         if others:
-            theirs = each[others[0]].get(name)
-            same = [rank for rank in others if each[rank].get(name) == theirs]
+            other = by_rank[others[0]].get(name)
+            same = [rank for rank in others if by_rank[rank].get(name) == other]
             there, here = ranks_with_hosts(same, hosts), ranks_with_hosts([0], hosts)
-            return f"{name} {theirs} on {there}, {ours} on {here}"
+            return f"{name} {other} on {there}, {first} on {here}"
     return ""
 
 
@@ -121,7 +119,7 @@ class Control:
         store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False) if ctx.is_main else None
         port = int(Ranks.of(ctx).broadcast(store.port if store is not None else 0))
         if store is None:
-            wait_s = min(timeout_s, CONNECT_S)
+            wait_s = min(timeout_s, 10.0)
             if reason := no_connection(address, port, wait_s):
                 raise CheckFailedError(
                     f"rank {ctx.rank} (host {socket.gethostname()}) cannot connect to rank 0 at {address} "
@@ -136,8 +134,8 @@ class Control:
     def all_gather(self, check: str, value: Any) -> list[Any]:
         """Return every rank's JSON value, on every rank. Collective.
 
-        Raises, on all ranks that answer, CheckFailedError with those that do not within `timeout_s`; LostPeer
-        where rank 0 has ended. If it hangs, the watchdog ends this rank.
+        Raises, on all ranks that answer, CheckFailedError naming the ranks that do not within `timeout_s`;
+        LostPeer where rank 0 has ended. If rank 0 hangs, the watchdog ends this rank.
         """
         if self.store is None:
             return [value]
@@ -147,7 +145,7 @@ class Control:
             self.store.set(keys[self.rank], json.dumps(value))
             silent = self._wait_for(keys, self.timeout_s)
             if not silent:
-                return [json.loads(each) for each in self.store.multi_get(keys)]
+                return [json.loads(answer) for answer in self.store.multi_get(keys)]
         raise CheckFailedError(
             f"{ranks_with_hosts(silent, self.hosts)}: no answer for {self.timeout_s:g} s (timeout_s) at "
             f"{check}: hung or dead; look there (dmesg, nvidia-smi, the disk of out), or start without "
@@ -155,13 +153,13 @@ class Control:
         )
 
     def _wait_for(self, keys: Sequence[str], timeout_s: float) -> list[int]:
-        """Return the ranks whose key is not written after `timeout_s`. A wait of the store's own is loud."""
+        """Return the ranks whose key is not written after `timeout_s`. Store.wait prints C++ stacks."""
         assert self.store is not None
         end = time.monotonic() + timeout_s
         while not self.store.check(list(keys)):
             if time.monotonic() > end:
                 return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            time.sleep(POLL_S)
+            time.sleep(0.005)
         return []
 
     def close(self) -> None:

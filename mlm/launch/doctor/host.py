@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from mlm.launch.doctor.findings import Finding
+from mlm.launch.doctor.findings import Finding, finding
 from mlm.launch.environment import RankPlace
 from mlm.launch.network import check_addresses
 from mlm.util.errors import UserError
@@ -17,23 +17,14 @@ from mlm.util.system import available_cores
 from mlm.util.terminal import format_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
-LEAST_MEMORY, LITTLE_MEMORY = 256 * MIB, 2 * GIB
-"""Memory of a rank: below the first it does not train, below the second only small models."""
-LEAST_DISK, LITTLE_DISK = GIB, 20 * GIB
-FILES, FILES_PER_RANK = 256, 4
-"""Open files that a rank needs, and those for each other rank: a socket per group and store."""
-LEAST_SHARED, LITTLE_SHARED = 32 * MIB, GIB
-"""Bytes of /dev/shm: those below which NCCL fails, and those that containers should have."""
 
 
 def memory(available: int, ranks_here: int) -> Finding:
-    """Judge the free memory of the host, which its ranks share."""
-    each = available // max(1, ranks_here)
+    """Judge the free memory of the host, which its ranks share; with less than 256 MiB none trains."""
+    share = available // ranks_here
     text = f"{format_bytes(available)} free for {ranks_here} rank{'s' * (ranks_here > 1)}"
     remedy = "end other programs on this host, or start fewer ranks on it"
-    if each < LEAST_MEMORY:
-        return Finding("memory", "fail", text, remedy)
-    return Finding("memory", "warn" if each < LITTLE_MEMORY else "ok", text, remedy)
+    return finding("memory", text, remedy, fails=share < 256 * MIB, warns=share < 2 * GIB)
 
 
 def disk(folder: Path) -> Finding:
@@ -43,27 +34,23 @@ def disk(folder: Path) -> Finding:
     except OSError as error:
         remedy = "name an out on a disk that all hosts have"
         return Finding("disk", "fail", f"{folder}: {error.strerror}", remedy)
-    free = status.f_bavail * status.f_frsize
-    text = f"{format_bytes(free)} free in {folder}"
     if status.f_files and status.f_favail == 0:
         remedy = "delete files there, or name an out on another disk"
         return Finding("disk", "fail", f"no inodes left in {folder}", remedy)
-    if free < LEAST_DISK:
-        return Finding("disk", "fail", text, "free some space, or name an out on another disk")
-    return Finding(
-        "disk",
-        "warn" if free < LITTLE_DISK else "ok",
-        text,
-        "a checkpoint takes 12 bytes a parameter in float32 (`mlm plan memory`): free some space",
-    )
+    free = status.f_bavail * status.f_frsize
+    remedy = "a checkpoint takes 12 bytes a parameter in float32 (`mlm plan memory`): free some space"
+    if free < GIB:
+        remedy = "free some space, or name an out on another disk"
+    text = f"{format_bytes(free)} free in {folder}"
+    return finding("disk", text, remedy, fails=free < GIB, warns=free < 20 * GIB)
 
 
 def open_files(world_size: int) -> Finding:
-    """Judge the limit of open files."""
+    """Judge the limit of open files: a rank needs a socket for each group and store of each other rank."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    least = FILES + FILES_PER_RANK * world_size
+    least = 256 + 4 * world_size
     text = f"{_limit(soft)} (hard limit {_limit(hard)})"
-    if resource.RLIM_INFINITY in (soft, least) or soft >= least:
+    if soft == resource.RLIM_INFINITY or soft >= least:
         return Finding("ulimit -n", "ok", text)
     remedy = f"run `ulimit -n {least}` before the start, or raise nofile in limits.conf or the service"
     return Finding("ulimit -n", "fail", f"{text}, and {world_size} ranks need {least}", remedy)
@@ -88,28 +75,26 @@ def shared_memory(on_gpu: bool) -> Finding:
         status = os.statvfs("/dev/shm")
     except OSError as error:
         return Finding("/dev/shm", "fail" if on_gpu else "warn", str(error.strerror), "mount a tmpfs there")
-    whole, free = (count * status.f_frsize for count in (status.f_blocks, status.f_bavail))
-    text = f"{format_bytes(free)} free of {format_bytes(whole)}"
+    total, free = (count * status.f_frsize for count in (status.f_blocks, status.f_bavail))
+    text = f"{format_bytes(free)} free of {format_bytes(total)}"
     remedy = "give the container more (docker run --shm-size=8g, an emptyDir with medium: Memory)"
-    if free < LEAST_SHARED:
-        return Finding("/dev/shm", "fail", text, remedy)
-    return Finding("/dev/shm", "warn" if on_gpu and free < LITTLE_SHARED else "ok", text, remedy)
+    return finding("/dev/shm", text, remedy, fails=free < 32 * MIB, warns=on_gpu and free < GIB)
 
 
 def names(place: RankPlace | None, environ: Mapping[str, str]) -> Finding:
     """Judge whether this host finds rank 0 and others find this one; `place` is None for one rank."""
-    own = socket.gethostname()
+    host = socket.gethostname()
     try:
         if place is not None:
             check_addresses(place, environ, wait_s=0.0)
-        address = socket.getaddrinfo(own, None, type=socket.SOCK_STREAM)[0][4][0]
+        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
     except UserError as error:
         problem, _, remedy = str(error).partition("; ")
         return Finding("host names", "fail", problem, remedy)
     except OSError:
-        remedy = f"add {own} to /etc/hosts or DNS"
-        return Finding("host names", "warn", f"the name of this host, {own}, does not resolve", remedy)
-    return Finding("host names", "ok", f"{own} is {address}")
+        remedy = f"add {host} to /etc/hosts or DNS"
+        return Finding("host names", "warn", f"the name of this host, {host}, does not resolve", remedy)
+    return Finding("host names", "ok", f"{host} is {address}")
 
 
 HURTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -144,6 +129,18 @@ def environment(environ: Mapping[str, str], ranks_here: int) -> list[Finding]:
     return findings or [Finding("variables", "ok", "none that hurts")]
 
 
+def check_device(device: torch.device) -> list[Finding]:
+    """Judge this rank's device, without the others'."""
+    if device.type != "cuda":
+        return []
+    free, total = torch.cuda.mem_get_info(device)
+    text = f"{format_bytes(free)} of {format_bytes(total)} free"
+    remedy = "end the programs that nvidia-smi lists on it, or choose GPUs by CUDA_VISIBLE_DEVICES"
+    is_used = free < 0.9 * total  # by another program
+    uuid = torch.cuda.get_device_properties(device).uuid
+    return [finding("GPU memory", text, remedy, warns=is_used), *judge_gpu(query_gpu(str(uuid)))]
+
+
 FIELDS = (
     *("driver_version", "clocks.max.sm", "clocks_throttle_reasons.active"),
     "ecc.errors.uncorrected.volatile.total",
@@ -152,20 +149,8 @@ SLOWED = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power bra
 """Bits of nvidia-smi's reasons for lower clocks that name a defect; a power cap and idleness do not."""
 
 
-def check_device(device: torch.device) -> list[Finding]:
-    """Judge this rank's device, without the others'."""
-    if device.type != "cuda":
-        return []
-    free, whole = torch.cuda.mem_get_info(device)
-    text = f"{format_bytes(free)} of {format_bytes(whole)} free"
-    used = free < 0.9 * whole  # by another program
-    remedy = "end the programs that nvidia-smi lists on it, or choose GPUs by CUDA_VISIBLE_DEVICES"
-    uuid = torch.cuda.get_device_properties(device).uuid
-    return [Finding("GPU memory", "warn" if used else "ok", text, remedy), *judge_gpu(query_gpu(str(uuid)))]
-
-
 def query_gpu(uuid: str) -> list[str] | None:
-    """Return what nvidia-smi says of a GPU by FIELDS; None where it cannot be asked."""
+    """Return FIELDS of a GPU by nvidia-smi; None where it cannot be asked."""
     query = f"--query-gpu={','.join(FIELDS)}"
     command = ["nvidia-smi", f"--id=GPU-{uuid}", query, "--format=csv,noheader,nounits"]
     try:
@@ -177,18 +162,17 @@ def query_gpu(uuid: str) -> list[str] | None:
 
 
 def judge_gpu(values: Sequence[str] | None) -> list[Finding]:
-    """Judge driver, clocks and memory errors by what nvidia-smi says."""
+    """Judge driver, clocks and memory errors by FIELDS."""
     if values is None:
         return [Finding("driver", "warn", "nvidia-smi gives no answer", "install it beside the driver")]
     driver, most, reasons, errors = values
-    findings = [Finding("driver", "ok", driver)]
     bits = int(reasons, 16) if reasons.startswith("0x") else 0
     slowed = list(dict.fromkeys(why for bit, why in SLOWED.items() if bits & bit))
-    remedy = "look at nvidia-smi -q -d PERFORMANCE, and at fans and power; leave out this host meanwhile"
     text = f"{most} MHz at most" + (f", slowed by {', '.join(slowed)}" if slowed else "")
-    findings.append(Finding("clocks", "warn" if slowed else "ok", text, remedy))
+    remedy = "look at nvidia-smi -q -d PERFORMANCE, and at fans and power; leave out this host meanwhile"
+    findings = [Finding("driver", "ok", driver), finding("clocks", text, remedy, warns=bool(slowed))]
     if errors.isdecimal():
         text = f"{errors} uncorrected since the driver's start"
         remedy = "reset or replace the GPU; leave out this host meanwhile"
-        findings.append(Finding("GPU errors", "fail" if int(errors) else "ok", text, remedy))
+        findings.append(finding("GPU errors", text, remedy, fails=int(errors) > 0))
     return findings

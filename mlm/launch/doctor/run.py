@@ -15,6 +15,7 @@ from mlm.launch.doctor.findings import (
     Control,
     Finding,
     different_versions,
+    finding,
     rows_of,
     versions,
 )
@@ -37,24 +38,23 @@ def lines(config: DoctorConfig, facts: Launch) -> list[str]:
     return [] if facts.world_size is not None or ranks == 1 else [f"starting {ranks} ranks on this host"]
 
 
-def note(ctx: ParallelContext, text: str) -> None:
-    """Say on rank 0 what is examined next, where others are waited for."""
-    if ctx.is_main and ctx.world_size > 1:
-        print(f"mlm doctor: {text}", file=sys.stderr, flush=True)
-
-
 def run(config: DoctorConfig, ctx: ParallelContext) -> None:
-    """Check; rank 0 prints the table and writes `out`. Raises CheckFailedError if a check failed.
+    """Check; rank 0 prints the table and writes `out`. Every rank calls this.
 
-    Every rank calls this.
+    Raises CheckFailedError if a check failed.
     """
+
+    def note(text: str) -> None:
+        if ctx.is_main and ctx.world_size > 1:  # a rank that hangs is waited for
+            print(f"mlm doctor: {text}", file=sys.stderr, flush=True)
+
     place = read_rank_place(os.environ) if ctx.world_size > 1 else None
     control = Control.of(ctx, place.master_addr if place is not None else LOOPBACK, config.timeout_s)
     folder = folder_of(config)
-    note(ctx, f"{ctx.world_size} ranks are connected; looking at hosts and {folder}")
+    note(f"{ctx.world_size} ranks are connected; looking at hosts and {folder}")
     ranks_here = 1 if place is None else place.local_world_size
     on_gpu = ctx.device.type == "cuda"
-    mine = [
+    findings = [
         *host.check_device(ctx.device),
         host.memory(available_memory(), ranks_here),
         host.disk(folder),
@@ -67,16 +67,16 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
     ]
     device = f"CPU, {available_cores()} cores, {torch.get_num_threads()} threads a rank"
     facts = {"versions": versions(), "device": torch.cuda.get_device_name(ctx.device) if on_gpu else device}
-    each = control.all_gather("the host", [facts, [asdict(finding) for finding in mine]])
-    note(ctx, "comparing and timing collectives over each axis")
+    answers = control.all_gather("the host", [facts, [asdict(found) for found in findings]])
+    note("comparing and timing collectives over each axis")
     traffic = check_traffic(ctx, control, config.timeout_s)
-    findings = [
-        [*(Finding(**one) for one in own), *communication]
-        for (_, own), communication in zip(each, judge(traffic), strict=True)
+    by_rank = [
+        [*(Finding(**found) for found in own), *communication]
+        for (_, own), communication in zip(answers, judge(traffic), strict=True)
     ]
-    all_facts = [fact for fact, _ in each]
-    findings[0] = [*check_equal(all_facts, control.hosts), *findings[0]]
-    rows = rows_of(findings, control.hosts)
+    all_facts = [facts for facts, _ in answers]
+    by_rank[0] = [*check_equal(all_facts, control.hosts), *by_rank[0]]
+    rows = rows_of(by_rank, control.hosts)
     problem = report(config, control.hosts, all_facts, rows, traffic) if ctx.is_main else ""
     problem = control.all_gather("the report", problem)[0]
     control.close()
@@ -86,15 +86,14 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
 
 def check_equal(facts: list[dict[str, Any]], hosts: list[str]) -> list[Finding]:
     """Judge what must be the same on all ranks."""
-    each = [fact["versions"] for fact in facts]
-    said = ", ".join(f"{name} {version}" for name, version in each[0].items())
-    differ = different_versions(hosts, each)
+    known = [fact["versions"] for fact in facts]
+    differ = different_versions(hosts, known)
+    text = differ or ", ".join(f"{name} {version}" for name, version in known[0].items())
     devices = list(dict.fromkeys(fact["device"] for fact in facts))
+    remedy = "the slowest sets the pace: start equal hosts"
     return [
-        Finding("versions", "fail", differ, SAME_VERSIONS) if differ else Finding("versions", "ok", said),
-        Finding("devices", "warn", "; ".join(devices[:3]), "the slowest sets the pace: start equal hosts")
-        if devices[1:]
-        else Finding("devices", "ok", devices[0]),
+        finding("versions", text, SAME_VERSIONS, fails=bool(differ)),
+        finding("devices", "; ".join(devices[:3]), remedy, warns=len(devices) > 1),
     ]
 
 
@@ -107,29 +106,34 @@ def report(
 ) -> str:
     """Print the table and write the result; return what failed, empty if nothing did."""
     failed = [row.check for row in rows if row.status == "fail"]
-    names = ", ".join(failed)
-    problem = f"{len(failed)} of {len(rows)} checks failed: {names} (see the table)" if failed else ""
     warned = [row.check for row in rows if row.status == "warn"]
     ranks = f"{len(hosts)} rank{'s' * (len(hosts) > 1)} on {', '.join(dict.fromkeys(hosts))}"
-    made, out = table(ranks, "", "check", "result"), console()
+    results, out = table(ranks, "", "check", "result"), console()
     for row in rows:
-        add_row(made, row.status, row.check, row.result)
-    out.print(made)
+        add_row(results, row.status, row.check, row.result)
+    out.print(results)
     for row in rows:
         if row.remedy:
             out.print(f"{row.status}: {row.check}: {row.remedy}")
+    problems = []
+    if failed:
+        problems.append(f"{len(failed)} of {len(rows)} checks failed: {', '.join(failed)} (see the table)")
     if config.out is not None:
-        ranks_facts = [{"rank": n, "host": host, **facts[n]} for n, host in enumerate(hosts)]
-        result = {"task": "doctor", "ok": not failed, "checks": [asdict(row) for row in rows]}
-        own = {"versions": facts[0]["versions"], "config": to_dict(config)}
+        content = {
+            "task": "doctor",
+            "ok": not failed,
+            "checks": [asdict(row) for row in rows],
+            "ranks": [{"rank": n, "host": host, **facts[n]} for n, host in enumerate(hosts)],
+            "communication": traffic,
+            "versions": facts[0]["versions"],
+            "config": to_dict(config),
+        }
         try:
-            write_result(config.out, {**result, "ranks": ranks_facts, "communication": traffic, **own})
+            write_result(config.out, content)
+            out.print(f"written to {target_name(config.out)}")
         except UserError as error:  # other ranks wait for what is returned here
-            return "; ".join(filter(None, (problem, str(error))))
-        out.print(f"written to {target_name(config.out)}")
-    if problem:
-        return problem
-    out.print(
-        f"{len(rows)} checks without a failure" + (f"; warnings: {', '.join(warned)}" if warned else "")
-    )
-    return ""
+            problems.append(str(error))
+    if not problems:
+        warnings = f"; warnings: {', '.join(warned)}" if warned else ""
+        out.print(f"{len(rows)} checks without a failure{warnings}")
+    return "; ".join(problems)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlm.launch.doctor.findings import Control, Finding, Status
+from mlm.launch.doctor.findings import Control, Finding, finding
 from mlm.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -26,7 +26,6 @@ ROWS = 64
 """Numbers of each rank in a trial."""
 BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Size of the all-reduce that is timed."""
-REPEATS = 3
 SLOW = 3.0
 """Times slower than the median of its axis from which a group of ranks is slow."""
 REMEDY = (
@@ -34,23 +33,19 @@ REMEDY = (
 )
 
 
-def numbers(axis: Axis, rank: int, device: torch.device) -> Tensor:
-    """Return what a rank of the axis gives: [size * ROWS], small whole numbers, which add up exactly."""
-    count = torch.arange(axis.size * ROWS, device=device, dtype=torch.float32)
-    return (count + 1) * (rank + 1) % 251
-
-
 def wrong_operations(axis: Axis, device: torch.device) -> list[str]:
     """Return the operations over an axis that give other numbers than they must. Collective over it."""
-    each = [numbers(axis, rank, device) for rank in range(axis.size)]
-    mine, total = each[axis.rank], torch.stack(each).sum(0)
+    # small whole numbers, which add up exactly: [size * ROWS] of each rank
+    count = torch.arange(axis.size * ROWS, device=device, dtype=torch.float32)
+    numbers = [(count + 1) * (rank + 1) % 251 for rank in range(axis.size)]
+    own, total = numbers[axis.rank], torch.stack(numbers).sum(0)
     shard = slice(axis.rank * ROWS, (axis.rank + 1) * ROWS)
     trials: dict[str, tuple[Callable[[], Tensor], Tensor]] = {
-        "all-reduce": (lambda: all_reduce(mine.clone(), axis), total),
-        "all-gather": (lambda: all_gather(mine, axis), torch.stack(each)),
-        "reduce-scatter": (lambda: reduce_scatter(mine.clone(), axis), total[shard]),
-        "all-to-all": (lambda: exchange(mine, axis), torch.cat([x[: axis.rank + 1] for x in each])),
-        "send and receive": (lambda: send_around(mine, axis), each[axis.rank - 1]),
+        "all-reduce": (lambda: all_reduce(own.clone(), axis), total),
+        "all-gather": (lambda: all_gather(own, axis), torch.stack(numbers)),
+        "reduce-scatter": (lambda: reduce_scatter(own.clone(), axis), total[shard]),
+        "all-to-all": (lambda: exchange(own, axis), torch.cat([x[: axis.rank + 1] for x in numbers])),
+        "send and receive": (lambda: send_around(own, axis), numbers[axis.rank - 1]),
     }
     return [name for name, (run, right) in trials.items() if not torch.equal(run(), right)]
 
@@ -74,21 +69,21 @@ def send_around(x: Tensor, axis: Axis) -> Tensor:
 
 def bandwidth(axis: Axis, device: torch.device) -> float:
     """Return the bytes a second over each rank's link in an all-reduce (2 (n - 1) / n passes). Collective."""
+
+    def synchronise() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     count = BYTES[device.type]
     x, best = torch.zeros(count // 4, device=device), math.inf
-    for _ in range(1 + REPEATS):  # the first connects
+    for _ in range(4):  # the first connects
         all_reduce(x[:1], axis)
-        _synchronise(device)
+        synchronise()
         begin = time.perf_counter()
         all_reduce(x, axis)
-        _synchronise(device)
+        synchronise()
         best = min(best, time.perf_counter() - begin)
     return 2 * (axis.size - 1) / axis.size * count / best
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def measure(ctx: ParallelContext) -> dict[str, Any]:
@@ -126,24 +121,27 @@ def check_traffic(ctx: ParallelContext, control: Control, timeout_s: float) -> l
     return control.all_gather("communication", mine)
 
 
-def judge(each: Sequence[dict[str, Any]]) -> list[list[Finding]]:
+def judge(measured: Sequence[dict[str, Any]]) -> list[list[Finding]]:
     """Return each rank's findings, from what all measured."""
-    of_ranks: list[list[Finding]] = [[] for _ in each]
-    for mine, findings in zip(each, of_ranks, strict=True):
-        if "stuck" in mine:
-            findings.append(Finding("communication", "fail", f"stuck in {mine['stuck']}", REMEDY))
+    findings_of_ranks: list[list[Finding]] = []
+    for axes in measured:
+        if "stuck" in axes:
+            stuck = Finding("communication", "fail", f"stuck in {axes['stuck']}", REMEDY)
+            findings_of_ranks.append([stuck])
             continue
-        for axis, seen in mine.items():
-            wrong = ", ".join(seen["wrong"])
-            text = f"wrong: {wrong}" if wrong else f"exact over {len(seen['ranks'])} ranks"
-            status: Status = "fail" if wrong else "ok"
-            findings.append(Finding(f"numbers over {axis}", status, text, REMEDY if wrong else ""))
-            rate = seen["rate"]
-            usual = statistics.median(other[axis]["rate"] for other in each if axis in other)
+        findings = []
+        for axis, own in axes.items():
+            wrong = ", ".join(own["wrong"])
+            text = f"wrong: {wrong}" if wrong else f"exact over {len(own['ranks'])} ranks"
+            findings.append(finding(f"numbers over {axis}", text, REMEDY, fails=bool(wrong)))
+            rate = own["rate"]
+            usual = statistics.median(other[axis]["rate"] for other in measured if axis in other)
             is_slow = rate * SLOW < usual
-            text = f"{usual / 1e9:.3g} GB/s"
-            if is_slow:
-                text = f"{rate / 1e9:.3g} GB/s, the median is {usual / 1e9:.3g}"
-            status = "warn" if is_slow else "ok"
-            findings.append(Finding(f"bandwidth over {axis}", status, text, REMEDY if is_slow else ""))
-    return of_ranks
+            text = (
+                f"{rate / 1e9:.3g} GB/s, the median is {usual / 1e9:.3g}"
+                if is_slow
+                else f"{usual / 1e9:.3g} GB/s"
+            )
+            findings.append(finding(f"bandwidth over {axis}", text, REMEDY, warns=is_slow))
+        findings_of_ranks.append(findings)
+    return findings_of_ranks

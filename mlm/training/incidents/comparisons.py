@@ -1,9 +1,6 @@
 """Comparison of ranks that must hold equal bits, and of an incident's step with a second pass of it.
 
-Weights and moments are compared over dp and cp where they are replicated, replicated tensors over tp, the
-token table over the first and last pipeline stage, and counters, learning rate and loss scale everywhere.
-
-The first step of an incident is computed again to see if its fault came from hardware, and on which ranks it
+The first step of an incident is computed again to see if its error came from hardware, and on which ranks it
 began. A number spreads to other ranks by messages alone. The rank whose own computation made it sends it
 before receiving it; all others receive it first. Inside layers that torch.compile fuses, messages over tp are
 not recorded: there all tp ranks are named.
@@ -33,8 +30,6 @@ from mlm.training.trainer import Trainer
 
 LISTED = 8
 """Tensors that a mismatch names."""
-ALIKE = 0.5
-"""Share by which the largest magnitudes of two passes may differ: far above rounding."""
 
 
 def digest(x: Tensor) -> Tensor:
@@ -50,32 +45,28 @@ def digest(x: Tensor) -> Tensor:
 
 
 def tensors_to_compare(trainer: Trainer) -> list[tuple[Axis, dict[str, Tensor]]]:
-    """Return what is compared over each axis of several ranks: tensors by name, in the same order on all."""
+    """Return parameters and moments by name, in the same order on all ranks of each axis they are equal over.
+
+    Compared are over dp and cp what is replicated, over tp what is not split, over the first and last stage
+    the tied token table.
+    """
     ctx, shards = trainer.ctx, trainer.shards
-    whole = [s for s in shards if s.dp_slice is None]
-    over_tp = [s for s in shards if s.tp_dim is None]
-    by_axis = {ctx.replicas: list[ParameterShard]()}
-    for s in whole:
-        by_axis.setdefault(s.replica_axis(ctx.replicas), []).append(s)
-    tables = [s for s in shards if isinstance(s.module, VocabParallelEmbedding)]
-    chosen = [
-        *by_axis.items(),
-        (ctx.tp, over_tp),
-        *([(ctx.tied, tables)] if is_tied(trainer.config.model) else []),
-    ]
-    pairs = [(axis, parameters_and_moments(trainer, some)) for axis, some in chosen if axis.size > 1]
-    return [(axis, tensors) for axis, tensors in pairs if tensors]
+    by_axis: dict[Axis, list[ParameterShard]] = {ctx.replicas: []}
+    for shard in shards:
+        if shard.dp_slice is None:
+            by_axis.setdefault(shard.replica_axis(ctx.replicas), []).append(shard)
+    compared = [*by_axis.items(), (ctx.tp, [shard for shard in shards if shard.tp_dim is None])]
+    if is_tied(trainer.config.model):
+        compared.append((ctx.tied, [s for s in shards if isinstance(s.module, VocabParallelEmbedding)]))
 
+    def tensors_of(chosen: Sequence[ParameterShard]) -> dict[str, Tensor]:
+        tensors = {shard.name: shard.parameter.detach() for shard in chosen}
+        for shard in chosen:
+            for name in moments(trainer.optimizer, shard) if shard.is_trained else ():
+                tensors[f"{name} of {shard.name}"] = moment(trainer.optimizer, shard, name)
+        return tensors
 
-def parameters_and_moments(trainer: Trainer, shards: Sequence[ParameterShard]) -> dict[str, Tensor]:
-    """Return parameters and moments by name."""
-    parameters = {s.name: s.parameter.detach() for s in shards}
-    return parameters | {
-        f"{name} of {s.name}": moment(trainer.optimizer, s, name)
-        for s in shards
-        if s.is_trained
-        for name in moments(trainer.optimizer, s)
-    }
+    return [(axis, tensors_of(chosen)) for axis, chosen in compared if axis.size > 1 and chosen]
 
 
 def replica_differences(trainer: Trainer) -> list[str]:
@@ -83,7 +74,7 @@ def replica_differences(trainer: Trainer) -> list[str]:
     ctx, ranks = trainer.ctx, Ranks.of(trainer.ctx)
     if ctx.world_size == 1:
         return []
-    mine = {
+    counters = {
         "step": trainer.step,
         "data position": trainer.consumed_samples,
         "learning rate": trainer.optimizer.param_groups[0]["lr"],
@@ -94,18 +85,19 @@ def replica_differences(trainer: Trainer) -> list[str]:
         (axis, list(tensors), torch.stack([*map(digest, tensors.values())]))
         for axis, tensors in tensors_to_compare(trainer)
     ]
-    compared.append((ctx.world, list(mine), torch.tensor([*mine.values()], dtype=torch.float64)))
-    torn = list[tuple[str, list[int]]]()
+    compared.append((ctx.world, list(counters), torch.tensor([*counters.values()], dtype=torch.float64)))
+    differing = list[tuple[str, list[int]]]()
     for axis, names, values in compared:
         for name, column in zip(names, all_gather(values, axis).T.tolist(), strict=True):
             if len(set(column)) > 1:
-                torn.append((f"{name} differs over {axis.name}", minority_ranks(column, axis.ranks)))
-    if not ranks.any_of([bool(torn)])[0]:
+                differing.append((f"{name} differs over {axis.name}", minority_ranks(column, axis.ranks)))
+    if not ranks.any_of([bool(differing)])[0]:
         return []
-    answers = ranks.all_gather([socket.gethostname(), torn[:LISTED]])
-    hosts, lines = [host for host, _ in answers], dict[str, None]()
-    for what, odd in (one for _, torn in answers for one in torn):
-        lines[f"{what} on {name_ranks(odd)} (host {', '.join(sorted({hosts[rank] for rank in odd}))})"] = None
+    answers = ranks.all_gather([socket.gethostname(), differing[:LISTED]])
+    lines = dict[str, None]()  # without repetitions, in order
+    for what, odd in (entry for _, entries in answers for entry in entries):
+        hosts = sorted({answers[rank][0] for rank in odd})
+        lines[f"{what} on {name_ranks(odd)} (host {', '.join(hosts)})"] = None
     return list(lines)[:LISTED]
 
 
@@ -125,7 +117,7 @@ class SecondPass:
     ranks: list[int]
     """Ranks on which the first pass began to differ; none where no message shows it."""
     where: str
-    """They and their hosts, in words."""
+    """These ranks and their hosts, in words."""
 
     @property
     def advice(self) -> str:
@@ -134,18 +126,14 @@ class SecondPass:
         return f"if it comes back, test {suspect}"
 
     def line(self, state: str) -> str:
-        """Return what it says about the first pass, and what to do; `state` says what the second is."""
+        """Return what it says about the first pass, and what to do; `state` describes the second."""
         seen = f"first seen on {self.where}" if self.ranks else "no message shows on which rank"
         return f"computed again: {state} ({self.numbers}); not in the data; {seen}; {self.advice}"
 
     def encode(self) -> dict[str, Any]:
         """As JSON values."""
-        return {
-            "loss": self.numbers.loss,
-            "grad_norm": self.numbers.norm,
-            "ranks": self.ranks,
-            "advice": self.advice,
-        }
+        numbers = {"loss": self.numbers.loss, "grad_norm": self.numbers.norm}
+        return {**numbers, "ranks": self.ranks, "advice": self.advice}
 
 
 def compute_again(trainer: Trainer, batches: Sequence[Any], parts: Tensor, norm: Tensor) -> SecondPass:
@@ -155,21 +143,21 @@ def compute_again(trainer: Trainer, batches: Sequence[Any], parts: Tensor, norm:
     parts.copy_(trainer.compute_gradients(batches))
     norm.copy_(gradient_norm(trainer.shards, ctx) / trainer.scaler.scale)
     numbers = shared_numbers(trainer, parts, norm)
-    begins = ctx.world_size == 1 or fault_begins_here(first, watch.traffic)
-    answers = Ranks.of(ctx).all_gather([socket.gethostname(), begins])
+    is_source = ctx.world_size == 1 or sent_first_difference(first, watch.traffic)
+    answers = Ranks.of(ctx).all_gather([socket.gethostname(), is_source])
     hosts = {rank: host for rank, (host, is_first) in enumerate(answers) if is_first}
     where = f"{name_ranks(list(hosts))} (host {', '.join(sorted(set(hosts.values())))})" if hosts else ""
     return SecondPass(numbers, list(hosts), where)
 
 
-def fault_begins_here(first: Sequence[tuple[bool, Tensor]], second: Sequence[tuple[bool, Tensor]]) -> bool:
-    """Return True if the first message in which two passes differ is one that this rank sent.
-
-    Both are `Watch.traffic` of a pass.
-    """
+def sent_first_difference(
+    first: Sequence[tuple[bool, Tensor]], second: Sequence[tuple[bool, Tensor]]
+) -> bool:
+    """Return True if this rank sent the first message in which two passes differ; see `Watch.traffic`."""
     count = min(len(first), len(second))
     if not count:
         return False
-    before, after = (torch.stack([x.double() for _, x in each[:count]]) for each in (first, second))
-    differs = ~torch.isclose(before, after, rtol=ALIKE, atol=0.0, equal_nan=True)
+    before, after = (torch.stack([x.double() for _, x in traffic[:count]]) for traffic in (first, second))
+    # Largest magnitudes may differ by half, which is far above rounding.
+    differs = ~torch.isclose(before, after, rtol=0.5, atol=0.0, equal_nan=True)
     return bool(differs.any()) and first[int(differs.int().argmax())][0]

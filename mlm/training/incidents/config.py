@@ -1,6 +1,6 @@
 """Settings of `mlm replay`, and of its ranks."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from mlm.config.fields import InputPath
@@ -34,13 +34,13 @@ class ReplayConfig:
     sequence_parallel: bool | None = None
     """Split activations along the sequence."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    """Computes the step too, beside the run's own precision if that is another."""
+    """A second precision to compute the step in, if the run has another."""
     dist: DistConfig = field(default_factory=DistConfig)
 
     def layout(self) -> dict[str, Any]:
         """Return the settings of the layout that were chosen."""
-        names = ("tp", "cp", "ep", "expert_tp", "pp", "vp", "dp", "zero", "sequence_parallel")
-        return {key: value for key, value in asdict(self).items() if key in names and value is not None}
+        keys = ("tp", "cp", "ep", "expert_tp", "pp", "vp", "dp", "zero", "sequence_parallel")
+        return {key: value for key in keys if (value := getattr(self, key)) is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,5 +49,4 @@ class ReplayRun(PretrainConfig):
 
     folder: Annotated[str, "of the incident"] = ""
     """Folder of the incident."""
-    beside: PrecisionConfig = field(default_factory=PrecisionConfig)
-    """Second precision."""
+    second_precision: PrecisionConfig = field(default_factory=PrecisionConfig)

@@ -33,44 +33,42 @@ class DivergenceStop(Observer):
         self.trainer, self.reporter = incidents.trainer, incidents.reporter
 
     def after_step(self, outcome: StepOutcome) -> None:
-        """Raise IncidentError with a diagnosis. Collective then."""
-        memory = self.incidents.memory
-        if memory.first_nonfinite_step and 0 < self.incidents.settings.patience <= memory.nonfinite_steps:
+        state = self.incidents.state
+        if state.first_nonfinite_step and 0 < self.incidents.settings.patience <= state.nonfinite_steps:
             self.fail()
 
     def on_run_end(self) -> None:
-        """Raise IncidentError if the run's last weights are doubtful. Collective then."""
-        if self.incidents.end is not None and self.incidents.memory.doubt:
+        if self.incidents.end is not None and self.incidents.state.doubt:
             self.fail()
 
     def fail(self) -> NoReturn:
         """Point `latest` at the newest good checkpoint and raise IncidentError. Collective."""
-        trainer, memory = self.trainer, self.incidents.memory
+        trainer, state = self.trainer, self.incidents.state
         with suppress(CheckpointError):  # a failed save was reported
             self.incidents.saver.finish()
-        good = find_newest_good(trainer, memory.doubt)
-        record = {"step": trainer.step, "since": memory.doubt, "good": good and good.name}
+        good = find_newest_good(trainer, state.doubt)
+        record = {"step": trainer.step, "since": state.doubt, "good": good and good.name}
         self.reporter.event("diverged", record)
-        advice = "another host" if memory.differ else f"a lower optimizer.lr, a higher {self.warmup_key}"
-        if memory.first_nonfinite_step and trainer.scaler.dynamic:
+        advice = "another host" if state.differ else f"a lower optimizer.lr, a higher {self.warmup_key}"
+        if state.first_nonfinite_step and trainer.scaler.dynamic:
             advice += " or precision=bf16"
-        text, is_latest = self.diagnosis(good), False
-        if good is not None and trainer.ctx.is_main and (memory.first_nonfinite_step or memory.high):
+        diagnosis, is_latest = self.diagnosis(good), False
+        if good is not None and trainer.ctx.is_main and (state.first_nonfinite_step or state.high):
             with suppress(UserError, OSError):
                 point_latest(good.parent, step_of(good))
                 is_latest = True
         is_latest = Ranks.of(trainer.ctx).broadcast(is_latest)
         way_back = describe_way_back(trainer.config.out, good, advice, is_latest=is_latest)
-        raise IncidentError(f"{text}. {way_back}")
+        raise IncidentError(f"{diagnosis}. {way_back}")
 
     def diagnosis(self, good: Path | None) -> str:
         """Return a line on the cause and the step it began at. Collective."""
-        trainer, config, memory = self.trainer, self.trainer.config, self.incidents.memory
+        trainer, config, state = self.trainer, self.trainer.config, self.incidents.state
         where = f"the run ends with {self.incidents.end}"
-        if memory.differ:
+        if state.differ:
             cause = "replicas differ"
-            where = "; ".join(self.incidents.torn) or where
-        elif memory.first_nonfinite_step:
+            where = "; ".join(self.incidents.differences) or where
+        elif state.first_nonfinite_step:
             probe = StepProbe(trainer)
             probe.run(self.incidents.batches)
             place = probe.gather().first_bad
@@ -80,28 +78,28 @@ class DivergenceStop(Observer):
                 floor = config.precision.min_loss_scale
                 cause = f"gradients still overflow at precision.min_loss_scale={floor:g}"
         else:
-            cause = f"losses are above {memory.ceilings[1]:.4g}, far from the best,"
-        lr = learning_rate(memory.doubt, config.optimizer, config.schedule, config.train.steps)
-        text = f"step {trainer.step}: {cause} since step {memory.doubt}, where the learning rate was {lr:.4g}"
+            cause = f"losses are above {state.ceilings[1]:.4g}, far from the best,"
+        lr = learning_rate(state.doubt, config.optimizer, config.schedule, config.train.steps)
+        text = f"step {trainer.step}: {cause} since step {state.doubt}, where the learning rate was {lr:.4g}"
         return f"{text}; {where}; {self.describe_state(good)}"
 
     def describe_state(self, good: Path | None) -> str:
         """State of weights and moments in words: not finite, or grown since `good`. Collective."""
         ranks, owned = Ranks.of(self.trainer.ctx), stored_tensors(owned_shards(self.trainer))
-        parts = ranks.gather({name: norm(x) for name, x in owned.items()})  # only the main rank has all
-        return str(ranks.broadcast(describe_weights(parts, good) if ranks.is_main else None))
+        norms = ranks.gather({name: norm(x) for name, x in owned.items()})  # only the main rank has all
+        return str(ranks.broadcast(describe_weights(norms, good) if ranks.is_main else None))
 
 
-def describe_weights(parts: Sequence[Mapping[str, float]], good: Path | None) -> str:
+def describe_weights(norms: Sequence[Mapping[str, float]], good: Path | None) -> str:
     """State of weights and moments in words, from the norms of their parts on all ranks."""
     try:
-        then = {} if good is None else read_manifest_head(good).tensors
+        entries = {} if good is None else read_manifest_head(good).tensors
     except (UserError, OSError):
-        then = {}
-    names = sorted({name for part in parts for name in part})
+        entries = {}
+    names = sorted({name for part in norms for name in part})
     blank = TensorEntry((), torch.float32)
-    before = {name: entry.norm for name, entry in then.items()}
-    now = with_norms({name: then.get(name, blank) for name in names}, parts, before)
+    before = {name: entry.norm for name, entry in entries.items()}
+    now = with_norms({name: entries.get(name, blank) for name in names}, norms, before)
     if problem := not_finite_problem(now):
         return problem
     jump = largest_jump(now)

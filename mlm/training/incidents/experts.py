@@ -21,14 +21,14 @@ LISTED = 8
 
 
 class ExpertWatch(Observer):
-    """Reads the loads of a trainer's experts in logged steps; those of validated steps are recorded.
+    """Reads the loads of a trainer's experts in logged steps; validated steps record them.
 
     `report(kind, line)` reports an incident: experts that no token chooses, or nearly every one, for
     check.expert_steps steps. `is_due()` is true after a step that is logged.
     """
 
     loads: ExpertLoads
-    """Those of the newest logged or validated step."""
+    """Loads of the newest logged or validated step."""
 
     def __init__(
         self, trainer: Trainer, report: Callable[[str, str], object], is_due: Callable[[], bool]
@@ -37,12 +37,11 @@ class ExpertWatch(Observer):
         self.steps, self.share = trainer.config.check.expert_steps, trainer.config.check.expert_share
 
     def on_run_start(self, trainer: Trainer, reporter: Reporter) -> None:
-        """Begin to count steps."""
         self.reporter = reporter
         self.streaks: Tensor | int = 0
         """[n, 2, E] int64: newest steps in a row in which no token, or nearly every one, chose an expert."""
         self.reported = set[tuple[str, str]]()
-        """What was reported and still holds: how many tokens chose an expert, and which."""
+        """Kinds and experts that were reported and still hold."""
 
     def after_step(self, outcome: StepOutcome) -> None:
         """Count the step, and where it is logged read and report. Collective then."""
@@ -54,6 +53,11 @@ class ExpertWatch(Observer):
         if self.is_due():
             self.read()
 
+    def after_validation(self) -> None:
+        """Record all loads, which `mlm report` draws. Collective."""
+        self.read()
+        self.reporter.event("experts", {"step": self.trainer.step, **asdict(self.loads)})
+
     def read(self) -> None:
         """Read the newest step's loads, and report streaks. Collective; waits for the device."""
         ctx, model, balance = self.trainer.ctx, self.trainer.config.model, self.trainer.balance
@@ -63,26 +67,17 @@ class ExpertWatch(Observer):
             table[balance.layers, :2], table[balance.layers, 2:] = balance.totals, self.streaks
         rows = list(enumerate(all_reduce(table, ctx.pp).tolist()))[architecture_of(model).dense_layers :]
         self.loads = ExpertLoads({n: row[0] for n, row in rows}, {n: row[1] for n, row in rows})
-        self.report_streaks(rows)
 
-    def report_streaks(self, rows: list[tuple[int, list[list[int]]]]) -> None:
-        """Report experts whose streak has become too long, of layers and their [4, E] numbers. Collective."""
         before, self.reported = self.reported, set()
         idle, crowded = "no token", f"more than {self.share:.0%} of the tokens"
-        for kind, chosen, row in (("idle_expert", idle, 2), ("collapsed_router", crowded, 3)):
-            found = [
+        for kind, chosen, column in (("idle_expert", idle, 2), ("collapsed_router", crowded, 3)):
+            names = [
                 f"expert {expert} of layer {layer}"
                 for layer, numbers in rows
-                for expert, streak in enumerate(numbers[row])
+                for expert, streak in enumerate(numbers[column])
                 if 0 < self.steps <= streak
             ]
-            new = [name for name in found if (kind, name) not in before]
-            self.reported |= {(kind, name) for name in found}
-            if new:
+            self.reported |= {(kind, name) for name in names}
+            if new := [name for name in names if (kind, name) not in before]:
                 more = f" and {len(new) - LISTED} others" if len(new) > LISTED else ""
                 self.report(kind, f"{chosen} for {self.steps} steps: {', '.join(new[:LISTED])}{more}")
-
-    def after_validation(self) -> None:
-        """Record all loads, which `mlm report` draws. Collective."""
-        self.read()
-        self.reporter.event("experts", {"step": self.trainer.step, **asdict(self.loads)})

@@ -1,11 +1,11 @@
 """A step's numbers, the limits that clean steps do not reach, and what a run remembers of its incidents.
 
-A number is judged by its excess over the level, the median of the last LEVEL steps: of losses the difference,
-of gradient norms that of the logarithms. Excesses have heavy tails where batches are small or the learning
-rate is high, so that no multiple of their deviation holds for all runs. The tail itself is estimated from the
-largest of `size` steps, peaks over a threshold with exponential excesses: for norms the Hill estimator (Hill
-1975). The limit is the excess that is reached once in a number of steps by the predictive distribution, which
-allows for an estimate from few peaks.
+A number is judged by its excess over the level, the median of the last LEVEL steps: for losses the
+difference, for gradient norms the difference of logarithms. Excesses have heavy tails where batches are small
+or the learning rate is high, so that no multiple of their deviation holds for all runs. The tail itself is
+estimated from the largest of `size` steps, peaks over a threshold with exponential excesses: for norms the
+Hill estimator (Hill 1975). The limit is the excess that is reached once in a number of steps by the
+predictive distribution, which allows for an estimate from few peaks.
 """
 
 import math
@@ -28,9 +28,10 @@ from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError
 from mlm.util.files import whole_number
 
-NORMAL = 1.4826  # standard deviation over median absolute deviation, of normally distributed numbers
-LEAST_SPREAD = 0.01  # of the median: a loss that hardly changes makes no incident of a change of a hundredth
-LEAST_LOG_SPREAD = 0.05  # of gradient norms, whose changes by a twentieth mean less
+LEAST_SPREAD = 0.01
+"""Least mean of a loss's tail, as a share of its level: a flat loss may change by a hundredth."""
+LEAST_LOG_SPREAD = 0.05
+"""The same for the logarithm of gradient norms, whose changes by a twentieth mean less."""
 LEVEL = 32
 """Steps whose median is the level."""
 FEWEST = 16
@@ -41,24 +42,24 @@ CEILING = math.log(1000)
 """Excess of a norm that is an outlier whatever the tail; clean runs had 400 times the level."""
 RARE, UNUSUAL, LEAST_RISE = 1e6, 1e4, 0.25
 """Weights are doubtful from a loss that is above the best level by what clean steps reach once in RARE, or
-from two by what they reach once in UNUSUAL, and by LEAST_RISE nats: of a model that knows its data by heart,
-losses rise a hundredfold by chance. After one above all of the last losses by LEAST_RISE no good checkpoint
-is deleted."""
+from two by what they reach once in UNUSUAL, and by LEAST_RISE nats: losses of a model that knows its data by
+heart rise a hundredfold by chance. After one above all of the last losses by LEAST_RISE no good checkpoint is
+deleted."""
 LEAST_UPDATE_RISE = 1.0
 """Rise of the loss on the samples of an update, if a quarter too, from which the last update is doubtful."""
 RAMP = 8
 """Steps in which losses that grow do not make the next one usual."""
 DOUBTFUL, LONGEST = 3, 8
-"""Count of `IncidentState` from which weights are doubtful, and the highest: three usual losses end it."""
+"""`IncidentState.count` from which weights are doubtful, and the highest: three usual losses end it."""
 SUSPICION = "suspicion"
-"""Key of what `judge_loss` knows in saved numbers."""
+"""Key of the state of `judge_loss` in a checkpoint."""
 TINY = 1e-30
 MOST_STEPS, MOST_RANGES, MOST_SAMPLES = 10_000, 10_000, (1 << 62) - 1
 
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """StepNumbers of a step, the same on every rank."""
+    """Loss and gradient norm of a step, the same on every rank."""
 
     loss: float
     norm: float
@@ -70,7 +71,6 @@ class StepNumbers:
 
     @property
     def are_finite(self) -> bool:
-        """True if loss and gradient norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.norm)
 
 
@@ -78,41 +78,32 @@ def sum_numbers(trainer: Trainer, parts: Tensor, norm: Tensor) -> Tensor:
     """Return a step's loss and gradient norm, bit for bit the same on all ranks: [2]. Collective."""
     ctx = trainer.ctx
     loss = parts[: trainer.objective.num_losses].sum()
-    mine = torch.stack([loss.to(norm.dtype) / ctx.tp.size, norm / ctx.world_size])
+    numbers = torch.stack([loss.to(norm.dtype) / ctx.tp.size, norm / ctx.world_size])
     if ctx.device.type == "cpu":  # the group of all ranks is gloo: one message
-        all_reduce(mine, ctx.world)
-    else:
-        axes = (ctx.tp, ctx.replicas, ctx.pp)
-        for axis in axes:
-            all_reduce(mine, axis)
-        for axis in axes:  # other groups may have summed in another order: the largest is one for all
-            all_reduce(mine, axis, dist.ReduceOp.MAX)
-    return mine
+        return all_reduce(numbers, ctx.world)
+    axes = (ctx.tp, ctx.replicas, ctx.pp)
+    for axis in axes:
+        all_reduce(numbers, axis)
+    # Groups may have summed in different orders: the largest result is the same for all.
+    for axis in axes:
+        all_reduce(numbers, axis, dist.ReduceOp.MAX)
+    return numbers
 
 
 def shared_numbers(trainer: Trainer, parts: Tensor, norm: Tensor) -> StepNumbers:
     """Return a step's numbers, bit for bit the same on all ranks. Collective; reads the device."""
-    values, scaler = sum_numbers(trainer, parts, norm).tolist(), trainer.scaler
-    scale = float(scaler.scale.item()) if scaler.dynamic and not math.isfinite(values[1]) else 1.0
-    return StepNumbers(values[0], values[1], scale)
+    (loss, shared_norm), scaler = sum_numbers(trainer, parts, norm).tolist(), trainer.scaler
+    scale = float(scaler.scale.item()) if scaler.dynamic and not math.isfinite(shared_norm) else 1.0
+    return StepNumbers(loss, shared_norm, scale)
 
 
 def exceeds_limits(numbers: Tensor, limits: Sequence[float]) -> Tensor:
     """Return 1.0 if one of the numbers is not finite or has reached its limit, else 0.0: 0-d."""
-    exact = numbers.double()  # limits are compared as numbers of the host are
+    exact = numbers.double()  # the host compares in float64 too
     within = exact.isfinite().all()
-    for number, most in zip(exact.unbind(), limits, strict=True):
-        within = within & (number < most)
+    for number, limit in zip(exact.unbind(), limits, strict=True):
+        within = within & (number < limit)
     return within.logical_not().to(numbers.dtype)
-
-
-def deviations(value: float, others: Sequence[float]) -> float:
-    """Return how far a number is above the median of others, in robust standard deviations."""
-    middle = median(others)
-    least = max(LEAST_SPREAD * abs(middle), 1e-30)
-    if value - middle <= least:  # most steps: less than one deviation, whatever the spread
-        return (value - middle) / least
-    return (value - middle) / max(NORMAL * median([abs(other - middle) for other in others]), least)
 
 
 def return_level(excesses: Sequence[float], steps: float, least: float) -> float:
@@ -124,7 +115,7 @@ def return_level(excesses: Sequence[float], steps: float, least: float) -> float
     count = min(max(FEWEST_PEAKS, size // SHARE), size)
     start = excesses[-count - 1] if count < size else 0.0
     mean = max(sum(excesses[-count:]) / count - start, least)
-    # of exponential excesses with this estimated mean, P(excess > x) = (1 + x / (count * mean)) ** -count
+    # Exponential excesses with this estimated mean: P(excess > x) = (1 + x / (count * mean)) ** -count
     return start + mean * count * (max(steps * count / size, 1.0) ** (1 / count) - 1)
 
 
@@ -141,11 +132,12 @@ class PeaksOverThreshold:
         self.values = deque[float](maxlen=min(LEVEL, size))
         self.excesses = deque[float]()
         self.ordered: list[float] = []
+        """The excesses, in ascending order."""
         self.level = math.nan
         self.levels, self.ceilings = deque[float](maxlen=size), deque([(math.inf,) * 3], maxlen=RAMP)
 
     def add(self, value: float) -> None:
-        """Take note of a step."""
+        """Add the number of a step."""
         if len(self.values) >= self.fewest:
             if len(self.excesses) == self.size:
                 del self.ordered[bisect_left(self.ordered, self.excesses.popleft())]
@@ -164,9 +156,10 @@ class PeaksOverThreshold:
         return self.level + return_level(self.ordered, steps, least)
 
     def ceiling(self, steps: float) -> float:
-        """Return the loss that clean steps reach once in so many, RARE or UNUSUAL, by all so far.
+        """Return the loss that clean steps reach once in RARE or UNUSUAL `steps`, by all so far.
 
-        Until the window is full, twice the highest level and a nat is RARE, `least_update_rise` UNUSUAL.
+        Until the window is full, RARE is twice the highest level and a nat, UNUSUAL is `least_update_rise`
+        above the level.
         """
         highest = max(self.levels)
         young = 2 * highest + 1
@@ -182,7 +175,7 @@ class PeaksOverThreshold:
 class RecentSteps:
     """The finite losses and gradient norms of the last `size` steps, and those that their levels need.
 
-    Outliers are among them: where training settles on another level, they soon are none.
+    Outliers are included: where training settles on another level, they soon are usual.
     """
 
     def __init__(self, size: int, pairs: Sequence[Sequence[float]] = ()) -> None:
@@ -192,7 +185,7 @@ class RecentSteps:
             self.add(float(loss), float(norm))
 
     def add(self, loss: float, norm: float) -> None:
-        """Take note of a step."""
+        """Add a step, if it is finite."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.pairs.append((loss, norm))
             self.losses.add(loss)
@@ -209,7 +202,7 @@ class RecentSteps:
 
 @dataclass
 class IncidentState:
-    """RecentSteps numbers, and what incidents have changed."""
+    """Recent numbers, and what incidents have changed; a checkpoint keeps both."""
 
     recent: RecentSteps
     ranges: Ranges = ()
@@ -218,9 +211,9 @@ class IncidentState:
     """Steps whose update an incident left out."""
     rewinds: int = 0
     nonfinite_steps: int = 0
-    """Steps in a row without finite gradients."""
+    """Newest steps in a row without finite gradients; overflows that halve the loss scale do not count."""
     last_rewind: tuple[int, int] = (0, 0)
-    """Step of the incident that training last returned from, and that of the checkpoint it returned to."""
+    """Step of the last incident that was returned from, and step of the checkpoint that was loaded."""
     first_nonfinite_step: int = 0
     """First of the newest steps that are not finite, overflows of float16 too; 0 if the newest is finite."""
     suspect: int = 0
@@ -247,8 +240,8 @@ class IncidentState:
     def judge_loss(self, loss: float, step: int, *, is_repeated: bool = False) -> None:
         """Compare the loss of a step with the run's best, before it is added to `recent`.
 
-        One that is repeated is of the samples of the last step, which its update has fitted: a rise that is
-        usual of others is none of theirs, and a low one ends no doubt.
+        A repeated loss is on the samples of the last step, which its update has fitted: rises that are usual
+        between samples do not excuse it, and a low one ends no doubt.
         """
         is_kept, losses = step <= self.expires, self.recent.losses
         rare, unusual, usual = self.ceilings if is_kept else map(min, zip(*losses.ceilings, strict=True))
@@ -267,23 +260,23 @@ class IncidentState:
             self.count = max(0, self.count - DOUBTFUL)
             self.suspect = self.suspect if self.count else 0
 
-    def limit(self, step: int) -> int | None:
-        """Return the step that an incident at `step` returns to one below of, None for any.
+    def rewind_below(self, step: int) -> int | None:
+        """Return the step below which an incident at `step` finds its checkpoint; None for any.
 
         Training that gets no further than the last time goes further back.
         """
         failed, target = self.last_rewind
         return target if step <= failed else None
 
-    def leave_out(self, first: int, count: int) -> None:
-        """Leave out samples from now on."""
-        self.ranges = tuple(sorted({*self.ranges, (first, count)}))[:MOST_RANGES]
+    def leave_out(self, *ranges: tuple[int, int]) -> None:
+        """Leave out ranges of samples, (first, count), from now on."""
+        self.ranges = tuple(sorted({*self.ranges, *ranges}))[:MOST_RANGES]
 
     def encode(self) -> dict[str, Any]:
         """As JSON values."""
         return {
             "recent": [list(pair) for pair in self.recent.pairs],
-            "left_out_samples": [list(each) for each in self.ranges],
+            "left_out_samples": [list(range_) for range_ in self.ranges],
             "left_out_steps": self.steps[-MOST_STEPS:],
             "rewinds": self.rewinds,
             "streak": self.nonfinite_steps,
@@ -295,7 +288,7 @@ class IncidentState:
 
 
 def decode(saved: Any, window: int) -> IncidentState:
-    """Return the memory that a checkpoint holds. Raises CorruptFileError."""
+    """Return the state that a checkpoint holds; a new one for None. Raises CorruptFileError."""
     if saved is None:
         return IncidentState(RecentSteps(window))
     number = partial(whole_number, most=MOST_SAMPLES)
@@ -305,14 +298,23 @@ def decode(saved: Any, window: int) -> IncidentState:
         steps = [*map(number, saved["left_out_steps"])]
         if len(ranges) > MOST_RANGES or len(steps) > MOST_STEPS:
             raise ValueError("too many entries")
-        recent = RecentSteps(window, saved["recent"])
         failed, target = map(number, saved["returned"])
-        rewinds, streak, since = (number(saved[k]) for k in ("rewinds", "streak", NOT_FINITE_SINCE))
-        suspicion = saved.get(SUSPICION, (0, 0, 0, 0, 0.0, 0.0, 0.0))  # older runs have none
-        suspect, count, expires, differ = map(number, suspicion[:4])
-        rare, unusual, usual = map(float, suspicion[4:])
-        counts = (rewinds, streak, (failed, target), since, suspect, count, expires, differ)
-        return IncidentState(recent, ranges, steps, *counts, (rare, unusual, usual))
+        suspect, count, expires, differ = map(number, saved[SUSPICION][:4])
+        rare, unusual, usual = map(float, saved[SUSPICION][4:])
+        return IncidentState(
+            RecentSteps(window, saved["recent"]),
+            ranges,
+            steps,
+            rewinds=number(saved["rewinds"]),
+            nonfinite_steps=number(saved["streak"]),
+            last_rewind=(failed, target),
+            first_nonfinite_step=number(saved[NOT_FINITE_SINCE]),
+            suspect=suspect,
+            count=count,
+            expires=expires,
+            differ=differ,
+            ceilings=(rare, unusual, usual),
+        )
     except (AssertionError, KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(
             f"its state of incidents is damaged ({error!r}); take another checkpoint"
@@ -322,6 +324,6 @@ def decode(saved: Any, window: int) -> IncidentState:
 def spare_samples(trainer: Trainer) -> int:
     """Return how many more samples a run may need than its steps read, for those that incidents leave out."""
     settings, size = trainer.config.incident, trainer.config.train.global_batch_size
-    memory = decode(trainer.extra_state.get(INCIDENTS), settings.window)
+    state = decode(trainer.extra_state.get(INCIDENTS), settings.window)
     further = 2 * size * settings.rewinds if settings.action == "rewind" else 0
-    return sum(count + size for _, count in memory.ranges) + further
+    return sum(count + size for _, count in state.ranges) + further

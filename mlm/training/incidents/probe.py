@@ -1,12 +1,12 @@
-"""Statistics of a step's tensors, by hooks while it is repeated, and the first place where it goes wrong.
+"""The first place where a step goes wrong, found by hooks while the step is repeated.
 
 Shapes: S sequence, B micro-batch, H features. With sequence parallelism S is S/t.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from mlm.parallel.context import local_positions
 from mlm.parallel.mesh import CPU
 from mlm.parallel.sharding import ParameterShard
 from mlm.parallel.watch import name_ranks
-from mlm.training.incidents.numbers import deviations
 from mlm.training.kernels import should_compile
 from mlm.training.trainer import Trainer
 
@@ -28,75 +27,57 @@ FEWEST_SAMPLES = 4
 FAR = 10.0
 """Robust standard deviations from the others that make a sample an outlier of its step."""
 
+Order = tuple[int, int, int]
+"""Position of a tensor in the order of computation: weights, forward, backward, weight gradients."""
+
 
 @dataclass
-class TensorStatistics:
+class TensorRow:
     """One tensor in all micro-batches of the step, on this rank."""
 
     what: str
-    """Its kind: weight, input or output of a module, gradient of the output, weight gradient."""
+    """weight, input or output of a module, gradient of the output, weight gradient."""
     name: str
     """Module, or parameter."""
-    order: tuple[int, int, int]
-    """Its place in the order of computation: weights, forward, backward."""
+    order: Order
     elements: int = 0
     bad: int = 0
     """Elements that are not finite."""
-    square: float = 0.0
-    """Sum of squares of the finite elements."""
-    largest: float = 0.0
-    """Largest magnitude of a finite element."""
     sample: int | None = None
-    """That of the first element that is not finite; so is the next."""
+    """Sample of the first element that is not finite; `position` and `expert` are of it too."""
     position: int | None = None
     expert: int | None = None
-    """Of experts' weights and gradients: the first that is not finite."""
     norms: dict[int, float] = field(default_factory=dict)
     """Norm of each sample's part."""
 
-    def encode(self) -> dict[str, Any]:
-        """As JSON values."""
-        norm = math.sqrt(self.square)
+    def place(self) -> dict[str, Any]:
+        """Its tensor with the first sample and position that are not finite, as JSON values."""
+        expert = {} if self.expert is None else {"expert": self.expert}
         return {
             "tensor": self.what,
             "name": self.name,
-            "norm": norm if math.isfinite(norm) else None,
-            "largest": self.largest,
-            "not_finite": self.bad / max(1, self.elements),
-            **({"sample": self.sample, "position": self.position} if self.sample is not None else {}),
-            **({"expert": self.expert} if self.expert is not None else {}),
+            "order": list(self.order),
+            **expert,
+            "sample": self.sample,
+            "position": self.position,
+            "share": self.bad / self.elements,
         }
 
-    def place(self) -> dict[str, Any]:
-        """Its tensor with the first sample and position that are not finite."""
-        place: dict[str, Any] = {"tensor": self.what, "name": self.name, "order": list(self.order)}
-        place |= {} if self.expert is None else {"expert": self.expert}
-        return {**place, "sample": self.sample, "position": self.position, "share": self.bad / self.elements}
+
+def deviations(value: float, others: Sequence[float]) -> float:
+    """Return how far a number is above the median of others, in robust standard deviations."""
+    middle = median(others)
+    # The median absolute deviation of normally distributed numbers times 1.4826 is their standard deviation;
+    # at least a hundredth of the median, so that equal numbers make no outlier of a small change.
+    spread = 1.4826 * median([abs(other - middle) for other in others])
+    return (value - middle) / max(spread, 0.01 * abs(middle), 1e-30)
 
 
-def sample_of(batch: Any, row: int, position: int | None = None) -> int:
-    """Return the number of the sample in a row of a micro-batch: its own, where it has more than a count."""
-    if own := getattr(batch, "sample", None):
-        return int(own(row, position))
+def sample_number(batch: Any, row: int, position: int | None = None) -> int:
+    """Return the number of the sample in a row of a micro-batch; packed rows hold several."""
+    if hasattr(batch, "sample"):
+        return int(batch.sample(row, position))
     return int(batch.first_sample) + row
-
-
-class _Noted:
-    """An objective that reports which micro-batch is in its forward pass."""
-
-    def __init__(self, inner: Any, probe: "StepProbe") -> None:
-        self.inner, self.probe = inner, probe
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def output(self, chunk: Any, batch: Any, *rest: Any) -> Tensor:
-        self.probe.batch = batch
-        y: Tensor = self.inner.output(chunk, batch, *rest)
-        if chunk.stage.is_last:
-            self.probe.look(OUTPUT, "loss", (1, len(self.probe.modules), 0), y, batch)
-        self.probe.batch = None  # backward may run layers again: those are not seen
-        return y
 
 
 class StepProbe:
@@ -108,37 +89,37 @@ class StepProbe:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.batch: Any = None
-        self.rows: dict[tuple[str, str], TensorStatistics] = {}
+        """The micro-batch in its forward pass."""
+        self.rows: dict[tuple[str, str], TensorRow] = {}
         with torch.device("meta"):  # names of all stages in their order, on every rank
-            whole = family_of(trainer.config.model.kind).model(trainer.config.model, tp=trainer.ctx.tp)
-        leaves = [name for name, module in whole.named_modules() if name and not list(module.children())]
+            full = family_of(trainer.config.model.kind).model(trainer.config.model, tp=trainer.ctx.tp)
+        leaves = [name for name, module in full.named_modules() if name and not list(module.children())]
         self.modules = {name: number for number, name in enumerate(leaves)}
-        self.parameters = {name: number for number, (name, _) in enumerate(whole.named_parameters())}
+        self.parameters = {name: number for number, (name, _) in enumerate(full.named_parameters())}
 
     def run(self, batches: Sequence[Any]) -> Tensor:
-        """Repeat the step and return this rank's share of its parts."""
-        trainer = self.trainer
+        """Repeat the step and return this rank's share of its metrics."""
+        trainer, last = self.trainer, len(self.parameters)
         for shard in trainer.shards:
-            self.look_at_shard(WEIGHT, shard, (0, self._number(shard.name), 0), shard.parameter)
-        with self._watching():
-            parts = trainer.compute_gradients(batches, _Noted(trainer.objective, self))
+            self.look_at_shard(WEIGHT, shard, (0, self.parameters.get(shard.name, last), 0), shard.parameter)
+        with self._hooks():
+            parts = trainer.compute_gradients(batches, _NotingObjective(trainer.objective, self))
         for shard in trainer.shards:
             if shard.parameter.grad is not None:
-                order = (3, -self._number(shard.name), 0)
+                order = (3, -self.parameters.get(shard.name, last), 0)
                 self.look_at_shard(WEIGHT_GRADIENT, shard, order, shard.parameter.grad)
         return parts
 
-    def _number(self, name: str) -> int:
-        return self.parameters.get(name, len(self.parameters))
-
     @contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _hooks(self) -> Iterator[None]:
+        """Look at inputs, outputs and gradients of all modules without children."""
         trainer = self.trainer
-        handles = []
-        for chunk in trainer.model.chunks:
-            for name, module in chunk.named_modules():
-                if name in self.modules:
-                    handles.append(module.register_forward_hook(self._hook(name)))
+        handles = [
+            module.register_forward_hook(self._hook(name))
+            for chunk in trainer.model.chunks
+            for name, module in chunk.named_modules()
+            if name in self.modules
+        ]
         compiled = should_compile(trainer.config.compile, trainer.ctx.device)
         try:
             with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
@@ -150,7 +131,7 @@ class StepProbe:
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         number = self.modules[name]
 
-        def seen(_module: nn.Module, inputs: Any, output: Any) -> None:
+        def look(_module: nn.Module, inputs: Any, output: Any) -> None:
             batch = self.batch
             if batch is None:
                 return
@@ -159,71 +140,81 @@ class StepProbe:
             if isinstance(output, Tensor):
                 self.look(OUTPUT, name, (1, number, 1), output, batch)
                 if output.requires_grad:
-                    order = (2, -number, 0)
-                    output.register_hook(lambda grad: self.look(GRADIENT, name, order, grad, batch))
+                    output.register_hook(lambda grad: self.look(GRADIENT, name, (2, -number, 0), grad, batch))
 
-        return seen
+        return look
 
-    def look_at_shard(self, what: str, shard: ParameterShard, order: tuple[int, int, int], x: Tensor) -> None:
-        """Add a weight or its gradient; of experts, note the first that is not finite."""
+    def look_at_shard(self, what: str, shard: ParameterShard, order: Order, x: Tensor) -> None:
+        """Look at a weight or its gradient, and note the first expert that is not finite."""
         self.look(what, shard.name, order, x)
         row = self.rows.get((what, shard.name))
         if shard.experts is not None and row is not None and row.bad:
             row.expert = shard.offset[0] + int((~x.isfinite()).flatten(1).any(1).nonzero()[0])
 
     @torch.no_grad()
-    def look(self, what: str, name: str, order: tuple[int, int, int], x: Tensor, batch: Any = None) -> None:
-        """Add a tensor to the statistics."""
+    def look(self, what: str, name: str, order: Order, x: Tensor, batch: Any = None) -> None:
+        """Count the elements of a tensor that are not finite, and take the norm of each sample's part."""
         if not x.is_floating_point() or not x.numel():
             return
-        row = self.rows.setdefault((what, name), TensorStatistics(what, name, order))
+        row = self.rows.setdefault((what, name), TensorRow(what, name, order))
         finite = x.isfinite()
-        clean = torch.where(finite, x, 0).to(torch.float64 if x.device.type == "cpu" else torch.float32)
         bad = int((~finite).sum())
         row.elements += x.numel()
-        row.square += float(clean.square().sum())
-        row.largest = max(row.largest, float(clean.abs().max()))
-        by_sample = batch is not None and x.dim() == 3 and x.shape[1] == len(batch.tokens)
-        if by_sample:
+        if batch is not None and x.dim() == 3 and x.shape[1] == len(batch.tokens):
+            clean = torch.where(finite, x, 0).to(torch.float64 if x.device.type == "cpu" else torch.float32)
             for number, norm in enumerate(clean.square().sum((0, 2)).sqrt().tolist()):
-                row.norms[sample_of(batch, number)] = norm
-        if bad and not row.bad and by_sample:
-            where = (~finite).any(2).nonzero()[0].tolist()  # [position, sample in the micro-batch]
-            ctx, rows, length = self.trainer.ctx, x.shape[0], batch.tokens.shape[1]
-            first = ctx.tp.rank * rows if rows < length // ctx.cp.size else 0
-            row.position = int(local_positions(length, ctx.cp, CPU)[first + where[0]])
-            row.sample = sample_of(batch, where[1], row.position)
+                row.norms[sample_number(batch, number)] = norm
+            if bad and not row.bad:
+                position, sample = (~finite).any(2).nonzero()[0].tolist()  # local, in the micro-batch
+                ctx, length = self.trainer.ctx, batch.tokens.shape[1]
+                is_split = x.shape[0] < length // ctx.cp.size
+                start = ctx.tp.rank * x.shape[0] if is_split else 0
+                row.position = int(local_positions(length, ctx.cp, CPU)[start + position])
+                row.sample = sample_number(batch, sample, row.position)
         row.bad += bad
-
-    def ordered(self) -> list[TensorStatistics]:
-        """Return all rows in the order of computation."""
-        return sorted(self.rows.values(), key=lambda row: row.order)
-
-    def first_bad(self) -> dict[str, Any] | None:
-        """Return the first place with a number that is not finite on this rank."""
-        return next((row.place() for row in self.ordered() if row.bad), None)
-
-    def first_outlier(self) -> dict[str, Any] | None:
-        """Return the first activation or gradient in which one sample is far from this rank's others."""
-        for row in self.ordered():
-            if len(row.norms) < FEWEST_SAMPLES:
-                continue
-            sample, norm = max(row.norms.items(), key=lambda item: item[1])
-            others = [other for number, other in row.norms.items() if number != sample]
-            if (far := deviations(norm, others)) >= FAR:
-                return {**row.place(), "sample": sample, "deviations": round(far, 1)}
-        return None
 
     def gather(self) -> "Findings":
         """Compare what each rank saw. Collective over all ranks."""
-        mine = [self.first_bad(), self.first_outlier()]
-        bad, outliers = zip(*Ranks.of(self.trainer.ctx).all_gather(mine), strict=True)
+        rows = sorted(self.rows.values(), key=lambda row: row.order)
+        first_bad = next((row.place() for row in rows if row.bad), None)
+        places = Ranks.of(self.trainer.ctx).all_gather([first_bad, first_outlier(rows)])
+        bad, outliers = zip(*places, strict=True)
         return Findings(earliest_place(bad), earliest_place(outliers))
+
+
+class _NotingObjective:
+    """An objective that tells a probe which micro-batch is in its forward pass."""
+
+    def __init__(self, objective: Any, probe: StepProbe) -> None:
+        self.objective, self.probe = objective, probe
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.objective, name)
+
+    def output(self, chunk: Any, batch: Any, *rest: Any) -> Tensor:
+        self.probe.batch = batch
+        y: Tensor = self.objective.output(chunk, batch, *rest)
+        if chunk.stage.is_last:
+            self.probe.look(OUTPUT, "loss", (1, len(self.probe.modules), 0), y, batch)
+        self.probe.batch = None  # backward may run layers again: those are not looked at
+        return y
+
+
+def first_outlier(rows: Sequence[TensorRow]) -> dict[str, Any] | None:
+    """Return the first activation or gradient in which one sample is far from this rank's others."""
+    for row in rows:
+        if len(row.norms) < FEWEST_SAMPLES:
+            continue
+        sample, norm = max(row.norms.items(), key=lambda item: item[1])
+        others = [other for number, other in row.norms.items() if number != sample]
+        if (far := deviations(norm, others)) >= FAR:
+            return {**row.place(), "sample": sample, "deviations": round(far, 1)}
+    return None
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Places of a repeated step, the same on every rank."""
+    """Places of a repeated step, the same on every rank; JSON values."""
 
     first_bad: dict[str, Any] | None
     """First number that is not finite: tensor, name, sample, position, ranks."""
@@ -231,7 +222,7 @@ class Findings:
     """First activation or gradient of one sample that is far from those of others."""
 
     def encode(self) -> dict[str, Any]:
-        """As JSON values."""
+        """As fields of incident.json."""
         return {"first_not_finite": self.first_bad, "first_outlier": self.outlier}
 
     def lines(self) -> list[str]:
@@ -248,21 +239,19 @@ class Findings:
 
 
 def earliest_place(places: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return the place that is computed first, with the ranks on which it is."""
-    known = [(place["order"], rank) for rank, place in enumerate(places) if place is not None]
+    """Return the place that is computed first, with the ranks on which it is; `places` are in rank order."""
+    known = {rank: place for rank, place in enumerate(places) if place is not None}
     if not known:
         return None
-    first = min(known)[0]
-    ranks = [rank for order, rank in known if order == first]
-    place = dict(places[ranks[0]] or {})
-    return {**{key: value for key, value in place.items() if key != "order"}, "ranks": ranks}
+    first = min(place["order"] for place in known.values())
+    ranks = [rank for rank, place in known.items() if place["order"] == first]
+    return {**{key: value for key, value in known[ranks[0]].items() if key != "order"}, "ranks": ranks}
 
 
 def describe_place(place: dict[str, Any]) -> str:
     """Return a place as words: the output of layers.1.mlp.up, sample 12, position 3, on rank 1."""
-    tensor = place["tensor"]
-    link = "at the output of" if tensor == "gradient" else "of"
-    text = f"the {tensor} {link} {place['name']}"
+    link = "at the output of" if place["tensor"] == GRADIENT else "of"
+    text = f"the {place['tensor']} {link} {place['name']}"
     for key in ("expert", "sample", "position"):
         if place.get(key) is not None:
             text += f", {key} {place[key]}"

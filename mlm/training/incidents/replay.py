@@ -2,8 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,17 +24,20 @@ from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import train_dataset
 from mlm.training.identity import recorded_changes
 from mlm.training.incidents.config import ReplayConfig, ReplayRun
-from mlm.training.incidents.numbers import IncidentState, StepNumbers, decode, shared_numbers
+from mlm.training.incidents.numbers import StepNumbers, decode, shared_numbers
 from mlm.training.incidents.probe import Findings, StepProbe
-from mlm.training.incidents.record import read_incident
+from mlm.training.incidents.watcher import FILE, FORMAT
 from mlm.training.memory import reuse_large_blocks
 from mlm.training.observer import Observer, Observers
 from mlm.training.resume import load_first_whole
 from mlm.training.trainer import Trainer
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
+from mlm.util.files import parse_json, read_bounded
 
 SAME = 0.1
 """Share by which numbers of another layout or precision may differ from those of the incident."""
+MAX_BYTES = 1 << 22
+REMEDY = "name a folder of out/incidents"
 
 
 def run(config: ReplayConfig) -> None:
@@ -47,6 +49,25 @@ def run(config: ReplayConfig) -> None:
     code = run_job("mlm.training.incidents.replay:replay", spec, out=None)
     if code:
         sys.exit(code)
+
+
+def read_incident(path: str) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of an incident and its record. Raises UserError, CorruptFileError."""
+    folder = Path(path)
+    if folder.is_file():
+        folder = folder.parent
+    file = folder / FILE
+    try:
+        record = parse_json(read_bounded(file, MAX_BYTES, REMEDY))
+    except FileNotFoundError:
+        raise UserError(f"incident={path}: holds no {FILE}; {REMEDY}") from None
+    except OSError as error:
+        raise UserError(f"incident={path}: {error.strerror} ({error.filename}); {REMEDY}") from None
+    except ValueError as error:
+        raise CorruptFileError(f"{file}: is damaged ({error}); take another incident") from None
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise CorruptFileError(f"{file}: is no incident of this version; take another")
+    return folder, record
 
 
 def replay_settings(config: ReplayConfig, folder: Path, record: dict[str, Any]) -> ReplayRun:
@@ -66,24 +87,21 @@ def replay_settings(config: ReplayConfig, folder: Path, record: dict[str, Any]) 
         layout: dict[str, Any] = {key: int(record["layout"][key]) for key in ("tp", "pp", "dp")}
         if problems := saved_problems(saved):
             raise ValueError(problems[0])
+        # what `replay` reads later, on every rank
         int(record["step"]), recorded_numbers(record), find_starts(record)
         decode(record["memory"], saved.incident.window)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(f"{folder}: its record is damaged ({error}); take another incident") from error
     parallel = replace(saved.parallel, **{**layout, **config.layout()})
-    kept: dict[str, Any] = {each.name: getattr(saved, each.name) for each in fields(PretrainConfig)}
-    return ReplayRun(
-        **kept
-        | {
-            "out": str(folder.parent.parent),
-            "parallel": parallel,
-            "dist": config.dist,
-            "compile": saved.compile if parallel == replace(saved.parallel, **layout) else False,
-            "folder": str(folder),
-            "beside": config.precision,
-            "profile": False,
-        }
-    )
+    settings: dict[str, Any] = {field.name: getattr(saved, field.name) for field in fields(PretrainConfig)}
+    settings |= {
+        "out": str(folder.parent.parent),
+        "parallel": parallel,
+        "dist": config.dist,
+        "compile": saved.compile if parallel == replace(saved.parallel, **layout) else False,
+        "profile": False,
+    }
+    return ReplayRun(**settings, folder=str(folder), second_precision=config.precision)
 
 
 class SkipSteps(Observer):
@@ -93,7 +111,6 @@ class SkipSteps(Observer):
         self.steps, self.trainer = steps, trainer
 
     def before_update(self, parts: object, grad_norm: object) -> bool:
-        """Return True for a step that the run left out."""
         return self.trainer.step + 1 in self.steps
 
 
@@ -104,26 +121,32 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
     _, record = read_incident(config.folder)
     step = int(record["step"])
     trainer: Trainer[MicroBatch] = Trainer(config, ctx)
-    memory = decode(record["memory"], config.incident.window)
+    state = decode(record["memory"], config.incident.window)
     start = load_ancestor(trainer, record)
     say = print if ctx.is_main else lambda *words: None
     layout = replace(config.parallel, dp=ctx.dp.size).described
     say(f"step {step} of {config.out}, replayed from {start or 'initial weights'} on {layout}")
-    with steps_of(trainer, memory, step) as batches_of_steps:
-        trainer.observers = Observers([SkipSteps(memory.steps, trainer)])
+
+    # Train up to the step, without the samples and updates that the run left out.
+    trainer.excluded_samples, size = state.ranges, config.train.global_batch_size
+    left_out = sum(count + size for _, count in state.ranges)
+    needed = trainer.consumed_samples + (step - trainer.step) * size + left_out
+    with trainer.batches(train_dataset(trainer.config, needed, trainer.history)) as batches_of_steps:
+        trainer.observers = Observers([SkipSteps(state.steps, trainer)])
         while trainer.step < step - 1:
             trainer.train_step(next(batches_of_steps))
         batches = next(batches_of_steps)
     for line in compare_with_record(record, *compute(trainer, batches)):
         say(line)
-    if config.beside.dtype != config.precision.dtype:
-        # the same weights, computed with in the second precision
-        other: Trainer[MicroBatch] = Trainer(replace(config, precision=config.beside, compile=False), ctx)
+
+    if config.second_precision.dtype != config.precision.dtype:
+        second = replace(config, precision=config.second_precision, compile=False)
+        other: Trainer[MicroBatch] = Trainer(second, ctx)
         with torch.no_grad():
             for target, source in zip(other.shards, trainer.shards, strict=True):
                 target.parameter.copy_(source.parameter)
         numbers, findings = compute(other, batches)
-        say(f"precision={config.beside.dtype}: {numbers}")
+        say(f"precision={second.precision.dtype}: {numbers}")
         for line in findings.lines():
             say(f"  {line}")
 
@@ -152,23 +175,12 @@ def find_starts(record: dict[str, Any]) -> tuple[list[Save], bool]:
     ancestors = Lineage.of(record).ancestors
     if len(ancestors) != len(record[LINEAGE]["ancestors"]):
         raise ValueError("no ancestors")
-    changed = [int(each["step"]) for each in recorded_changes(record) if each["key"] != "rollback"]
+    changed = [int(change["step"]) for change in recorded_changes(record) if change["key"] != "rollback"]
     return [save for save in ancestors[::-1] if save.step >= max(changed, default=0)], not changed
 
 
-@contextmanager
-def steps_of(trainer: Trainer, memory: IncidentState, step: int) -> Iterator[Iterator[list[MicroBatch]]]:
-    """Micro-batches of this rank from the trainer's state on."""
-    trainer.excluded_samples = memory.ranges
-    size = trainer.config.train.global_batch_size
-    left = sum(count + size for _, count in memory.ranges)
-    number = trainer.consumed_samples + (step - trainer.step) * size + left
-    with trainer.batches(train_dataset(trainer.config, number, trainer.history)) as steps:
-        yield steps
-
-
 def compute(trainer: Trainer, batches: Sequence[Any]) -> tuple[StepNumbers, Findings]:
-    """Compute loss, gradient norm and statistics of a step. Collective."""
+    """Compute loss, gradient norm and findings of a step. Collective."""
     probe = StepProbe(trainer)
     parts = probe.run(batches)
     norm = gradient_norm(trainer.shards, trainer.ctx) / trainer.scaler.scale
@@ -176,9 +188,9 @@ def compute(trainer: Trainer, batches: Sequence[Any]) -> tuple[StepNumbers, Find
 
 
 def compare_with_record(record: dict[str, Any], now: StepNumbers, findings: Findings) -> list[str]:
-    """Return the replayed numbers beside the recorded ones, and the places if they are those of the incident.
+    """Return recorded and replayed numbers, with the places if the replay reproduces the incident.
 
-    They are to rounding, or where neither is finite.
+    It does where numbers are equal to rounding, or not finite in both.
     """
     then = recorded_numbers(record)
     pairs = [(then.loss, now.loss), (then.norm, now.norm)]

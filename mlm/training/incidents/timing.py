@@ -7,13 +7,14 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from mlm.checkpoint.native.exchange import Ranks
+from mlm.parallel.pipeline.engine import NOTHING
 from mlm.tracking.reporter import Reporter
 from mlm.training.observer import Observer, StepOutcome
 from mlm.training.trainer import Trainer
@@ -22,26 +23,25 @@ from mlm.util.errors import UserError
 BUSY = ("computing", "reading data", "saving")
 PHASES = {"data": "reading data", "saving": "saving", "validation": "validation"}
 """Phases that are not computing, and their names in reports."""
-FIRST, STEPS = 2, 3
-"""Steps of the attempt before the profile, and in it: the first ones compile and fill caches."""
 PROFILED_RANKS = 8
 """Ranks that write a profile, the first ones."""
 MARK = "mlm: "
+"""Prefix of a phase's name in a trace."""
 
 
 class SlowRanks(Observer):
     """Compares the time of all ranks every check.ranks_every steps, and names the slowest.
 
-    `report(kind, line, record)` reports an incident: one far slower than the others.
+    `report(kind, line, record)` reports an incident: a rank far slower than the others.
     """
 
     def __init__(self, trainer: Trainer, report: Callable[[str, str, dict[str, Any]], object]) -> None:
         self.ctx, self.checks, self.report = trainer.ctx, trainer.config.check, report
         self.slow: int | None = None
+        """The rank that was slow at the last comparison."""
         self.start(trainer.step)
 
     def on_run_start(self, trainer: Trainer, reporter: Reporter) -> None:
-        """Begin to measure."""
         self.reporter, self.trainer = reporter, trainer
         self.start(trainer.step)
 
@@ -52,8 +52,7 @@ class SlowRanks(Observer):
         self.spent = dict.fromkeys(PHASES.values(), 0.0)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure what is not computing."""
-        return self.timed(PHASES[name]) if name in PHASES else nullcontext()
+        return self.timed(PHASES[name]) if name in PHASES else NOTHING
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -65,30 +64,29 @@ class SlowRanks(Observer):
             waits = sum(self.ctx.watch.spent.values()) - waited
             self.spent[what] += time.monotonic() - begin - waits
 
-    def shares(self, step: int) -> dict[str, float]:
-        """Return this rank's seconds a step: computing, reading data, saving, waiting by axis."""
-        steps, total = max(1, step - self.step), time.monotonic() - self.since
-        spent = self.ctx.watch.spent
-        names = {axis: "waiting for all" if axis == "world" else f"waiting over {axis}" for axis in spent}
-        waits = {names[axis]: s - self.waited.get(axis, 0.0) for axis, s in spent.items()}
-        parts = {**self.spent, **waits}
-        parts["computing"] = max(0.0, total - sum(parts.values()))
-        return {what: seconds / steps for what, seconds in parts.items()}
-
-    def gather(self, step: int) -> "Times":
-        """Return every rank's shares and begin anew. Collective."""
-        mine = {what: round(seconds, 6) for what, seconds in self.shares(step).items()}
-        ranks = Ranks.of(self.ctx).all_gather([socket.gethostname(), mine])
-        self.start(step)
-        return Times([host for host, _ in ranks], [times for _, times in ranks])
-
     def after_step(self, outcome: StepOutcome) -> None:
-        """Compare all ranks, where due. Collective."""
         step = self.trainer.step
         if self.checks.ranks_every and step % self.checks.ranks_every == 0:
             self.compare(self.gather(step))
 
-    def compare(self, times: "Times") -> None:
+    def gather(self, step: int) -> "RankTimes":
+        """Return every rank's shares and begin anew. Collective."""
+        shares = {what: round(seconds, 6) for what, seconds in self.shares(step).items()}
+        ranks = Ranks.of(self.ctx).all_gather([socket.gethostname(), shares])
+        self.start(step)
+        return RankTimes([host for host, _ in ranks], [times for _, times in ranks])
+
+    def shares(self, step: int) -> dict[str, float]:
+        """Return this rank's seconds a step: computing, reading data, saving, waiting by axis."""
+        steps, total = max(1, step - self.step), time.monotonic() - self.since
+        parts = dict(self.spent)
+        for axis, seconds in self.ctx.watch.spent.items():
+            name = "waiting for all" if axis == "world" else f"waiting over {axis}"
+            parts[name] = seconds - self.waited.get(axis, 0.0)
+        parts["computing"] = max(0.0, total - sum(parts.values()))
+        return {what: seconds / steps for what, seconds in parts.items()}
+
+    def compare(self, times: "RankTimes") -> None:
         """Name the slowest rank; one that was not slow before is an incident. Collective."""
         self.reporter.note(times.line())
         self.reporter.event("ranks", {"step": self.trainer.step, **times.encode()})
@@ -98,31 +96,28 @@ class SlowRanks(Observer):
         self.slow = times.slowest if is_slow else None
 
 
-class Times:
-    """Seconds a step of every rank."""
+class RankTimes:
+    """Seconds a step of every rank, by what they were spent on.
+
+    Attributes:
+        slowest: the rank that is busy longest.
+        factor: how many times as long as the median of the others it is.
+        cause: the part of its time that exceeds the others' most.
+    """
 
     def __init__(self, hosts: Sequence[str], shares: Sequence[Mapping[str, float]]) -> None:
         self.hosts, self.shares = hosts, shares
-        busy = [sum(times.get(what, 0.0) for what in BUSY) for times in shares]
-        self.slowest = max(range(len(busy)), key=lambda rank: busy[rank])
-        others = [seconds for rank, seconds in enumerate(busy) if rank != self.slowest]
-        self.busy, self.median = busy, statistics.median(others)
-
-    @property
-    def factor(self) -> float:
-        """Times as long as the median of the others that the slowest rank is busy."""
-        return self.busy[self.slowest] / max(self.median, 1e-9)
-
-    @property
-    def cause(self) -> str:
-        """The part of the slowest rank's time that exceeds the others' most."""
-        own, rank = self.shares[self.slowest], self.slowest
+        self.busy = [sum(times.get(what, 0.0) for what in BUSY) for times in shares]
+        self.slowest = slowest = max(range(len(shares)), key=lambda rank: self.busy[rank])
+        others = [rank for rank in range(len(shares)) if rank != slowest]
+        self.median = statistics.median(self.busy[rank] for rank in others)
+        self.factor = self.busy[slowest] / max(self.median, 1e-9)
 
         def excess(what: str) -> float:
-            others = [times.get(what, 0.0) for other, times in enumerate(self.shares) if other != rank]
-            return own.get(what, 0.0) - statistics.median(others)
+            usual = statistics.median(shares[rank].get(what, 0.0) for rank in others)
+            return shares[slowest].get(what, 0.0) - usual
 
-        return max(BUSY, key=excess)
+        self.cause = max(BUSY, key=excess)
 
     def line(self) -> str:
         """Return the slowest rank, what it does, and how the others compare."""
@@ -137,8 +132,13 @@ class Times:
 
     def encode(self) -> dict[str, Any]:
         """As JSON values."""
-        each = [{"host": host, **times} for host, times in zip(self.hosts, self.shares, strict=True)]
-        return {"slowest": self.slowest, "factor": round(self.factor, 3), "cause": self.cause, "ranks": each}
+        ranks = [{"host": host, **times} for host, times in zip(self.hosts, self.shares, strict=True)]
+        return {
+            "slowest": self.slowest,
+            "factor": round(self.factor, 3),
+            "cause": self.cause,
+            "ranks": ranks,
+        }
 
 
 class Profiler(Observer):
@@ -149,16 +149,15 @@ class Profiler(Observer):
         activities = [ProfilerActivity.CPU]
         if trainer.ctx.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        steps = schedule(wait=FIRST - 1, warmup=1, active=STEPS, repeat=1)
+        # The first two steps compile and fill caches.
+        steps = schedule(wait=1, warmup=1, active=3, repeat=1)
         self.tracer = profile(activities=activities, schedule=steps, on_trace_ready=self.write)
         self.tracer.start()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Name the phase in the trace."""
         return record_function(MARK + name)
 
     def after_step(self, outcome: StepOutcome) -> None:
-        """Begin the trace after the first steps, and write it after the last of its own."""
         self.tracer.step()
 
     def on_run_end(self) -> None:
@@ -167,7 +166,7 @@ class Profiler(Observer):
 
     def write(self, tracer: profile) -> None:
         """Write the trace and show where the steps went."""
-        steps = tracer.step_num - FIRST
+        steps = tracer.step_num - 2
         if not steps:
             return
         try:
@@ -179,6 +178,6 @@ class Profiler(Observer):
         self.reporter.note(f"profile of {count}: {self.path} (open it at https://ui.perfetto.dev)")
         # milliseconds a step on the host
         events = [event for event in tracer.key_averages() if event.key.startswith(MARK)]
-        total = {event.key: event.cpu_time_total / 1000 / steps for event in events}
-        for key in sorted(total, key=lambda key: -total[key]):
-            self.reporter.note(f"  {key.removeprefix(MARK):<12} {total[key]:10.2f} ms a step")
+        for event in sorted(events, key=lambda event: -event.cpu_time_total):
+            milliseconds = event.cpu_time_total / 1000 / steps
+            self.reporter.note(f"  {event.key.removeprefix(MARK):<12} {milliseconds:10.2f} ms a step")

@@ -1,13 +1,22 @@
-"""Judges every step of a run, records incidents and acts upon them."""
+"""Judges every step of a run, records incidents and acts upon them.
+
+The folder of an incident, out/incidents/step-00001234, is of JSON and arrays; nothing is ever unpickled:
+
+    incident.json      settings, versions, numbers, samples, the first place, the last checkpoint
+    README.md          the same in a few lines
+    samples-00000.npz  tokens of the micro-batches of each data-parallel rank
+"""
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,29 +30,27 @@ from mlm.launch.doctor.findings import versions
 from mlm.optim.adamw import can_defer
 from mlm.optim.clip import gradient_norm
 from mlm.parallel.collectives import ToHost
+from mlm.tracking.history import replace_nonfinite
 from mlm.tracking.reporter import Reporter
 from mlm.training.incidents.comparisons import SecondPass, compute_again, replica_differences
 from mlm.training.incidents.numbers import StepNumbers, decode, exceeds_limits, shared_numbers, sum_numbers
 from mlm.training.incidents.probe import WEIGHT, StepProbe
-from mlm.training.incidents.record import (
-    FOLDER,
-    make_folder,
-    rows_of,
-    write_rank,
-    write_record,
-    write_samples,
-)
 from mlm.training.observer import DeferredCheck, Observer, RewindRequested, StepOutcome
 from mlm.training.resume import rewind, rewind_candidates
 from mlm.training.saver import Saver
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
+from mlm.util.files import dump_json, write_atomic
 
+FOLDER, FILE, REPORT = "incidents", "incident.json", "README.md"
+FORMAT = 1
+MAX_TOKENS = 1 << 22
+"""Tokens of a rank that an incident keeps: 32 MiB of int64."""
 DEFERRING = ("cuda",)
 """Devices that apply an update while the host reads the step's numbers."""
 MILD = frozenset(("loss_outlier", "gradient_outlier", "slow_rank", "idle_expert", "collapsed_router"))
 """Incidents that chance or load may cause."""
-DONE = {
+OUTCOMES = {
     "log": "training continues",
     "skip": "its update is left out",
     "rewind": "training returns to a checkpoint",
@@ -51,8 +58,6 @@ DONE = {
     "computed again": "the update is that of the second pass",
 }
 """Actions in words."""
-
-
 OTHER_HOST = "; resume from a checkpoint before it (mlm ckpt inspect), on another host"
 
 
@@ -70,7 +75,6 @@ class IncidentReasons:
     lines: list[str] = field(default_factory=list)
 
     def add(self, kind: str, line: str) -> None:
-        """Add a reason."""
         self.kinds.append(kind)
         self.lines.append(line)
 
@@ -90,11 +94,12 @@ class Incidents(Observer):
         self.trainer, self.reporter, self.saver = trainer, reporter, saver
         self.settings, self.checks = trainer.config.incident, trainer.config.check
         self.root = out / FOLDER
-        self.load_memory()
+        self.load_state()
         self.batches: Sequence[Any] = ()
         self.rewinds = False
-        self.torn: list[str] = []
-        """What differs between replicas, in words."""
+        """True if the newest step asks for a rewind."""
+        self.differences: list[str] = []
+        """Tensors and counters that are not equal on all replicas, in words."""
         self.end: StepNumbers | None = None
         """Numbers of the weights that the run ends with."""
         existing = len(list(self.root.glob("step-*"))) if trainer.ctx.is_main else 0
@@ -103,28 +108,26 @@ class Incidents(Observer):
             trainer.optimizer, trainer.shards[0].parameter.dtype
         )
 
-    def load_memory(self) -> None:
-        """Take the memory from the state of the trainer, which a checkpoint may have filled."""
-        self.memory = decode(self.trainer.extra_state.get(INCIDENTS), self.settings.window)
-        self.trainer.excluded_samples = self.memory.ranges
+    def load_state(self) -> None:
+        """Take the state of incidents from the trainer, which a checkpoint may have filled."""
+        self.state = decode(self.trainer.extra_state.get(INCIDENTS), self.settings.window)
+        self.trainer.excluded_samples = self.state.ranges
         self.note_doubt()
 
     def before_save(self) -> None:
-        """Compare replicas, and put the memory into the state of the trainer. Collective."""
         self.check_replicas()
-        self.trainer.extra_state[INCIDENTS] = self.memory.encode()
+        self.trainer.extra_state[INCIDENTS] = self.state.encode()
 
     def on_step_start(self, batches: Sequence[Any]) -> None:
-        """Keep the micro-batches, and record the messages of the step."""
         self.batches = batches
-        self.trainer.ctx.watch.traffic = []
+        self.trainer.ctx.watch.traffic = []  # records the messages of the step
 
     def before_update(self, parts: Tensor, grad_norm: Tensor) -> DeferredCheck | bool:
         """Judge the step: at once, or while the device applies the update. Collective."""
         if not self.defers:
             return self.judge(parts, grad_norm)
         numbers = sum_numbers(self.trainer, parts, grad_norm)
-        hold = exceeds_limits(numbers, self.memory.recent.limits(self.settings.threshold))
+        hold = exceeds_limits(numbers, self.state.recent.limits(self.settings.threshold))
         arriving = ToHost(torch.cat([numbers, hold.view(1)]))
 
         def decide() -> bool | None:
@@ -132,7 +135,7 @@ class Incidents(Observer):
             if is_held:
                 return not self.judge(parts, grad_norm)
             self.note_finite(loss)
-            self.memory.recent.add(loss, norm)
+            self.state.recent.add(loss, norm)
             return None
 
         return DeferredCheck(hold, decide)
@@ -140,66 +143,22 @@ class Incidents(Observer):
     def judge(self, parts: Tensor, norm: Tensor) -> bool:
         """Decide on a step before its update; True leaves the update out. Collective.
 
-        The first step of an incident is computed again. Where that is no incident, the update is the second
-        pass's, whose numbers `parts` and `norm` then hold.
+        The first step of an incident is computed again. Where the second pass is normal, the update is its,
+        and `parts` and `norm` hold its numbers then.
         """
         numbers, again = shared_numbers(self.trainer, parts, norm), None
         reasons = self.judge_numbers(numbers)
-        if reasons.kinds and not self.memory.nonfinite_steps:
+        if reasons.kinds and not self.state.nonfinite_steps:
             again = compute_again(self.trainer, self.batches, parts, norm)
             if not again.numbers.are_finite or self.judge_numbers(again.numbers).kinds:
                 again = None
-                self.compare_replicas(self.trainer.step + 1)
-        if reasons.kinds and again is None and self.torn:
-            reasons.add("replicas_differ", f"silent corruption: {'; '.join(self.torn)}")
+                self.compare_replicas()
+        if reasons.kinds and again is None and self.differences:
+            reasons.add("replicas_differ", f"silent corruption: {'; '.join(self.differences)}")
         kept = numbers if again is None else again.numbers
-        self.count_bad_steps(kept, reasons)
-        self.memory.recent.add(kept.loss, kept.norm)
+        self.count_nonfinite(kept, reasons)
+        self.state.recent.add(kept.loss, kept.norm)
         return bool(reasons.kinds) and self.act(reasons, numbers, again)
-
-    def count_bad_steps(self, numbers: StepNumbers, reasons: IncidentReasons) -> None:
-        """Count steps in a row that are not finite; an overflow that halves the loss scale is none."""
-        memory, patience = self.memory, self.settings.patience
-        if numbers.are_finite:
-            self.note_finite(numbers.loss)
-            return
-        memory.first_nonfinite_step = memory.first_nonfinite_step or self.trainer.step + 1
-        self.note_doubt()
-        if reasons.kinds:
-            memory.nonfinite_steps += 1
-            if memory.nonfinite_steps == patience:
-                reasons.add("exhausted", f"{patience} steps in a row without finite gradients")
-
-    def note_finite(self, loss: float) -> None:
-        """Note that the numbers of the next step are finite, and its loss."""
-        self.memory.first_nonfinite_step = self.memory.nonfinite_steps = 0
-        self.memory.judge_loss(loss, self.trainer.step + 1, is_repeated=self.end is not None)
-        self.note_doubt()
-
-    def note_doubt(self) -> None:
-        """Tell the trainer what its weights are worth."""
-        memory = self.memory
-        self.trainer.is_finite = not memory.first_nonfinite_step
-        self.trainer.wrong_since = min(filter(None, (memory.doubt, memory.suspect)), default=None)
-
-    def judge_end(self) -> None:
-        """Judge the weights after the last update, by the batches of the last step. Collective."""
-        trainer = self.trainer
-        parts = trainer.compute_gradients(self.batches)
-        norm = gradient_norm(trainer.shards, trainer.ctx) / trainer.scaler.scale
-        self.end = numbers = shared_numbers(trainer, parts, norm)
-        if (
-            trainer.scaler.dynamic and not self.memory.nonfinite_steps
-        ):  # an overflow of gradients is usual then
-            numbers = replace(numbers, norm=0.0)
-        self.count_bad_steps(numbers, IncidentReasons())
-
-    def compare_replicas(self, step: int) -> None:
-        """Look for weights and moments of `step` that are not equal on all replicas. Collective."""
-        self.torn = replica_differences(self.trainer)
-        if self.torn:
-            self.memory.differ = self.memory.differ or step
-            self.note_doubt()
 
     def judge_numbers(self, numbers: StepNumbers) -> IncidentReasons:
         """Return what is not finite or far from recent numbers."""
@@ -215,7 +174,7 @@ class Incidents(Observer):
             if not math.isfinite(numbers.norm):
                 reasons.add("gradient_not_finite", f"gradient norm {numbers.norm}")
         elif settings.threshold:
-            limits = self.memory.recent.limits(settings.threshold)
+            limits = self.state.recent.limits(settings.threshold)
             values = {"loss": numbers.loss, "gradient norm": numbers.norm}
             for (what, value), limit in zip(values.items(), limits, strict=True):
                 if value >= limit:
@@ -223,12 +182,49 @@ class Incidents(Observer):
                     reasons.add(f"{what.split()[0]}_outlier", f"{line} {settings.threshold:,.9g} steps")
         return reasons
 
+    def count_nonfinite(self, numbers: StepNumbers, reasons: IncidentReasons) -> None:
+        """Count steps in a row that are not finite, without overflows that halve the loss scale."""
+        state, patience = self.state, self.settings.patience
+        if numbers.are_finite:
+            self.note_finite(numbers.loss)
+            return
+        state.first_nonfinite_step = state.first_nonfinite_step or self.trainer.step + 1
+        self.note_doubt()
+        if reasons.kinds:
+            state.nonfinite_steps += 1
+            if state.nonfinite_steps == patience:
+                reasons.add("exhausted", f"{patience} steps in a row without finite gradients")
+
+    def note_finite(self, loss: float) -> None:
+        """Note that the numbers of the next step are finite, and its loss."""
+        self.state.first_nonfinite_step = self.state.nonfinite_steps = 0
+        self.state.judge_loss(loss, self.trainer.step + 1, is_repeated=self.end is not None)
+        self.note_doubt()
+
+    def note_doubt(self) -> None:
+        """Tell the trainer what its weights are worth."""
+        state = self.state
+        self.trainer.is_finite = not state.first_nonfinite_step
+        self.trainer.wrong_since = min(filter(None, (state.doubt, state.suspect)), default=None)
+
+    def judge_end(self) -> None:
+        """Judge the weights after the last update, by the batches of the last step. Collective."""
+        trainer = self.trainer
+        parts = trainer.compute_gradients(self.batches)
+        norm = gradient_norm(trainer.shards, trainer.ctx) / trainer.scaler.scale
+        self.end = numbers = shared_numbers(trainer, parts, norm)
+        if (
+            trainer.scaler.dynamic and not self.state.nonfinite_steps
+        ):  # then an overflow of gradients is usual
+            numbers = replace(numbers, norm=0.0)
+        self.count_nonfinite(numbers, IncidentReasons())
+
     def act(self, reasons: IncidentReasons, numbers: StepNumbers, again: SecondPass | None) -> bool:
         """Record an incident and follow incident.action; return True to leave the update out.
 
-        `again` is a second pass that is no incident: then no sample is to blame, and none is left out.
+        `again` is a normal second pass: then no sample is to blame, and none is left out.
         """
-        action, step, details, probe = self.action(), self.trainer.step + 1, dict[str, Any](), None
+        action, step, details = self.action(), self.trainer.step + 1, dict[str, Any]()
         if again is not None:
             reasons.add("transient", again.line("normal" if numbers.are_finite else "finite"))
             action = "stop" if self.settings.action == "stop" else "computed again"
@@ -237,44 +233,48 @@ class Incidents(Observer):
             probe = StepProbe(self.trainer)
             probe.run(self.batches)
             findings = probe.gather()
-            if not self.torn or (findings.first_bad or {}).get("tensor") == WEIGHT:
+            if not self.differences or (findings.first_bad or {}).get("tensor") == WEIGHT:
                 reasons.lines += findings.lines()
                 details = findings.encode()
-        folder = self.write(reasons, details, numbers, probe)
+        folder = self.write(reasons, details, numbers)
         text = f"step {step}: incident: {reasons.text(folder)}"
         ends = "exhausted" in reasons.kinds and action != "rewind"  # DivergenceStop ends the run
-        self.reporter.problem(f"{text} ({DONE['stop' if ends else action]})")
+        self.reporter.problem(f"{text} ({OUTCOMES['stop' if ends else action]})")
         if action == "stop":
             text += f"; stopped as incident.action={self.settings.action} asks"
-            if self.torn:
+            if self.differences:
                 raise IncidentError(text + OTHER_HOST)
             raise IncidentError(text + (self.explain_no_rewind() if self.settings.action == "rewind" else ""))
         if action == "skip":
-            self.memory.steps.append(step)
+            self.state.steps.append(step)
         self.rewinds = action == "rewind"
         if not self.rewinds:
             record = {"loss": numbers.loss, "grad_norm": numbers.norm, "action": action}
-            self.note(reasons, {"at": step, **record}, folder)
+            self.record_event(reasons, {"at": step, **record}, folder)
         return action not in ("log", "computed again")
 
     def action(self) -> str:
         """Return what is done: as asked, or as far as it can be."""
         asked = self.settings.action
-        if asked != "rewind" or self.torn:
-            return "stop" if asked == "rewind" else asked
-        trainer, before = self.trainer, self.memory.limit(self.trainer.step + 1)
+        if asked != "rewind":
+            return asked
+        trainer, before = self.trainer, self.state.rewind_below(self.trainer.step + 1)
+        if self.differences:
+            return "stop"
         is_left = bool(rewind_candidates(trainer.config, before)) if trainer.ctx.is_main else False
         if not Ranks.of(trainer.ctx).any_of([is_left])[0]:
             return "skip" if before is None else "stop"
-        return "rewind" if self.memory.rewinds < self.settings.rewinds else "stop"
+        return "rewind" if self.state.rewinds < self.settings.rewinds else "stop"
 
     def explain_no_rewind(self) -> str:
-        """Why training returns to no checkpoint any more, and the way back, in words. Collective."""
-        memory, most, config = self.memory, self.settings.rewinds, self.trainer.config
-        why = f"no checkpoint before step {memory.limit(self.trainer.step + 1)} is left to return to"
-        if memory.rewinds >= most:
+        """Return why training returns to no checkpoint any more, and the way back. Collective."""
+        most, config = self.settings.rewinds, self.trainer.config
+        why = (
+            f"no checkpoint before step {self.state.rewind_below(self.trainer.step + 1)} is left to return to"
+        )
+        if self.state.rewinds >= most:
             why = f"training has returned incident.rewinds={most} times"
-        good = find_newest_good(self.trainer, memory.doubt or None)
+        good = find_newest_good(self.trainer, self.state.doubt or None)
         advice = "a lower optimizer.lr or incident.action=skip"
         return f": {why}. {describe_way_back(config.out, good, advice)}"
 
@@ -284,60 +284,60 @@ class Incidents(Observer):
         folder = self.write(reasons, details or {})
         text = f"step {self.trainer.step}: incident: {reasons.text(folder)}"
         self.reporter.problem(text)
-        self.note(reasons, {"lines": [line]}, folder)
+        self.record_event(reasons, {"lines": [line]}, folder)
         return text
 
-    def note(self, reasons: IncidentReasons, record: dict[str, Any], folder: Path | None) -> None:
+    def record_event(self, reasons: IncidentReasons, record: dict[str, Any], folder: Path | None) -> None:
         """Add a record to metrics.jsonl."""
-        at = {"step": self.trainer.step, "kinds": reasons.kinds, "folder": folder and str(folder)}
-        self.reporter.event("incident", {**at, **record})
+        common = {"step": self.trainer.step, "kinds": reasons.kinds, "folder": folder and str(folder)}
+        self.reporter.event("incident", {**common, **record})
 
     def has_place(self, reasons: IncidentReasons) -> bool:
-        """Return True if a folder is left for an incident of this severity."""
+        """Return True if incident.keep leaves a folder for an incident of this severity."""
         is_mild = MILD.issuperset(reasons.kinds)
         return self.count < (self.settings.keep // 2 if is_mild else self.settings.keep)
 
     def write(
-        self,
-        reasons: IncidentReasons,
-        details: dict[str, Any],
-        numbers: StepNumbers | None = None,
-        probe: StepProbe | None = None,
+        self, reasons: IncidentReasons, details: dict[str, Any], numbers: StepNumbers | None = None
     ) -> Path | None:
         """Write the folder of an incident, each rank its part; None if there is no place. Collective.
 
-        `numbers` are those of a step before its update, None for an incident of the state after it.
+        `numbers` are of a step before its update, None for an incident of the state after it.
         """
-        ctx, step = self.trainer.ctx, self.trainer.step + (numbers is not None)
+        ctx, ranks, step = (
+            self.trainer.ctx,
+            Ranks.of(self.trainer.ctx),
+            self.trainer.step + (numbers is not None),
+        )
         if not self.has_place(reasons):
             return None
-        name = Ranks.of(ctx).broadcast(make_folder(self.root, step) if ctx.is_main else None)
+        name = ranks.broadcast(make_folder(self.root, step) if ctx.is_main else None)
         if name is None:
             return None
         self.count, folder = self.count + 1, self.root / str(name)
-        rows = self.rows() if numbers is not None else []
+        record = {"format": FORMAT, "step": step, "kinds": reasons.kinds, "action": self.settings.action}
+        record |= self.facts(numbers)
+        if numbers is not None:
+            # rows of the training split that the step reads, on all ranks, where a batch knows them
+            local_rows = [row for batch in self.batches for row in getattr(batch, "examples", ())]
+            if rows := sorted({row for local in ranks.all_gather(local_rows) for row in local}):
+                record["rows"] = rows
         try:
-            if probe is not None:
-                write_rank(folder, ctx, probe)
-            if numbers is not None:
-                write_samples(folder, ctx, self.batches)
+            if numbers is not None and not (ctx.tp.rank or ctx.cp.rank or ctx.pp.rank):
+                write_samples(folder / f"samples-{ctx.dp.rank:05d}.npz", self.batches)
             if ctx.is_main:
-                record = {"step": step, "kinds": reasons.kinds, "action": self.settings.action}
-                record |= self.facts(numbers) | ({"rows": rows} if rows else {}) | details
-                write_record(folder, record, reasons.lines)
+                content = cast(Mapping[str, Any], replace_nonfinite({**record, **details}))
+                write_atomic(folder / FILE, dump_json(content))
+                title = f"# Incident at step {step}: {', '.join(reasons.kinds)}\n\n"
+                write_atomic(folder / REPORT, (title + "".join(f"- {s}\n" for s in reasons.lines)).encode())
         except OSError as error:
             where = error.filename or folder
             self.reporter.problem(f"{where}: {error.strerror}; the incident is recorded in part")
         return folder
 
-    def rows(self) -> list[int]:
-        """Return the rows of the training split that the step reads, on all ranks. Collective."""
-        mine = [number for batch in self.batches for number in rows_of(batch)]
-        return sorted({number for rows in Ranks.of(self.trainer.ctx).all_gather(mine) for number in rows})
-
     def facts(self, numbers: StepNumbers | None) -> dict[str, Any]:
         """Return what a replay needs, and what a reader asks first."""
-        trainer, config = self.trainer, self.trainer.config
+        trainer, ctx = self.trainer, self.trainer.ctx
         ancestry, samples = self.saver.ancestry, trainer.next_samples
         is_finetuning = FINETUNING in trainer.extra_state
         return {
@@ -347,11 +347,11 @@ class Incidents(Observer):
             "finetuning": is_finetuning,
             "checkpoint": next((step_name(save.step) for save in ancestry.lineage.ancestors[-1:]), None),
             LINEAGE: ancestry.encode(),
-            "layout": {"tp": trainer.ctx.tp.size, "pp": trainer.ctx.pp.size, "dp": trainer.ctx.dp.size},
-            "memory": {**self.memory.encode(), "recent": []},
+            "layout": {"tp": ctx.tp.size, "pp": ctx.pp.size, "dp": ctx.dp.size},
+            "memory": {**self.state.encode(), "recent": []},
             "scaler": trainer.scaler.state(),
             "versions": versions(),
-            "config": to_dict(config),
+            "config": to_dict(trainer.config),
         }
 
     def after_step(self, outcome: StepOutcome) -> None:
@@ -362,13 +362,20 @@ class Incidents(Observer):
         if self.checks.every and self.trainer.step % self.checks.every == 0:
             self.check_replicas()
 
+    def compare_replicas(self) -> None:
+        """Look for weights and moments that are not equal on all replicas. Collective."""
+        self.differences = replica_differences(self.trainer)
+        if self.differences:
+            self.state.differ = self.state.differ or self.trainer.step + 1
+            self.note_doubt()
+
     def check_replicas(self) -> None:
         """Report replicas that differ, once. Collective."""
-        if self.torn or not self.checks.every:
+        if self.differences or not self.checks.every:
             return
-        self.compare_replicas(self.trainer.step + 1)
-        if self.torn:
-            text = self.report("replicas_differ", f"silent corruption: {'; '.join(self.torn)}")
+        self.compare_replicas()
+        if self.differences:
+            text = self.report("replicas_differ", f"silent corruption: {'; '.join(self.differences)}")
             if self.settings.action in ("stop", "rewind"):
                 raise IncidentError(text + OTHER_HOST)
 
@@ -377,23 +384,54 @@ class Incidents(Observer):
 
         From the same incident it goes one checkpoint further back.
         """
-        trainer, memory, samples = self.trainer, self.memory, self.trainer.newest_samples
-        first, size = samples.start, len(samples)
+        trainer, before, samples = self.trainer, self.state, self.trainer.newest_samples
         failed, self.rewinds = trainer.step, False
         with suppress(CheckpointError):  # a failed save was reported
             self.saver.finish()
-        path = rewind(trainer, memory.limit(failed))
+        path = rewind(trainer, before.rewind_below(failed))
         assert path is not None, "action() has looked"
-        self.load_memory()
-        for range_ in memory.ranges:
-            self.memory.leave_out(*range_)
-        self.memory.leave_out(first, size)
-        self.memory.rewinds, self.memory.last_rewind = memory.rewinds + 1, (failed, trainer.step)
-        trainer.excluded_samples = self.memory.ranges
+        self.load_state()
+        # The checkpoint knows nothing of incidents after it.
+        self.state.leave_out(*before.ranges, (samples.start, len(samples)))
+        self.state.rewinds, self.state.last_rewind = before.rewinds + 1, (failed, trainer.step)
+        trainer.excluded_samples = self.state.ranges
         self.reporter.rewound(trainer.step)
-        line = f"returned from step {failed} to {path}; samples {first} to {first + size - 1} are left out"
-        self.reporter.problem(line)
-        self.reporter.event("rewound", {"step": trainer.step, "from": failed, "left_out": [first, size]})
+        left_out = f"samples {samples.start} to {samples.stop - 1} are left out"
+        self.reporter.problem(f"returned from step {failed} to {path}; {left_out}")
+        event = {"step": trainer.step, "from": failed, "left_out": [samples.start, len(samples)]}
+        self.reporter.event("rewound", event)
+
+
+def make_folder(root: Path, step: int) -> str | None:
+    """Make a new folder for an incident at a step and return its name; None if the disk does not take it."""
+    name = first = step_name(step)
+    for number in count(2):
+        try:
+            (root / name).mkdir(parents=True)
+            return name
+        except FileExistsError:
+            name = f"{first}-{number}"
+        except OSError:
+            break
+    return None
+
+
+def write_samples(path: Path, batches: Sequence[Any]) -> None:
+    """Write the tokens of micro-batches, and their rows of a training split where known. Raises OSError."""
+    arrays: dict[str, Any] = {"first_samples": np.array([batch.first_sample for batch in batches])}
+    kept = 0
+    for number, batch in enumerate(batches):
+        kept += batch.tokens.numel()
+        if kept > MAX_TOKENS:
+            break
+        arrays[f"{number}.tokens"] = batch.tokens.cpu().numpy()
+        if rows := getattr(batch, "examples", ()):
+            arrays[f"{number}.rows"] = np.array(rows)
+
+    def save(file: BinaryIO) -> None:
+        np.savez(file, **arrays)
+
+    write_atomic(path, save)
 
 
 def find_newest_good(trainer: Trainer, since: int | None) -> Path | None:
@@ -407,7 +445,10 @@ def find_newest_good(trainer: Trainer, since: int | None) -> Path | None:
 
 
 def describe_way_back(out: str, good: Path | None, advice: str, *, is_latest: bool = False) -> str:
-    """The newest good checkpoint and what continues from it, in words; `is_latest` if the run does."""
+    """Return the newest good checkpoint and what continues from it, in words.
+
+    `is_latest` is True if `latest` names it.
+    """
     if good is None:
         return f"No good checkpoint is left: start again with another out=… and {advice}"
     if good.parent.parent.name == BEST:

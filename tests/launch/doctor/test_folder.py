@@ -151,10 +151,14 @@ def test_a_disk_that_writes_slowly_is_a_warning_with_what_it_means(
 def test_a_disk_that_fills_up_while_it_is_written_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    sync = os.fsync
 
-    monkeypatch.setattr(folders, "_write_pieces", full)
+    def full(descriptor: int) -> None:
+        if os.fstat(descriptor).st_size == folders.PIECE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
     found = check_folder(tmp_path, Control(None, 0, 1, 1.0))
     assert statuses(found)[SPEED] == "fail"
     assert list(tmp_path.iterdir()) == []

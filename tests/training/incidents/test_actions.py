@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import ArrayLike, NDArray
 
 from mlm.data.sampler import first_of_step
 from mlm.parallel.collectives import ToHost
@@ -14,7 +15,7 @@ from mlm.parallel.mesh import shape_context
 from mlm.runs.config import IncidentConfig
 from mlm.training import trainer
 from mlm.training.incidents import watcher
-from tests.training.incidents.bad_data import BAD
+from tests.training.incidents.bad_data import BAD, Constant
 from tests.training.incidents.runs import STEP, folder, incident, losses, pretrain
 from tests.training.incidents.runs import watcher as watcher_of
 from tests.training.records import records
@@ -54,15 +55,6 @@ def test_an_incident_names_its_sample_and_keeps_its_tokens_settings_and_checkpoi
     assert len(set(samples["0.tokens"][1])) > 1
     assert set(samples["1.tokens"].flatten()) == {1}
     assert f"sample {BAD}" in (folder(logged) / "README.md").read_text()
-
-
-def test_statistics_list_every_tensor_in_order(logged: Path) -> None:
-    rank = json.loads((folder(logged) / "rank-00000.json").read_text())
-    names = [(each["tensor"], each["name"]) for each in rank["tensors"]]
-    assert names.index(("input", "layers.0.mlp.down")) < names.index(("output", "layers.1.mlp.up"))
-    assert names.index(("output", "loss")) < names.index(("gradient", "layers.1.mlp.up"))
-    assert names.index(("gradient", "layers.1.mlp.up")) < names.index(("gradient", "layers.0.mlp.up"))
-    assert names[-1] == ("weight gradient", "token.weight")
 
 
 def test_looking_changes_no_bit_of_the_run(logged: Path, tmp_path: Path) -> None:
@@ -173,7 +165,7 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "somewhere")
 
-    monkeypatch.setattr("mlm.training.incidents.watcher.write_rank", full)
+    monkeypatch.setattr("mlm.training.incidents.watcher.write_samples", full)
     assert pretrain(tmp_path / "run") == 0
     assert max(losses(tmp_path / "run")) == 14
 
@@ -193,3 +185,35 @@ def test_batches_touch_no_sample_that_is_left_out(
     consumed: int, excluded_samples: list[tuple[int, int]], expected: list[int]
 ) -> None:
     assert [first_of_step(consumed, number, 4, excluded_samples) for number in range(3)] == expected
+
+
+class Bad(Constant):
+    """Three bad samples, each of the batch that takes the place of the one before when that is left out."""
+
+    def gather(self, sample_ids: ArrayLike) -> NDArray[np.int64]:
+        ids = np.asarray(sample_ids, dtype=np.int64)
+        return super().gather(np.where(np.isin(ids, (BAD + 4, BAD + 8)), BAD, ids))
+
+
+def build(data: object, *, vocab_size: int, num_samples: int, seed: int, validation: bool) -> Bad:
+    """The samples that data.kind=tests.training.incidents.test_actions:build names."""
+    return Bad(vocab_size, 8, num_samples)
+
+
+def test_rewinds_to_a_checkpoint_from_before_them_are_counted(tmp_path: Path) -> None:
+    """The checkpoint knows of none of them, yet the third of incident.rewinds=2 ends the run."""
+    out, kind = tmp_path / "run", f"data.kind={__name__}:build"
+    assert pretrain(out, kind, "incident.action=rewind", "incident.rewinds=2") == 1
+    assert [record["left_out"] for record in records(out, "rewound")] == [[40, 4], [44, 4]]
+    assert max(losses(out)) == STEP - 1
+
+
+@pytest.mark.slow
+def test_each_rewind_leaves_out_the_samples_of_those_before_too(tmp_path: Path) -> None:
+    """What earlier ones left out is not in the checkpoint that the run returns to."""
+    out, kind = tmp_path / "run", f"data.kind={__name__}:build"
+    often = ("checkpoint.save_every=2", "checkpoint.keep_last=4")  # each rewind goes one further back
+    assert pretrain(out, kind, "incident.action=rewind", *often) == 0
+    state = json.loads((out / "checkpoints" / "step-00000014" / "manifest.json").read_text())["state"]
+    assert state["incidents"]["left_out_samples"] == [[40, 4], [44, 4], [48, 4]]
+    assert state["consumed_samples"] == 14 * 4 + 3 * 4

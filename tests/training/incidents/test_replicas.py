@@ -2,16 +2,24 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from mlm.checkpoint.native.run_state import DOUBTFUL_SINCE, INCIDENTS
 from mlm.optim.adamw import moment
 from mlm.parallel.mesh import ParallelContext
+from mlm.runs.config import IncidentConfig
 from mlm.training.incidents.comparisons import digest, minority_ranks, replica_differences
+from mlm.training.incidents.watcher import Incidents
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
+from tests.training.incidents.runs import watcher
+from tests.training.incidents.test_places import batches_of
+from tests.training.incidents.test_transient import usual
 from tests.training.test_trainer import config
 
 
@@ -90,3 +98,44 @@ def test_every_flipped_bit_changes_the_digest(dtype: torch.dtype) -> None:
         y = x.clone()
         y.view(width)[choose.randrange(33)] ^= 1 << bit
         assert digest(y) != before
+
+
+def faulty_replica(ctx: ParallelContext, out: Path, action: Any) -> tuple[list[str], int, bool]:
+    """What a step says of a weight that is wrong on rank 1, since when the run is in doubt, if it ended."""
+    trainer = Trainer[Any](replace(config(), incident=IncidentConfig(action=action)), ctx)
+    incidents: Incidents = watcher(trainer, out)
+    incidents.state.recent = usual()
+    if ctx.rank == 1:
+        next(s for s in trainer.shards if s.name == "token.weight").parameter.data.mul_(1e4)
+    ended = False
+    try:
+        trainer.train_step((incidents.on_step_start(batches := batches_of(trainer)), batches)[1])
+    except Exception as error:  # of all ranks
+        ended = "resume from a checkpoint before it" in str(error)
+    return incidents.said, incidents.state.doubt, ended  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("action", "ends"), [("log", False), ("rewind", True)])
+def test_an_incident_of_one_replica_blames_no_sample(action: str, ends: bool, tmp_path: Path) -> None:
+    for (said,), doubt, ended in run_on_ranks(faulty_replica, tmp_path, action, dp=2):
+        assert "silent corruption: token.weight differs over dp on ranks 0, 1" in said
+        assert "sample" not in said
+        assert (doubt, ended) == (1, ends)
+
+
+def save_with_a_flip(ctx: ParallelContext, out: Path) -> tuple[int | None, int, str]:
+    """Since when a save says that replicas differ and its checkpoint is in doubt, what the run hears."""
+    trainer = Trainer[Any](config(), ctx)
+    incidents = watcher(trainer, out)
+    if ctx.rank == 1:
+        trainer.shards[0].parameter.data.view(-1)[0] += 1e-9
+    incidents.before_save()
+    incidents.before_save()  # said once
+    return trainer.wrong_since, trainer.extra_state[INCIDENTS][DOUBTFUL_SINCE], " ".join(incidents.said)  # type: ignore[attr-defined]
+
+
+def test_replicas_are_compared_before_a_save(tmp_path: Path) -> None:
+    """The weights after step 0 are what the first step begins with."""
+    for wrong_since, since, said in run_on_ranks(save_with_a_flip, tmp_path, dp=2):
+        assert (wrong_since, since) == (1, 1)
+        assert said.count("silent corruption: ") == 1

@@ -15,7 +15,7 @@ from torch import Tensor
 from mlm.cli import main
 from mlm.parallel.mesh import ParallelContext
 from mlm.runs.config import IncidentConfig, PretrainConfig
-from mlm.training.incidents.comparisons import fault_begins_here
+from mlm.training.incidents.comparisons import sent_first_difference
 from mlm.training.incidents.numbers import RecentSteps
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
@@ -84,7 +84,7 @@ def faulty_step(ctx: ParallelContext, spec: PretrainConfig, out: Path) -> list[t
         clean, trainer = Trainer[Any](spec, ctx), Trainer[Any](spec, ctx)
         clean.train_step(batches_of(clean))
         incidents = watcher(trainer, out / name)
-        incidents.memory.recent = usual()
+        incidents.state.recent = usual()
         incidents.on_step_start(batches_of(trainer))
         stop = plant(trainer) if ctx.rank == 1 else lambda: None
         parts = trainer.compute_gradients(incidents.batches)
@@ -93,7 +93,7 @@ def faulty_step(ctx: ParallelContext, spec: PretrainConfig, out: Path) -> list[t
         same = all(
             torch.equal(a.parameter, b.parameter) for a, b in zip(clean.shards, trainer.shards, strict=True)
         )
-        finite = bool(outcome.grad_norm.isfinite()) and incidents.memory.nonfinite_steps == 0
+        finite = bool(outcome.grad_norm.isfinite()) and incidents.state.nonfinite_steps == 0
         found.append((same, incidents.said, incidents.rewinds, finite))  # type: ignore[attr-defined]
     return found
 
@@ -126,10 +126,10 @@ def test_a_fault_of_one_pass_is_computed_again_and_its_rank_is_named(
 def test_the_rank_that_sends_a_difference_first_is_its_source() -> None:
     one, other, bad = torch.tensor(1.0), torch.tensor(1.1), torch.tensor(math.nan)
     usual = [(True, one), (False, one), (True, one)]
-    assert not fault_begins_here(usual, [(sent, other) for sent, _ in usual])
-    assert fault_begins_here([(True, bad), (False, bad), (True, bad)], usual)
-    assert not fault_begins_here([(True, one), (False, bad), (True, bad)], usual)
-    assert not fault_begins_here([], [])
+    assert not sent_first_difference(usual, [(sent, other) for sent, _ in usual])
+    assert sent_first_difference([(True, bad), (False, bad), (True, bad)], usual)
+    assert not sent_first_difference([(True, one), (False, bad), (True, bad)], usual)
+    assert not sent_first_difference([], [])
 
 
 STRUCK = 5

@@ -1,5 +1,6 @@
-"""The slow rank and its reason, from the times of ranks and of a real run."""
+"""The slow rank and its reason, from the times of ranks and of a real run; profile=true."""
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.mesh import ParallelContext
 from mlm.runs.config import CheckConfig
-from mlm.training.incidents.timing import SlowRanks, Times
+from mlm.training.incidents.timing import RankTimes, SlowRanks
 from tests.ranks import run_on_ranks
+from tests.training.incidents.runs import losses, pretrain
 
 EVEN = {"computing": 1.0, "reading data": 0.1, "saving": 0.0, "waiting over dp": 0.2}
 
@@ -22,7 +24,7 @@ EVEN = {"computing": 1.0, "reading data": 0.1, "saving": 0.0, "waiting over dp":
     [({"computing": 2.5}, "computing"), ({"reading data": 1.5}, "reading data"), ({"saving": 2.0}, "saving")],
 )
 def test_the_slowest_rank_is_named_with_host_and_cause(slower: dict[str, float], cause: str) -> None:
-    times = Times(["a", "b", "c", "d"], [EVEN, EVEN, {**EVEN, **slower, "waiting over dp": 0.0}, EVEN])
+    times = RankTimes(["a", "b", "c", "d"], [EVEN, EVEN, {**EVEN, **slower, "waiting over dp": 0.0}, EVEN])
     assert (times.slowest, times.cause) == (2, cause)
     assert times.factor > 2
     assert times.line().startswith("slowest rank 2 (host c): busy")
@@ -93,7 +95,7 @@ def compared(ctx: ParallelContext, out: Path, shares: list[Any], keep: int = 0) 
     slow_ranks = SlowRanks(incidents.trainer, incidents.report)
     slow_ranks.on_run_start(incidents.trainer, incidents.reporter)
     for each in shares:
-        slow_ranks.compare(Times(["h0", "h1", "h2"], each))
+        slow_ranks.compare(RankTimes(["h0", "h1", "h2"], each))
     return incidents.said  # type: ignore[attr-defined,no-any-return]
 
 
@@ -150,9 +152,9 @@ def test_a_report_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_is_compared_with_the_others_alone() -> None:
     """Not with a median that it moves itself."""
-    assert Times(["a", "b"], [{"computing": 1.0}, {"computing": 3.0}]).factor == pytest.approx(3.0)
+    assert RankTimes(["a", "b"], [{"computing": 1.0}, {"computing": 3.0}]).factor == pytest.approx(3.0)
     slow = {"computing": 5.0, "reading data": 2.0}
-    assert Times(["a", "b", "c"], [{"computing": 0.0}, slow, {"computing": 4.0}]).cause == "computing"
+    assert RankTimes(["a", "b", "c"], [{"computing": 0.0}, slow, {"computing": 4.0}]).cause == "computing"
 
 
 def test_a_rank_that_is_slow_again_is_reported_again(tmp_path: Path) -> None:
@@ -169,3 +171,33 @@ def reports_of_a_rank_that_recovers(ctx: ParallelContext, out: Path) -> list[str
     nearly = {"computing": factor * 0.99}
     rows = ([even, slow, even], [even, even, slow], [even, nearly, even], [even, slow, even])
     return compared(ctx, out, list(rows))
+
+
+def test_a_run_that_ends_before_the_last_profiled_step_has_a_profile_of_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tracer is closed: one that was left open ended the process with SIGSEGV after its last step."""
+    monkeypatch.setenv("MLM_TRUST", "tests")
+    assert pretrain(tmp_path / "run", "train.steps=3", "checkpoint.save_every=0", "profile=true") == 0
+    assert "profile of 1 step: " in capsys.readouterr().out
+    assert (tmp_path / "run" / "profile" / "rank-00000.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_profile_names_the_phases_and_changes_no_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLM_TRUST", "tests")
+    short = ["train.steps=6", "checkpoint.save_every=0"]
+    assert pretrain(tmp_path / "plain", *short) == 0
+    assert pretrain(tmp_path / "run", *short, "profile=true") == 0
+    said = capsys.readouterr().out
+    assert losses(tmp_path / "run") == losses(tmp_path / "plain")
+    events = json.loads((tmp_path / "run" / "profile" / "rank-00000.json").read_text())["traceEvents"]
+    counted = [
+        event["name"] for event in events if event["name"].startswith("mlm: ") and event.get("ph") == "X"
+    ]
+    assert counted.count("mlm: optimizer") == 3
+    assert counted.count("mlm: forward") == counted.count("mlm: backward") == 6
+    assert "profile of 3 steps" in said
+    assert "  backward " in said
