@@ -42,9 +42,8 @@ from mlm.convert.huggingface.mapping import Note
 from mlm.convert.huggingface.model_card import card_facts
 from mlm.convert.huggingface.tensors import HFTensors
 from mlm.convert.huggingface.tokenizer import ids_as_json, ids_to_keep, read_tokenizer
-from mlm.data.chat_builtin import BUILT_IN, TURNS
-from mlm.data.chat_files import find_chat_template, find_template
-from mlm.data.chat_template import ChatTemplate
+from mlm.data.chat_files import find_chat_template, find_templates
+from mlm.data.chat_template import BUILT_IN, TURNS, ChatTemplate
 from mlm.data.files_present import hub_id
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
@@ -246,7 +245,7 @@ class Source(ABC):
     def template_problem(self, named: str | None, *, key: str) -> Problem | None:
         """Return the problem of a model without a chat template. Raises UserError, CorruptFileError."""
         folders = self._template_folders(named)
-        if any(map(find_template, folders)):
+        if any("default" in find_templates(folder) for folder in folders):
             return None
         why = f"{folders[0]} holds no chat template (chat_template.jinja, or in tokenizer_config.json)"
         return Absent.at(key, None, why, f"set {key}={' or '.join(BUILT_IN)}, or to a FILE.jinja")

@@ -4,8 +4,16 @@ import json
 import re
 from pathlib import Path
 
-from mlm.data.chat_builtin import BUILT_IN, IM_END, IM_START, TURNS
-from mlm.data.chat_template import FILE, FOLDER, FOR_TOOLS, ChatTemplate
+from mlm.data.chat_template import (
+    BUILT_IN,
+    FILE,
+    FOLDER,
+    FOR_TOOLS,
+    IM_END,
+    IM_START,
+    TURNS,
+    ChatTemplate,
+)
 from mlm.data.tokenizer import Tokenizer
 from mlm.data.tokenizer_settings import SETTINGS, named_tokens, read_config
 from mlm.util.errors import UserError, reading_from
@@ -14,8 +22,6 @@ from mlm.util.files import READABLE, decode_text, read_bounded
 DEFAULT = "default"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Names of templates, which become those of files."""
-MAX_BYTES = 1 << 20
-"""Largest template: 1 MiB."""
 
 
 def find_chat_template(folder: Path, tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate | None:
@@ -27,13 +33,21 @@ def find_chat_template(folder: Path, tokenizer: Tokenizer, file: str | None = No
     if file in BUILT_IN:
         source, note = with_turn_end(BUILT_IN[file], file, tokenizer)
         return ChatTemplate(source, tokens, f"chat template {file}", note)
-    found = find_templates(folder) if file in (None, TURNS) else {DEFAULT: (read_template(Path(file)), file)}
-    if DEFAULT not in found:
+    templates = (
+        find_templates(folder) if file in (None, TURNS) else {DEFAULT: (read_template(Path(file)), file)}
+    )
+    if DEFAULT not in templates:
         return None
-    others = {name: source for name, (source, _) in found.items() if name not in (DEFAULT, FOR_TOOLS)}
-    for_tools = ChatTemplate(found[FOR_TOOLS][0], tokens, found[FOR_TOOLS][1]) if FOR_TOOLS in found else None
-    source, place = found[DEFAULT]
-    return ChatTemplate(source, tokens, place, tool_use=for_tools, keeps_turns=file == TURNS, others=others)
+    source, location = templates.pop(DEFAULT)
+    tool_use = templates.pop(FOR_TOOLS, None)
+    return ChatTemplate(
+        source,
+        tokens,
+        location,
+        tool_use=ChatTemplate(tool_use[0], tokens, tool_use[1]) if tool_use else None,
+        keeps_turns=file == TURNS,
+        others={name: other for name, (other, _) in templates.items()},
+    )
 
 
 def with_turn_end(source: str, name: str, tokenizer: Tokenizer) -> tuple[str, str]:
@@ -57,50 +71,45 @@ def with_turn_end(source: str, name: str, tokenizer: Tokenizer) -> tuple[str, st
 def token_names(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
     """Return the special tokens of a folder by the names that templates use, if its vocabulary has them.
 
-    Of a folder that says nothing of them they are those of the tokenizer.
+    A folder that declares none has those of the tokenizer.
     """
     named = named_tokens(folder)
     if named is None:
         ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eod_id, "pad_token": tokenizer.pad_id}
         return {name: tokenizer.name_of(id) for name, id in ids.items() if id is not None}
-    # a null is a word: there is none; but without an end no answer would end
+    # a null declares that there is none; but without an end no answer would end
     empty = [name for name, token in named.items() if not token and name != "eos_token"]
     return {name: token for name, token in named.items() if token in tokenizer or name in empty}
 
 
-def find_template(folder: Path) -> tuple[str, str] | None:
-    """Return a folder's template and its place; None without one. Raises UserError, CorruptFileError."""
-    return find_templates(folder).get(DEFAULT)
-
-
 def find_templates(folder: Path) -> dict[str, tuple[str, str]]:
-    """Return a folder's templates and their places by name. Raises UserError, CorruptFileError.
+    """Return a folder's templates and their locations by name. Raises UserError, CorruptFileError.
 
     Files come before those of tokenizer_config.json, as in `transformers`.
     """
     files = {DEFAULT: folder / FILE}
     if (folder / FOLDER).is_dir():
         files |= {path.stem: path for path in sorted((folder / FOLDER).glob("*.jinja"))}
-    found = {
+    templates = {
         name: (read_template(path), str(path))
         for name, path in files.items()
         if path.is_file() and NAME.fullmatch(name)
     }
-    if found:
-        return found
+    if templates:
+        return templates
     value = read_config(folder / SETTINGS).get("chat_template")
-    place = f"{folder / SETTINGS}: chat_template"
+    location = f"{folder / SETTINGS}: chat_template"
     if isinstance(value, list):
-        value = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
+        value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
     named = value if isinstance(value, dict) else {DEFAULT: value}
     return {
-        name: (source, place if name == DEFAULT else f"{place} {name}")
+        name: (source, location if name == DEFAULT else f"{location} {name}")
         for name, source in named.items()
         if isinstance(source, str) and isinstance(name, str) and NAME.fullmatch(name)
     }
 
 
 def read_template(path: Path) -> str:
-    """Read a template. Raises UserError, CorruptFileError."""
+    """Read a template of at most 1 MiB. Raises UserError, CorruptFileError."""
     with reading_from(path, READABLE):
-        return decode_text(read_bounded(path, MAX_BYTES, "replace it"), str(path))
+        return decode_text(read_bounded(path, 1 << 20, "replace it"), str(path))

@@ -1,29 +1,55 @@
 """A tokenizer's chat template: conversations as text, rendered as `transformers` renders them.
 
-The template is Jinja from a model folder, which is untrusted: it sees JSON values alone, in a sandbox
-(chat_sandbox.py). It may mark the assistant's answers with {% generation %} blocks.
+The template is Jinja from a model folder, which is untrusted. It runs in Jinja's immutable sandbox, which
+keeps it from files and Python's own objects, sees copies of JSON values, and is stopped after TIME_LIMIT_S.
+It may mark the assistant's answers with {% generation %} blocks.
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import missing
 
-from mlm.data.chat_builtin import TURNS
-from mlm.data.chat_sandbox import BEGIN, END, RenderError, environment, render
 from mlm.util.errors import UserError, lone_surrogate
 from mlm.util.files import digest_bytes, write_atomic
 
 FILE = "chat_template.jinja"
 FOR_TOOLS, FOLDER = "tool_use", "additional_chat_templates"
 """Name of a second template for conversations with tools, and the folder of its file."""
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning; templates read the first, or the second."""
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
+"""ChatML's marks of a turn."""
+CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}
+{%- else %}{{ message.content + '<|im_end|>' }}{% endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+BUILT_IN = {"chatml": CHATML}
+"""Templates for base models that have none, by name."""
+TURNS = "turns"
+"""Name of the tokenizer's own template, each answer as it is rendered when nothing follows it: templates of
+models that think leave out the thoughts of earlier turns."""
+BEGIN, END = "\ufdd0", "\ufdd1"
+"""Around a rendered {% generation %} block: noncharacters, which no text holds."""
+TIME_LIMIT_S = 10
 
 Message = dict[str, Any]
 
@@ -69,16 +95,15 @@ class ChatTemplate:
         self.tool_use, self.keeps_turns, self.others = tool_use, keeps_turns, dict(others or {})
         if (half := lone_surrogate(source)) is not None:
             raise UserError(f"{place}: holds {half}: correct the template")
-        self.marks_answers = GENERATION.search(source) is not None
-        parts = [
-            source,
-            sorted(self.tokens.items()),
-            *([tool_use.source] if tool_use else ()),
-            *[TURNS] * keeps_turns,
-        ]
-        self.digest = digest_bytes(json.dumps(parts).encode())
+        self.marks_answers = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
+        identity: list[Any] = [source, sorted(self.tokens.items())]
+        if tool_use is not None:
+            identity.append(tool_use.source)
+        if keeps_turns:
+            identity.append(TURNS)
+        self.digest = digest_bytes(json.dumps(identity).encode())
         try:
-            environment().parse(source)  # compiling would compute its constants, here
+            environment().parse(source)  # compiling would compute its constants, outside the time limit
         except jinja2.TemplateSyntaxError as error:
             raise UserError(
                 f"{place}:{error.lineno}: no Jinja ({error.message}): correct the template"
@@ -103,6 +128,10 @@ class ChatTemplate:
         """Return the template of a conversation with these tools, None without any."""
         return self if tools is None or self.tool_use is None else self.tool_use
 
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        return environment().from_string(self.source)
+
     def render(
         self,
         messages: Sequence[Message],
@@ -123,15 +152,27 @@ class ChatTemplate:
             **self.tokens,
             **(options or {}),
         }
+        copies = json.loads(json.dumps(values))
         try:
-            text = render(self.source, values)
-        except RenderError as error:
+            with time_limit(TIME_LIMIT_S):
+                text = self._compiled.render(copies)
+        except Exception as error:  # a template may raise anything: TypeError, OverflowError, RecursionError
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ChatError(
-                f"{self.place} fails ({error}): correct the conversation, or give another template"
-            ) from error
+                f"{self.place} fails ({reason}): correct the conversation, or give another template"
+            ) from None
         if (half := lone_surrogate(text)) is not None:
             raise ChatError(f"{self.place} writes {half}: correct the conversation, or the template")
         return without_marks(text)
+
+
+def with_reasoning(message: Message) -> Message:
+    """Return a message with its reasoning under the names that templates read, as `transformers` does."""
+    names = ("reasoning_content", "thinking", "reasoning")  # templates read the first, or the second
+    reasoning = next((message[name] for name in names if message.get(name) is not None), None)
+    return (
+        message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    )
 
 
 def without_marks(text: str) -> Rendered:
@@ -152,7 +193,83 @@ def without_marks(text: str) -> Rendered:
     return Rendered("".join(parts), tuple(answers))
 
 
-def with_reasoning(message: Message) -> Message:
-    """Return a message with its reasoning under the names that templates read, as `transformers` does."""
-    found = next((message[key] for key in REASONING if message.get(key) is not None), None)
-    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the body after some seconds. Only in the main thread, which receives signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"it takes more than {seconds} s")
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
+
+
+class Generation(Extension):
+    """The block {% generation %} … {% endgeneration %}, whose text is put between BEGIN and END."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
+
+    def marked(self, caller: Macro) -> str:
+        return f"{BEGIN}{caller()}{END}"
+
+
+class MissingToken(jinja2.Undefined):
+    """A value that a template is not given: empty, or an error if it is a special token."""
+
+    @property
+    def _undefined_message(self) -> str:
+        name = self._undefined_name
+        if self._undefined_obj is missing and str(name).endswith("_token"):
+            return f"it uses {name}, which the tokenizer lacks: name it in tokenizer_config.json"
+        return super()._undefined_message
+
+    def __str__(self) -> str:
+        if self._undefined_obj is missing and str(self._undefined_name).endswith("_token"):
+            self._fail_with_undefined_error()
+        return ""
+
+
+@cache
+def environment() -> ImmutableSandboxedEnvironment:
+    """Return the environment of all templates, with the names that `transformers` gives them."""
+
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # Jinja's own filter would escape for HTML
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    sandbox = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, "jinja2.ext.loopcontrols"],
+        undefined=MissingToken,
+    )
+    sandbox.filters["tojson"] = to_json
+    sandbox.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": lambda format: datetime.now().strftime(format),
+    }
+    return sandbox

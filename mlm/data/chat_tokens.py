@@ -11,8 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.data.chat_sandbox import BEGIN, END
-from mlm.data.chat_template import ChatError, ChatTemplate, Message, Rendered
+from mlm.data.chat_template import BEGIN, END, ChatError, ChatTemplate, Message, Rendered
 from mlm.data.conversation import ASSISTANT, Conversation, is_trained
 from mlm.data.tokenizer import PRIVATE, Tokenizer
 

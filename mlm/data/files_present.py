@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from mlm.data.chat_builtin import BUILT_IN, TURNS
+from mlm.data.chat_template import BUILT_IN, TURNS
 from mlm.data.config import DataConfig
 from mlm.data.local_copy import copy_locally
 from mlm.util.errors import Absent, Problem, UserError

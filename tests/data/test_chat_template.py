@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlm.data.chat_files import MAX_BYTES, find_chat_template, find_templates, read_template, token_names
+from mlm.data.chat_files import find_chat_template, find_templates, read_template, token_names
 from mlm.data.chat_template import ChatError, ChatTemplate, with_reasoning
 from mlm.data.chat_tokens import Tokens, encode, end_of_turn_tokens
 from mlm.data.chat_tokens import encode_prompt as encode_conversation
@@ -345,8 +345,8 @@ def test_names_of_tokens_are_texts_or_have_a_content_and_are_in_the_vocabulary(t
 
 
 def test_template_of_more_than_a_mebibyte_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "a.jinja").write_text("a" * MAX_BYTES)
-    assert len(read_template(tmp_path / "a.jinja")) == MAX_BYTES
-    (tmp_path / "a.jinja").write_text("a" * (MAX_BYTES + 1))
+    (tmp_path / "a.jinja").write_text("a" * (1 << 20))
+    assert len(read_template(tmp_path / "a.jinja")) == (1 << 20)
+    (tmp_path / "a.jinja").write_text("a" * ((1 << 20) + 1))
     with pytest.raises(CorruptFileError, match="1048577 bytes, 1048576 is the limit"):
         read_template(tmp_path / "a.jinja")
