@@ -19,7 +19,6 @@ from mlm.data.records import SUFFIXES, form_of, hub_records, read_records
 from mlm.util.errors import UserError
 from mlm.util.files import read_input_text
 
-TEXT_KEY = "text"
 PLAIN = (".txt", ".tokens")
 HUB = {
     "wikitext103": ("Salesforce/wikitext", "wikitext-103-raw-v1", ("validation", "test")),
@@ -36,8 +35,8 @@ class EvaluationText:
 
     set: str
     """Name of the set: as in HUB, or the file's name."""
-    place: str
-    """Location in the set: a line, or the title of an article."""
+    location: str
+    """In the set: a line, or the title of an article."""
     text: str
 
 
@@ -54,17 +53,16 @@ def read_benchmarks(against: Iterable[str]) -> list[EvaluationText]:
                 f"{KEY}={entry} is a second set named {name} beside {names[name]}: rename the file"
             )
         names[name] = entry
-        read = [text for text in read_set(entry, name) if text.text.strip()]
-        if not read:
+        located = read_hub(entry) if entry in HUB else read_file(entry)
+        of_set = [EvaluationText(name, location, text) for location, text in located if text.strip()]
+        if not of_set:
             raise UserError(f"{KEY}={entry} holds no text: name a file with evaluation texts")
-        texts += read
+        texts += of_set
     return texts
 
 
-def read_set(entry: str, name: str) -> Iterator[EvaluationText]:
-    """Read the texts of one set, from the Hub or a file."""
-    if entry in HUB:
-        return read_hub(entry)
+def read_file(entry: str) -> Iterator[tuple[str, str]]:
+    """Read the texts of a set in a file, with their locations."""
     path = Path(entry)
     if (form_of(path) not in SUFFIXES and path.suffix not in PLAIN) or not path.is_file():
         raise UserError(
@@ -75,33 +73,27 @@ def read_set(entry: str, name: str) -> Iterator[EvaluationText]:
         raise UserError(f"{KEY}={entry} has {size} bytes, {MAX_BYTES} is the limit: name an evaluation set")
     if path.suffix in PLAIN:
         # not splitlines(), which would also split at U+2028 and its like inside a text
-        read = articles(read_input_text(path).split("\n"))
-        return (EvaluationText(name, place, text) for place, text in read)
-    located = ((place.rpartition(":")[2], record) for place, record in read_records(path))
-    return (
-        EvaluationText(name, f"line {place}" if place.isdigit() else place, text)
-        for place, record in located
-        for text in strings(record)
-    )
+        yield from articles(read_input_text(path).split("\n"))
+        return
+    for location, record in read_records(path):
+        row = location.rpartition(":")[2]
+        for text in strings(record):
+            yield (f"line {row}" if row.isdigit() else row), text
 
 
 def strings(record: Any) -> Iterator[str]:
     """Yield the value of "text" if it is a string, else all strings inside but keys."""
     if isinstance(record, str):
         yield record
-    elif isinstance(record, dict):
-        if isinstance(record.get(TEXT_KEY), str):
-            yield record[TEXT_KEY]
-        else:
-            for value in record.values():
-                yield from strings(value)
-    elif isinstance(record, list):
-        for value in record:
+    elif isinstance(record, dict) and isinstance(record.get("text"), str):
+        yield record["text"]
+    elif isinstance(record, dict | list):
+        for value in record.values() if isinstance(record, dict) else record:
             yield from strings(value)
 
 
 def articles(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield (title, text) of each article in WikiText's form, or (place, line) of any other.
+    """Yield (title, text) of each article in WikiText's form, or (location, line) of any other.
 
     A text is an article and not a line because its page has the lines in sequence: n-grams across line ends
     are found too.
@@ -121,20 +113,20 @@ def is_title(line: str) -> bool:
     return len(line) > 4 and line[:2] == "= " and line[-2:] == " =" and line[2] != "="
 
 
-def read_hub(name: str) -> Iterator[EvaluationText]:
-    """Read the texts of a set on the Hub. Raises UserError if it cannot be read."""
+def read_hub(name: str) -> Iterator[tuple[str, str]]:
+    """Read the texts of a set on the Hub, with their locations. Raises UserError if it cannot be read."""
     source, config, splits = HUB[name]
     bring = f"it as a file ({', '.join((*SUFFIXES, *PLAIN))})"
     for split in splits:
-        rows = [row[TEXT_KEY] for row in hub_records(source, config, split, key=KEY, bring=bring)]
+        rows = [row["text"] for row in hub_records(source, config, split, key=KEY, bring=bring)]
         numbered = ((f"row {number}", text) for number, text in enumerate(rows, 1))
-        for place, text in articles("".join(rows).split("\n")) if name == "wikitext103" else numbered:
-            yield EvaluationText(name, f"{split} {place}", text)
+        for location, text in articles("".join(rows).split("\n")) if name == "wikitext103" else numbered:
+            yield f"{split} {location}", text
 
 
 def dump_benchmarks(texts: Iterable[EvaluationText]) -> bytes:
     """Return the texts as one .jsonl, for all tasks."""
-    return "".join(json.dumps([text.set, text.place, text.text]) + "\n" for text in texts).encode()
+    return "".join(json.dumps([text.set, text.location, text.text]) + "\n" for text in texts).encode()
 
 
 def load_benchmarks(path: Path) -> list[EvaluationText]:

@@ -17,7 +17,7 @@ from mlm.corpus.read.finding import find_inputs
 from mlm.corpus.read.records import Input
 from mlm.corpus.read.shards import group, input_lines, parts_of_text, split_inputs, with_digests
 from mlm.corpus.stages.plan import EVALUATION, TOKENIZER, BuildPlan, make_plan, shard_bytes
-from mlm.corpus.stages.publish import outcome, publish, reject_empty_parts, summary, write_rejected
+from mlm.corpus.stages.publish import count_documents, publish, reject_empty_parts, summary, write_rejected
 from mlm.corpus.stages.run import run_stages
 from mlm.data.corpus_files import MARKER, parse_split
 from mlm.data.receipt import INPUTS, RECEIPT, Receipt, damaged_file, read_receipt, write_receipt
@@ -28,13 +28,8 @@ from mlm.util.lock import Lock
 from mlm.util.ownership import claim_folder, claim_problems, delete_owned
 from mlm.util.terminal import console, one_line
 
-LOCK = ".lock"
 WORK = "work"
 """Folder in `out` of the files between the stages."""
-NOTHING_KEPT_OUT = (
-    "no evaluation set is kept out of this corpus: set decontaminate.against=[wikitext103,lambada] to have "
-    "scores on them mean something"
-)
 
 
 def run_build(config: DataBuildConfig, screen: Console | None = None) -> Receipt:
@@ -63,7 +58,12 @@ def run_build(config: DataBuildConfig, screen: Console | None = None) -> Receipt
         inputs = with_digests(listing.inputs)
         parts = parts_of_text(inputs, parse_split(config.split), config.max_document_bytes)
         if parts is not None:
-            print_split_of_one_text(config, screen)
+            is_auto = config.filter.min_tokens == "auto"
+            off = "; filter.min_tokens=auto is off, a number applies" if is_auto else ""
+            screen.print(
+                f"input={config.input} is one text: split into consecutive parts by split={config.split}, at "
+                f"ends of paragraphs if there are any{off}"
+            )
         config = with_min_tokens(config, is_one_text=parts is not None)
         evaluation = dump_benchmarks(read_benchmarks(config.decontaminate.against))
         made_of = ingredients(config, inputs, tokenizer, digest_bytes(evaluation) if evaluation else None)
@@ -79,9 +79,12 @@ def run_build(config: DataBuildConfig, screen: Console | None = None) -> Receipt
             write_atomic(out / MARKER, b"")
             receipt = build(plan, inputs, listing.account(), made_of, out, screen)
         if config.dedup.enabled and not config.decontaminate.against:
-            screen.print(NOTHING_KEPT_OUT)
-        if (kept := delete_work(config)) is not None:
-            screen.print(kept)
+            screen.print(
+                "no evaluation set is kept out of this corpus: set "
+                "decontaminate.against=[wikitext103,lambada] to have scores on them mean something"
+            )
+        if (left := delete_work(config)) is not None:
+            screen.print(left)
     return receipt
 
 
@@ -91,7 +94,8 @@ def preflight(config: DataBuildConfig) -> list[str]:
         tokenizer = Tokenizer.load(config.tokenizer, eod=config.eod)
     except UserError as error:
         return list(error.problems)
-    return [each for folder, claim in claims(config, tokenizer) for each in claim_problems(folder, **claim)]
+    folders = claims(config, tokenizer)
+    return [problem for folder, claim in folders for problem in claim_problems(folder, **claim)]
 
 
 def claims(config: DataBuildConfig, tokenizer: Tokenizer) -> list[tuple[Path, dict[str, Any]]]:
@@ -110,23 +114,12 @@ def delete_work(config: DataBuildConfig) -> str | None:
 
 
 def with_min_tokens(config: DataBuildConfig, *, is_one_text: bool) -> DataBuildConfig:
-    """Return the settings with filter.min_tokens=auto resolved; a number applies to every input.
-
-    The parts of one text are not documents that could be too short.
-    """
+    """Return the settings with filter.min_tokens=auto resolved; a number applies to every input."""
     if config.filter.min_tokens != "auto":
         return config
+    # the parts of one text are no documents that could be too short
     least = None if is_one_text else config.filter.least_tokens
     return replace(config, filter=replace(config.filter, min_tokens=least))
-
-
-def print_split_of_one_text(config: DataBuildConfig, screen: Console) -> None:
-    """Print how an input of one text is split, and the rule that is off for its parts."""
-    off = "; filter.min_tokens=auto is off, a number applies" if config.filter.min_tokens == "auto" else ""
-    screen.print(
-        f"input={config.input} is one text: split into consecutive parts by split={config.split}, at ends "
-        f"of paragraphs if there are any{off}"
-    )
 
 
 def build(
@@ -139,7 +132,7 @@ def build(
 ) -> Receipt:
     """Run the stages and publish their output."""
     run_stages(plan, plan.config.workers or len(os.sched_getaffinity(0)))
-    facts = outcome(plan) | {"not_read": not_read}
+    facts = count_documents(plan) | {"not_read": not_read}
     reject_empty_parts(plan, facts)
     names = publish(plan, out)
     os.replace(plan.work / TOKENIZER, out / TOKENIZER)
@@ -178,10 +171,8 @@ def reusable(out: Path, made_of: Receipt) -> Receipt | None:
     if receipt is None:
         return None
     remedy = "set another out=, or delete the folder"
-    made_then = json.loads(json.dumps(made_of))  # tuples are lists there
-    if "bos_id" not in receipt and not made_of["prepend_bos"]:  # of an older version
-        del made_then["bos_id"]
-    differing = [key for key, value in made_then.items() if receipt.get(key) != value]
+    same = json.loads(json.dumps(made_of))  # tuples are lists in the receipt
+    differing = [key for key, value in same.items() if receipt.get(key) != value]
     if differing:
         raise UserError(f"out={out} holds a corpus made with other {', '.join(differing)}: {remedy}")
     if (name := damaged_file(out, receipt)) is not None:
@@ -192,10 +183,10 @@ def reusable(out: Path, made_of: Receipt) -> Receipt | None:
 @contextmanager
 def sole_build(out: Path) -> Iterator[None]:
     """Keep two commands from building in one folder. Raises UserError for the second."""
-    held = Lock(out / LOCK)
-    if not held.take():
+    lock = Lock(out / ".lock")
+    if not lock.take():
         raise UserError(f"out={out} is in use by another `mlm data build`: wait for it, or set another out=")
     try:
         yield
     finally:
-        held.release(delete=True)
+        lock.release(delete=True)

@@ -32,8 +32,19 @@ from mlm.corpus.config import DecontaminateConfig
 from mlm.corpus.minhash import Hashes, hash_words, ngram_hashes
 from mlm.corpus.pieces import pieces_of
 
-TOP = 20  # evaluation texts named in a report
-PREVIEW = 60  # letters of each
+Ints = NDArray[np.int64]
+
+BLOCK = 1 << 15  # words processed at a time: their hashes stay in a core's cache
+WORD = re.compile(r"[^\W_]+")
+SEPARATORS = re.compile(r"[^\w\x00-\x7f]+")  # non-ASCII, and neither letter nor digit
+KEPT = bytes(c if c >= 128 or chr(c).isalnum() else 32 for c in range(256))
+SPACES = re.compile(r"\s+|\S+")
+IGNORABLE = re.compile(  # Default_Ignorable_Code_Point of Unicode 16
+    "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u3164"
+    "\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]+"
+)
+UNKNOWN = re.compile(r"<unk>|@@UNKNOWN@@", re.IGNORECASE)  # a lost word: nothing matches across it
+SPLIT_NEGATION = re.compile(r"(?<=\w)\s+(?=n['’]t\b)", re.IGNORECASE)  # "did n't" of the Penn Treebank
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,44 +71,102 @@ class Cleaned:
     letters_removed: int = 0
 
     @property
-    def fate(self) -> Literal["kept", "cut", "dropped"]:
-        """Outcome for the document."""
+    def outcome(self) -> Literal["kept", "cut", "dropped"]:
         if not self.matches:
             return "kept"
         return "cut" if self.pieces else "dropped"
 
 
-class Contaminants:
-    """The evaluation texts to keep out, indexed for search."""
+@dataclass(frozen=True, eq=False)
+class Hits:
+    """N-grams of a text that occur in evaluation texts, by position in the text. int64 [hits] each."""
+
+    begin: Ints
+    """First word."""
+    end: Ints
+    """One past the last word."""
+    text: Ints
+    """Number of the first evaluation text that holds the n-gram."""
+
+
+class NGramIndex:
+    """The n-grams of the evaluation texts to keep out.
+
+    If a text has no run of `config.ngram` words, its longest is matched whole if it has at least
+    `config.min_ngram`.
+
+    Attributes:
+        covered  bool [texts]  True if any run of the text is long enough
+    """
 
     def __init__(self, config: DecontaminateConfig, texts: Sequence[EvaluationText]) -> None:
         self.config, self._texts = config, texts
-        self._ngrams = NGrams([text.text for text in texts], ngram=config.ngram, min_ngram=config.min_ngram)
+        self.covered = np.zeros(len(texts), dtype=bool)
+        by_length: dict[int, list[tuple[Hashes, Ints]]] = {}  # hashes, and their text
+        for number, text in enumerate(texts):
+            all_runs = [hash_words(run)[1] for run in runs(text.text)]
+            chosen = [run for run in all_runs if len(run) >= config.ngram]
+            if not chosen and len(longest := max(all_runs, key=len)) >= config.min_ngram:
+                chosen = [longest]
+            self.covered[number] = bool(chosen)
+            for run in chosen:
+                hashes = ngram_hashes(run, n := min(len(run), config.ngram))
+                by_length.setdefault(n, []).append((hashes, np.full(len(hashes), number)))
+        self._tables = dict[int, tuple[Hashes, Ints]]()
+        for n, parts in sorted(by_length.items()):
+            hashes, owners = (np.concatenate(column) for column in zip(*parts, strict=True))
+            known, first = np.unique(hashes, return_index=True)
+            self._tables[n] = known, owners[first]
 
     def clean(self, text: str) -> Cleaned:
         """Remove from a document what occurs in evaluation texts."""
-        hits = self._ngrams.find(text) if self._texts else None
+        hits = self.find(text)
         if hits is None:
             return Cleaned([text], [])
-        matches = self._matches(text, hits)
-        pieces = list[str]()
-        if self.config.action == "cut":
-            pieces = cut(text, matches, self.config)
+        # overlapping and touching n-grams of the same evaluation text are one match
+        fresh = np.ones(len(hits.begin), dtype=bool)
+        reach = np.maximum.accumulate(hits.end)
+        fresh[1:] = (hits.text[1:] != hits.text[:-1]) | (hits.begin[1:] > reach[:-1])
+        first = np.flatnonzero(fresh)
+        last_word = np.maximum.reduceat(hits.end, first) - 1
+        word_begin, word_end = spans(text)
+        columns = (hits.text[first], word_begin[hits.begin[first]], word_end[last_word])
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        matches = [Match(self._texts[number].set, number, begin, end) for number, begin, end in rows]
+        pieces = cut(text, matches, self.config) if self.config.action == "cut" else []
         return Cleaned(pieces, matches, len(text) - sum(map(len, pieces)))
 
+    def find(self, text: str) -> Hits | None:
+        """Find the known n-grams of a text, ordered by first word and length; None if there is none."""
+        hashed = [hash_words(plain_words(piece))[1] for piece in pieces_of(text)] if self._tables else []
+        words = np.concatenate(hashed or [np.empty(0, np.uint64)])
+        hits = list[tuple[Ints, Ints, Ints]]()  # first word, end, evaluation text
+        for n, (known, owners) in self._tables.items():
+            for start in range(0, len(words) - n + 1, BLOCK):
+                hashes = ngram_hashes(words[start : start + BLOCK + n - 1], n)
+                at = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
+                hit = np.flatnonzero(known[at] == hashes)
+                if len(hit):
+                    hits.append((start + hit, start + hit + n, owners[at[hit]]))
+        if not hits:
+            return None
+        begin, end, owner = (np.concatenate(part) for part in zip(*hits, strict=True))
+        order = np.lexsort((end, begin))
+        return Hits(begin[order], end[order], owner[order])
+
     def report(self, counts: Mapping[str, int]) -> dict[str, Any]:
-        """Summarise a corpus as plain JSON: counts per set, and the texts matched most often.
+        """Summarise a corpus as plain JSON: counts per set, and the 20 texts matched most often.
 
         `counts` are those of `count_matches`, of all documents.
         """
         documents = [counts.get(f"text {number}", 0) for number in range(len(self._texts))]
         none = {"texts": 0, "too_short": 0, "texts_hit": 0}
         sets = {text.set: none | {"documents": counts.get(f"set {text.set}", 0)} for text in self._texts}
-        for text, covered, hits in zip(self._texts, self._ngrams.covered.tolist(), documents, strict=True):
+        for text, covered, hits in zip(self._texts, self.covered.tolist(), documents, strict=True):
             sets[text.set]["texts"] += 1
             sets[text.set]["too_short"] += not covered
             sets[text.set]["texts_hit"] += hits > 0
-        most = sorted(range(len(documents)), key=lambda number: (-documents[number], number))[:TOP]
+        most = sorted(range(len(documents)), key=lambda number: (-documents[number], number))[:20]
         return {
             "documents_cut": counts.get("cut", 0),
             "documents_dropped": counts.get("dropped", 0),
@@ -106,8 +175,8 @@ class Contaminants:
             "most_hit": [
                 {
                     "set": self._texts[number].set,
-                    "place": self._texts[number].place,
-                    "begins": self._texts[number].text[:PREVIEW],
+                    "place": self._texts[number].location,
+                    "begins": self._texts[number].text[:60],
                     "documents": documents[number],
                 }
                 for number in most
@@ -115,23 +184,11 @@ class Contaminants:
             ],
         }
 
-    def _matches(self, text: str, hits: "Hits") -> list[Match]:
-        """Join overlapping and touching n-grams of the same evaluation text to matches."""
-        fresh = np.ones(len(hits.begin), dtype=bool)
-        reach = np.maximum.accumulate(hits.end)
-        fresh[1:] = (hits.text[1:] != hits.text[:-1]) | (hits.begin[1:] > reach[:-1])
-        first = np.flatnonzero(fresh)
-        last_word = np.maximum.reduceat(hits.end, first) - 1
-        word_begin, word_end = spans(text)
-        places = (hits.text[first], word_begin[hits.begin[first]], word_end[last_word])
-        rows = zip(*(place.tolist() for place in places), strict=True)
-        return [Match(self._texts[number].set, number, begin, end) for number, begin, end in rows]
-
 
 def count_matches(counts: Counter[str], cleaned: Cleaned) -> None:
-    """Count a document with a match: its fate, letters removed, the sets and evaluation texts it matches."""
+    """Count a document with a match: its outcome, letters removed, the sets and texts it matches."""
     if cleaned.matches:
-        counts[cleaned.fate] += 1
+        counts[cleaned.outcome] += 1
         counts["letters"] += cleaned.letters_removed
         counts.update({f"set {match.set}" for match in cleaned.matches})
         counts.update({f"text {match.number}" for match in cleaned.matches})
@@ -167,22 +224,6 @@ def edge_of_word(text: str, at: int, step: int) -> int:
     while 0 < at < len(text) and is_word_letter(text[at - 1]) and is_word_letter(text[at]):
         at += step
     return at
-
-
-Ints = NDArray[np.int64]
-
-WORD = re.compile(r"[^\W_]+")
-SEPARATORS = re.compile(r"[^\w\x00-\x7f]+")  # non-ASCII, and neither letter nor digit
-KEPT = bytes(c if c >= 128 or chr(c).isalnum() else 32 for c in range(256))
-SPACES = re.compile(r"\s+|\S+")
-IGNORABLE = re.compile(  # Default_Ignorable_Code_Point of Unicode 16
-    "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u3164"
-    "\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]+"
-)
-UNKNOWN = re.compile(r"<unk>|@@UNKNOWN@@", re.IGNORECASE)  # a lost word: nothing matches across it
-SPLIT_NEGATION = re.compile(r"(?<=\w)\s+(?=n['’]t\b)", re.IGNORECASE)  # "did n't" of the Penn Treebank
-NO_WORDS: Hashes = np.empty(0, np.uint64)
-BLOCK = 1 << 15  # words processed at a time: their hashes stay in a core's cache
 
 
 def plain_words(text: str) -> bytes:
@@ -240,63 +281,3 @@ def units_of(piece: str) -> list[str]:
 def runs(text: str) -> Iterator[bytes]:
     """Yield the words of an evaluation text, in runs that end where a word was replaced by `<unk>`."""
     return map(plain_words, UNKNOWN.split(SPLIT_NEGATION.sub("", text)))
-
-
-@dataclass(frozen=True, eq=False)
-class Hits:
-    """N-grams of a text that occur in evaluation texts, by position in the text. int64 [hits] each."""
-
-    begin: Ints
-    """First word."""
-    end: Ints
-    """One past the last word."""
-    text: Ints
-    """Number of the first evaluation text that holds the n-gram."""
-
-
-class NGrams:
-    """The n-grams of evaluation texts.
-
-    If a text has no run of `ngram` words, its longest is matched whole if it has at least `min_ngram`.
-
-    Attributes:
-        covered  bool [texts]  True if any run of the text is long enough
-    """
-
-    def __init__(self, texts: Sequence[str], *, ngram: int, min_ngram: int) -> None:
-        self.covered = np.zeros(len(texts), dtype=bool)
-        found: dict[int, list[tuple[Hashes, Ints]]] = {}  # by length: hashes, and their text
-        for number, text in enumerate(texts):
-            all_runs = [hash_words(run)[1] for run in runs(text)]
-            chosen = [run for run in all_runs if len(run) >= ngram]
-            if not chosen and len(longest := max(all_runs, key=len)) >= min_ngram:
-                chosen = [longest]
-            self.covered[number] = bool(chosen)
-            for run in chosen:
-                hashes = ngram_hashes(run, n := min(len(run), ngram))
-                found.setdefault(n, []).append((hashes, np.full(len(hashes), number)))
-        self._tables = dict[int, tuple[Hashes, Ints]]()
-        for n, parts in sorted(found.items()):
-            hashes, owners = (np.concatenate(each) for each in zip(*parts, strict=True))
-            known, first = np.unique(hashes, return_index=True)
-            self._tables[n] = known, owners[first]
-
-    def find(self, text: str) -> Hits | None:
-        """Find the known n-grams of a text, ordered by first word and length; None if there is none."""
-        words = np.concatenate([hash_words(plain_words(piece))[1] for piece in pieces_of(text)] or [NO_WORDS])
-        hits = [hit for n in self._tables for hit in self._find(n, words)]
-        if not hits:
-            return None
-        begin, end, owner = (np.concatenate(part) for part in zip(*hits, strict=True))
-        order = np.lexsort((end, begin))
-        return Hits(begin[order], end[order], owner[order])
-
-    def _find(self, n: int, words: Hashes) -> Iterator[tuple[Ints, Ints, Ints]]:
-        """Yield (first word, end, evaluation text) of the known n-grams of one length."""
-        known, owners = self._tables[n]
-        for start in range(0, len(words) - n + 1, BLOCK):
-            hashes = ngram_hashes(words[start : start + BLOCK + n - 1], n)
-            at = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
-            hit = np.flatnonzero(known[at] == hashes)
-            if len(hit):
-                yield start + hit, start + hit + n, owners[at[hit]]

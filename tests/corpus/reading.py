@@ -23,7 +23,7 @@ class Outcome:
     @property
     def problems(self) -> list[tuple[str, str]]:
         """File name with line, and rule."""
-        return [(str(problem.place).rpartition("/")[2], problem.rule) for problem in self.rejected]
+        return [(str(problem.location).rpartition("/")[2], problem.rule) for problem in self.rejected]
 
 
 def read(

@@ -21,7 +21,7 @@ WIKI = "\n = Lobster = \n \n Red @-@ tipped claws . \n = = Life = = \n Long . \n
 
 
 def read(path: Path) -> list[tuple[str, str]]:
-    return [(text.place, text.text) for text in read_benchmarks([str(path)])]
+    return [(text.location, text.text) for text in read_benchmarks([str(path)])]
 
 
 def written(path: Path, content: str | bytes) -> Path:
@@ -101,7 +101,7 @@ def test_wikitext103_from_the_hub_is_validation_and_test(monkeypatch: pytest.Mon
     texts = read_benchmarks(["wikitext103"])
     assert {config for _, config, _ in asked} == {"wikitext-103-raw-v1"}
     places = ["validation Lobster", "validation Crab", "test Lobster", "test Crab"]
-    assert [text.place for text in texts] == places
+    assert [text.location for text in texts] == places
     assert texts[3] == EvaluationText("wikitext103", "test Crab", "= Crab =\nShort .")
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlm.corpus import decontaminate as module
 from mlm.corpus.benchmarks import EvaluationText
 from mlm.corpus.config import DecontaminateConfig
-from mlm.corpus.decontaminate import Contaminants, NGrams, count_matches, plain_words, spans
+from mlm.corpus.decontaminate import NGramIndex, count_matches, plain_words, spans
 
 WIKI = (
     'It was " red @-@ tipped " , 5 @,@ 000 strong and 0 @.@ 7 long ; the crab \'s claw '
@@ -25,10 +25,10 @@ RAW = (
 FILLER = " ".join(f"word{i}" for i in range(200))  # 1.5 kB that no evaluation text holds
 
 
-def against(*texts: str, **options: object) -> Contaminants:
-    """Contaminants of one set. Margins and least lengths default to 0."""
+def against(*texts: str, **options: object) -> NGramIndex:
+    """Index of one set. Margins and least lengths default to 0."""
     config = DecontaminateConfig(**{"margin": 0, "min_piece": 0} | options)  # type: ignore[arg-type]
-    return Contaminants(config, [EvaluationText("set", f"line {i}", text) for i, text in enumerate(texts)])
+    return NGramIndex(config, [EvaluationText("set", f"line {i}", text) for i, text in enumerate(texts)])
 
 
 def words(text: str) -> list[bytes]:
@@ -51,36 +51,36 @@ def test_document_without_a_match_stays_as_it_is() -> None:
     text = f"  \u2028{FILLER}…\r\n\ud7ff\x00 {count_from(0, 12)}\n"
     cleaned = against(count_from(0, 40)).clean(text)
     assert cleaned.pieces == [text]
-    assert (cleaned.fate, cleaned.matches, cleaned.letters_removed) == ("kept", [], 0)
+    assert (cleaned.outcome, cleaned.matches, cleaned.letters_removed) == ("kept", [], 0)
 
 
-@pytest.mark.parametrize("agreeing, fate", [(12, "kept"), (13, "cut")])
-def test_as_many_words_as_ngram_must_agree(agreeing: int, fate: str) -> None:
-    contaminants = against(count_from(0, 40), ngram=13)
-    assert contaminants.clean(f"before {count_from(7, agreeing)} after").fate == fate
+@pytest.mark.parametrize("agreeing, outcome", [(12, "kept"), (13, "cut")])
+def test_as_many_words_as_ngram_must_agree(agreeing: int, outcome: str) -> None:
+    index = against(count_from(0, 40), ngram=13)
+    assert index.clean(f"before {count_from(7, agreeing)} after").outcome == outcome
 
 
-@pytest.mark.parametrize("length, fate", [(7, "kept"), (8, "cut"), (12, "cut")])
-def test_short_evaluation_text_is_matched_whole(length: int, fate: str) -> None:
-    contaminants = against(count_from(0, length), ngram=13, min_ngram=8)
-    assert contaminants.clean(f"before {count_from(0, length)} after").fate == fate
-    assert contaminants.clean(f"before {count_from(0, length - 1)} after").fate == "kept"
+@pytest.mark.parametrize("length, outcome", [(7, "kept"), (8, "cut"), (12, "cut")])
+def test_short_evaluation_text_is_matched_whole(length: int, outcome: str) -> None:
+    index = against(count_from(0, length), ngram=13, min_ngram=8)
+    assert index.clean(f"before {count_from(0, length)} after").outcome == outcome
+    assert index.clean(f"before {count_from(0, length - 1)} after").outcome == "kept"
 
 
 def test_texts_too_short_to_look_for_are_counted() -> None:
-    contaminants = against(count_from(0, 7), "…", count_from(20, 9), count_from(40, 20))
-    assert contaminants.report({})["sets"]["set"]["too_short"] == 2
+    index = against(count_from(0, 7), "…", count_from(20, 9), count_from(40, 20))
+    assert index.report({})["sets"]["set"]["too_short"] == 2
 
 
 def test_nothing_matches_across_a_word_that_was_lost() -> None:
-    contaminants = against(f"{count_from(0, 7)} <unk> {count_from(7, 7)}")
+    index = against(f"{count_from(0, 7)} <unk> {count_from(7, 7)}")
     for between in ("", "lost", "unk"):
-        assert contaminants.clean(f"{count_from(0, 7)} {between} {count_from(7, 7)}").fate == "kept"
+        assert index.clean(f"{count_from(0, 7)} {between} {count_from(7, 7)}").outcome == "kept"
 
 
 @pytest.mark.parametrize("written", ["did n't", "didn't", "DID N’T"])
 def test_negations_split_by_the_penn_treebank_are_joined(written: str) -> None:
-    assert against(f"{count_from(0, 11)} {written}").clean(f"{count_from(0, 11)} didn't").fate == "dropped"
+    assert against(f"{count_from(0, 11)} {written}").clean(f"{count_from(0, 11)} didn't").outcome == "dropped"
 
 
 def test_margin_is_removed_at_word_boundaries() -> None:
@@ -93,14 +93,14 @@ def test_margin_is_removed_at_word_boundaries() -> None:
 def test_pieces_with_few_letters_go() -> None:
     text = f"1234567 {count_from(0, 13)} 12345678"
     assert against(count_from(0, 13), min_piece=8).clean(text).pieces == ["12345678"]
-    assert against(count_from(0, 13), min_piece=9).clean(text).fate == "dropped"
+    assert against(count_from(0, 13), min_piece=9).clean(text).outcome == "dropped"
 
 
-@pytest.mark.parametrize("most, fate", [(3, "cut"), (2, "dropped")])
-def test_document_cut_at_too_many_places_is_dropped(most: int, fate: str) -> None:
+@pytest.mark.parametrize("most, outcome", [(3, "cut"), (2, "dropped")])
+def test_document_cut_at_too_many_places_is_dropped(most: int, outcome: str) -> None:
     match = count_from(0, 13)
     text = f"before {match} one {match} two {match} after"
-    assert against(match, max_matches=most).clean(text).fate == fate
+    assert against(match, max_matches=most).clean(text).outcome == outcome
 
 
 def test_cuts_that_overlap_by_their_margins_are_one_place() -> None:
@@ -118,16 +118,16 @@ def test_overlapping_ngrams_are_one_match_with_its_place() -> None:
 
 
 def test_touching_ngrams_are_one_match() -> None:
-    contaminants = against(f"{count_from(0, 13)} <unk> {count_from(13, 13)}")
-    (match,) = contaminants.clean(f"before {count_from(0, 26)} after").matches
+    index = against(f"{count_from(0, 13)} <unk> {count_from(13, 13)}")
+    (match,) = index.clean(f"before {count_from(0, 26)} after").matches
     assert match.end - match.begin == len(count_from(0, 26))
 
 
 def test_ngrams_at_block_edges_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK", 5)
-    contaminants = against(count_from(0, 40))
+    index = against(count_from(0, 40))
     for before in range(12):
-        assert contaminants.clean(f"{'x ' * before}{count_from(3, 13)} y").pieces[-1] == "y"
+        assert index.clean(f"{'x ' * before}{count_from(3, 13)} y").pieces[-1] == "y"
 
 
 WORDS = st.sampled_from(["a", "B", "é", "e\u0301", "ß", "SS", "<unk>", "ﬁ", "'", "n't", "_", "中", "İ", "7"])
@@ -154,7 +154,7 @@ def found_plainly(text: str, texts: Sequence[str], ngram: int, min_ngram: int) -
 def test_ngrams_found_are_those_of_a_plain_search(
     text: str, texts: list[str], ngram: int, min_ngram: int
 ) -> None:
-    hits = NGrams(texts, ngram=ngram, min_ngram=min_ngram).find(text)
+    hits = against(*texts, ngram=ngram, min_ngram=min_ngram).find(text)
     found = set() if hits is None else set(zip(hits.begin.tolist(), hits.end.tolist(), strict=True))
     assert found == found_plainly(text, texts, ngram, min_ngram)
 
@@ -174,10 +174,10 @@ def test_spans_are_where_the_words_stand(text: str) -> None:
 def test_pieces_hold_no_match_and_stand_in_the_document_in_order(
     text: str, texts: list[str], margin: int, min_piece: int
 ) -> None:
-    contaminants = against(*texts, ngram=2, min_ngram=1, margin=margin, min_piece=min_piece)
+    index = against(*texts, ngram=2, min_ngram=1, margin=margin, min_piece=min_piece)
     at = 0
-    for piece in contaminants.clean(text).pieces:
-        assert contaminants.clean(piece).fate == "kept"
+    for piece in index.clean(text).pieces:
+        assert index.clean(piece).outcome == "kept"
         assert text.find(piece, at) >= at
         at = text.find(piece, at) + len(piece)
 
@@ -185,18 +185,18 @@ def test_pieces_hold_no_match_and_stand_in_the_document_in_order(
 @pytest.mark.parametrize("joint", ["\u0301", "\u00ad", "\u200b"], ids=["accent", "soft hyphen", "zero width"])
 def test_a_cut_ends_behind_a_word_whatever_stands_in_it(joint: str) -> None:
     """A word cut at an accent of its own would leave a piece that matches again."""
-    contaminants = against("a", ngram=2, min_ngram=1, margin=2, min_piece=1)
-    assert contaminants.clean(f"a e{joint}a b").pieces == ["b"]
-    assert contaminants.clean(f"b e{joint}a a").pieces == ["b"]
+    index = against("a", ngram=2, min_ngram=1, margin=2, min_piece=1)
+    assert index.clean(f"a e{joint}a b").pieces == ["b"]
+    assert index.clean(f"b e{joint}a a").pieces == ["b"]
 
 
 def test_account_names_sets_and_the_texts_hit_most() -> None:
-    contaminants = against(count_from(0, 20), count_from(100, 20), action="drop")
+    index = against(count_from(0, 20), count_from(100, 20), action="drop")
     counts = Counter[str]()
     texts = [f"x {count_from(0, 20)} y {count_from(0, 20)} {count_from(100, 20)}", count_from(100, 13), "no"]
     for text in texts:
-        count_matches(counts, contaminants.clean(text))
-    report = json.loads(json.dumps(contaminants.report(counts)))
+        count_matches(counts, index.clean(text))
+    report = json.loads(json.dumps(index.report(counts)))
     assert report["documents_dropped"] == 2
     assert report["letters_removed"] == len(texts[0] + texts[1])
     assert report["sets"]["set"] == {

@@ -3,9 +3,8 @@
 import pytest
 
 from mlm.cli.compose.composition import load_config
-from mlm.corpus.build import print_split_of_one_text, with_min_tokens
+from mlm.corpus.build import with_min_tokens
 from mlm.corpus.config import DataBuildConfig
-from mlm.util.terminal import console
 from tests.slow import thinned
 
 
@@ -15,7 +14,6 @@ from tests.slow import thinned
 )
 @pytest.mark.parametrize("recipe", ["v1", "gopher"])
 def test_typed_min_tokens_holds_for_one_text_and_the_default_is_off(
-    capsys: pytest.CaptureFixture[str],
     recipe: str,
     typed: list[str],
     of_documents: int | None,
@@ -26,5 +24,3 @@ def test_typed_min_tokens_holds_for_one_text_and_the_default_is_off(
     config: DataBuildConfig = load_config("data_build", words)
     assert with_min_tokens(config, is_one_text=False).filter.min_tokens == of_documents
     assert with_min_tokens(config, is_one_text=True).filter.min_tokens == of_one_text
-    print_split_of_one_text(config, console())
-    assert ("filter.min_tokens=auto is off" in capsys.readouterr().out) == (not typed)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from mlm.corpus import decontaminate, minhash, pieces
-from mlm.corpus.config import DedupConfig
+from mlm.corpus.benchmarks import EvaluationText
+from mlm.corpus.config import DecontaminateConfig, DedupConfig
 from mlm.corpus.filter import MEASURES, Measures
 from mlm.corpus.minhash import MinHasher
 from mlm.corpus.pieces import pieces_of, segments
@@ -32,7 +33,9 @@ def test_measures_words_and_signatures_of_pieces_are_those_of_the_whole(
 ) -> None:
     text = odd_text(seed)
     names = ("words", "mean_word_length", "symbol_ratio", "alphabetic_words", "stop_words", "duplicate_lines")
-    search = decontaminate.NGrams([odd_text(seed)[200:600]], ngram=3, min_ngram=2)
+    search = decontaminate.NGramIndex(
+        DecontaminateConfig(ngram=3, min_ngram=2), [EvaluationText("set", "line 0", odd_text(seed)[200:600])]
+    )
 
     def results() -> list[object]:
         measures, hits = Measures(text), search.find(text)

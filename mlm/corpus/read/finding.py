@@ -2,7 +2,7 @@
 
 import glob
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -19,84 +19,13 @@ from mlm.util.errors import UserError
 from mlm.util.object_store import S3, is_stored, list_objects
 from mlm.util.ownership import KINDS, file_type_name, kind_of_folder, matches_any
 
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 LINES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "txt"}
 READABLE = ".jsonl, .ndjson, .json of lines, .txt (also .gz, .zst, .bz2, .xz) or .parquet"
-
-
-def kind_of(path: Path) -> str | None:
-    """Return the format of a file: jsonl.gz for a.ndjson.gz; None for an unknown format."""
-    return formats(path)[1]
-
-
-def formats(path: Path) -> tuple[str, str | None]:
-    """Return the name without the suffixes of its format, and that format.
-
-    A compressed .json holds one object per line in published corpora (C4, The Pile); a plain .json is read if
-    its first line is one of several.
-    """
-    name = path.name.lower()
-    packing = next((suffix for suffix in COMPRESSED if name.endswith(suffix)), "")
-    inner = Path(name.removesuffix(packing))
-    if inner.suffix in LINES or (inner.suffix == ".json" and (packing or holds_lines(path))):
-        return inner.stem, LINES.get(inner.suffix, "jsonl") + packing
-    if inner.suffix == ".parquet" and not packing:
-        return inner.stem, "parquet"
-    return path.name, None
-
-
-def holds_lines(path: Path) -> bool:
-    """True if a .json file is here and holds one object per line."""
-    try:
-        return path.is_file() and is_json_lines(path)
-    except OSError:
-        return False
-
-
-OF_BUILDS = ("corpus", "corpus-work")  # types of folders
-IN_OUT = (REJECTED, INPUTS, RECEIPT, "tokenizer.json")
-
-
-@lru_cache(maxsize=1024)
-def own_patterns(folder: Path) -> tuple[str, ...]:
-    """Return patterns of the entries of a folder that a build wrote; none unless it is a build's."""
-    kind = kind_of_folder(folder)
-    return tuple(KINDS[kind].writes) if kind in OF_BUILDS else ()
-
-
-def is_own(path: Path) -> bool:
-    """True for what a build wrote: files of a corpus or a work folder, and of a stage's folder in that."""
-    return any(matches_any(each.name, own_patterns(each.parent)) for each in (path, path.parent))
-
-
-def check_apart(inputs: Collection[str], setting: str, out: str) -> None:
-    """Reject a build that could not distinguish its files from its inputs, or would overwrite one.
-
-    `inputs` are paths of files. Raises UserError.
-    """
-    folder, given = os.path.realpath(out), os.path.realpath(setting.partition("=")[2])
-    for path in inputs:
-        real = os.path.realpath(path)
-        if real in {os.path.join(folder, name) for name in IN_OUT}:
-            raise UserError(f"out={out} would replace the input {path}; set another out=")
-        # files in `out` are the user's only if `out` is the input folder itself, or above it
-        if is_below(real, folder) and not is_below(given, folder):
-            raise UserError(
-                f"out={out} lies inside {setting} and holds {path}, which no build wrote; set another out=, "
-                "or move the file"
-            )
-
-
-def is_below(path: str, folder: str) -> bool:
-    """True if a path is a folder or lies in it. Both are real paths."""
-    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
-
-
 WILDCARDS = "*?["
 LISTED = 100
 """Limit on the files that a receipt names for each reason; all are counted."""
 UNKNOWN_FORMAT, NO_PART, OWN, HIDDEN = "unknown format", "no part of the corpus", "written by mlm", "hidden"
-READ_ALREADY = "link to a folder that is read already"
+NAME_OTHERS = "make it readable, move it away, or name the others by a glob"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,25 +54,47 @@ class Listing:
 
     def account(self) -> dict[str, Any]:
         """Count what is not read by reason, and name the first files. Plain JSON."""
-        files: dict[str, list[str]] = {}
+        paths: dict[str, list[str]] = {}
         for entry in self.unread:
-            files.setdefault(entry.reason, []).append(str(entry.path))
+            paths.setdefault(entry.reason, []).append(str(entry.path))
         return {
-            reason: {"count": len(some), "files": some[:LISTED]} for reason, some in sorted(files.items())
+            reason: {"count": len(files), "files": files[:LISTED]} for reason, files in sorted(paths.items())
         }
+
+
+Read = Callable[[Iterable[Path], Path, Iterable[Unread]], Listing]
+"""Make a listing of files, the folder their names are relative to, and others that are not read."""
 
 
 def find_inputs(config: DataBuildConfig) -> Listing:
     """Return the inputs of a build in corpus order, and the files beside them that are not read.
 
-    Raises UserError for none, two for one part, or one that cannot be read.
+    Raises UserError for none, two for one part, one that cannot be read, or one that the build would
+    overwrite or could not distinguish from its own files.
     """
     listing = search(
         config.input, HubSource(config.input, config.hub_config, config.hub_split, config.hub_revision)
     )
-    if config.out and not config.input.startswith((HUB, S3)):
-        check_apart([item.path for item in listing.inputs], f"input={config.input}", config.out)
+    if config.input.startswith((HUB, S3)):
+        return listing
+    out, given = os.path.realpath(config.out), os.path.realpath(config.input)
+    written = {os.path.join(out, name) for name in (REJECTED, INPUTS, RECEIPT, "tokenizer.json")}
+    for item in listing.inputs:
+        real = os.path.realpath(item.path)
+        if real in written:
+            raise UserError(f"out={config.out} would replace the input {item.path}; set another out=")
+        # files in `out` are the user's only if `out` is the input folder itself, or above it
+        if is_below(real, out) and not is_below(given, out):
+            raise UserError(
+                f"out={config.out} lies inside input={config.input} and holds {item.path}, which no build "
+                "wrote; set another out=, or move the file"
+            )
     return listing
+
+
+def is_below(path: str, folder: str) -> bool:
+    """True if a path is a folder or lies in it. Both are real paths."""
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
 
 
 def search(path: str, hub: HubSource | None = None) -> Listing:
@@ -173,21 +124,22 @@ def search(path: str, hub: HubSource | None = None) -> Listing:
 
 def in_store(url: str) -> Listing:
     """Return the inputs among the object at a URL, or all below it. Raises UserError."""
-    found = {Path(each.url.removeprefix(S3)): each for each in list_objects(url)}
+    objects = {Path(stored.url.removeprefix(S3)): stored for stored in list_objects(url)}
 
     def read(files: Iterable[Path], root: Path, unread: Iterable[Unread]) -> Listing:
         inputs, others = list[Input](), list(unread)
         for file in files:
-            name, each = file.relative_to(root), found[file]
-            is_hidden = any(part.startswith(".") for part in name.parts)
-            if is_hidden or kind_of(file) is None:
-                others.append(Unread(file, HIDDEN if is_hidden else UNKNOWN_FORMAT))
+            name, stored = file.relative_to(root), objects[file]
+            if any(part.startswith(".") for part in name.parts):
+                others.append(Unread(file, HIDDEN))
+            elif kind_of(file) is None:
+                others.append(Unread(file, UNKNOWN_FORMAT))
             else:
-                inputs.append(Input(name.as_posix(), each.url, each.bytes, each.digest, None))
+                inputs.append(Input(name.as_posix(), stored.url, stored.bytes, stored.digest, None))
         return Listing(tuple(inputs), tuple(others))
 
-    root, files = Path(url.removeprefix(S3)), sorted(found)
-    root = root.parent if root in found else root
+    root, files = Path(url.removeprefix(S3)), sorted(objects)
+    root = root.parent if root in objects else root
     return parts_in(root, files, read) or read(files, root, [])
 
 
@@ -203,10 +155,10 @@ def in_folder(root: Path) -> Listing:
     if (parts := parts_in(root, beside, readable_files)) is not None:
         return parts
     files, unread, seen = list[Path](), list[Unread](), set[str]()
-    for place, folders, names in os.walk(root, followlinks=True, onerror=raise_unreadable):
-        folder = Path(place)
-        if (real := os.path.realpath(place)) in seen:
-            unread.append(Unread(folder, READ_ALREADY))
+    for path, folders, names in os.walk(root, followlinks=True, onerror=raise_unreadable):
+        folder = Path(path)
+        if (real := os.path.realpath(path)) in seen:
+            unread.append(Unread(folder, "link to a folder that is read already"))
             folders.clear()
             continue
         seen.add(real)
@@ -218,7 +170,31 @@ def in_folder(root: Path) -> Listing:
     return readable_files(sorted(files), root, unread)
 
 
-Read = Callable[[Iterable[Path], Path, Iterable[Unread]], Listing]
+def in_glob(pattern: str) -> Listing:
+    """Return the files that a glob matches, sorted by path. Raises UserError."""
+    check_searchable(pattern)
+    first = min(pattern.find(letter) for letter in WILDCARDS if letter in pattern)
+    files = [Path(path) for path in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(path)]
+    if not files:
+        raise UserError(f"input={pattern} matches no file: quote it from the shell; ** descends into folders")
+    own = [path for path in files if is_own(path)]
+    others = sorted(set(files).difference(own))
+    return readable_files(others, Path(pattern[:first] + "x").parent, [Unread(path, OWN) for path in own])
+
+
+def check_searchable(pattern: str) -> None:
+    """Raise UserError for a folder that may hold matches and denies a look: `glob` passes over it."""
+    levels = [Path(pattern), *Path(pattern).parents]
+    needs = {folder: glob.has_magic(below.name) for below, folder in pairwise(levels)}
+    needs |= {level: True for level in levels if level.name == "**"}
+    for level, is_listed in needs.items():
+        for folder in glob.glob(os.path.join(level, ""), recursive=True):
+            try:
+                os.stat(os.path.join(folder, "."))
+                if is_listed:
+                    os.scandir(folder).close()
+            except OSError as error:
+                raise_unreadable(error)
 
 
 def parts_in(root: Path, files: list[Path], read: Read) -> Listing | None:
@@ -245,36 +221,8 @@ def parts_in(root: Path, files: list[Path], read: Read) -> Listing | None:
             )
     others = [Unread(file, OWN if is_own(file) else NO_PART) for file in files if file not in parts]
     listing = read(named, root, others)
-    return replace(
-        listing, inputs=tuple(replace(item, split=parts[root / item.name]) for item in listing.inputs)
-    )
-
-
-def in_glob(pattern: str) -> Listing:
-    """Return the files that a glob matches, sorted by path. Raises UserError."""
-    check_searchable(pattern)
-    first = min(pattern.find(letter) for letter in WILDCARDS if letter in pattern)
-    files = [Path(path) for path in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(path)]
-    if not files:
-        raise UserError(f"input={pattern} matches no file: quote it from the shell; ** descends into folders")
-    own = [path for path in files if is_own(path)]
-    kept = sorted(set(files).difference(own))
-    return readable_files(kept, Path(pattern[:first] + "x").parent, [Unread(path, OWN) for path in own])
-
-
-def check_searchable(pattern: str) -> None:
-    """Raise UserError for a folder that may hold matches and denies a look: `glob` passes over it."""
-    levels = [Path(pattern), *Path(pattern).parents]
-    needs = {folder: glob.has_magic(below.name) for below, folder in pairwise(levels)}
-    needs |= {level: True for level in levels if level.name == "**"}
-    for level, is_listed in needs.items():
-        for folder in glob.glob(os.path.join(level, ""), recursive=True):
-            try:
-                os.stat(os.path.join(folder, "."))
-                if is_listed:
-                    os.scandir(folder).close()
-            except OSError as error:
-                raise_unreadable(error)
+    inputs = tuple(replace(item, split=parts[root / item.name]) for item in listing.inputs)
+    return replace(listing, inputs=inputs)
 
 
 def readable_files(files: Iterable[Path], root: Path, unread: Iterable[Unread]) -> Listing:
@@ -297,9 +245,45 @@ def readable_files(files: Iterable[Path], root: Path, unread: Iterable[Unread]) 
     return Listing(tuple(inputs), tuple(sorted(others, key=lambda entry: entry.path)))
 
 
-NAME_OTHERS = "make it readable, move it away, or name the others by a glob"
-
-
 def raise_unreadable(error: OSError) -> NoReturn:
-    """Raise UserError for a file or folder that the system denies."""
     raise UserError(f"input {error.filename}: {error.strerror}: {NAME_OTHERS}") from error
+
+
+def kind_of(path: Path) -> str | None:
+    """Return the format of a file: jsonl.gz for a.ndjson.gz; None for an unknown format."""
+    return formats(path)[1]
+
+
+def formats(path: Path) -> tuple[str, str | None]:
+    """Return the name without the suffixes of its format, and that format.
+
+    A compressed .json holds one object per line in published corpora (C4, The Pile); a plain .json is read if
+    its first line is one of several.
+    """
+    name = path.name.lower()
+    packing = next((suffix for suffix in (".gz", ".zst", ".bz2", ".xz") if name.endswith(suffix)), "")
+    inner = Path(name.removesuffix(packing))
+    if inner.suffix in LINES:
+        return inner.stem, LINES[inner.suffix] + packing
+    if inner.suffix == ".json":
+        try:
+            holds_lines = bool(packing) or (path.is_file() and is_json_lines(path))
+        except OSError:
+            holds_lines = False
+        if holds_lines:
+            return inner.stem, "jsonl" + packing
+    if inner.suffix == ".parquet" and not packing:
+        return inner.stem, "parquet"
+    return path.name, None
+
+
+@lru_cache(maxsize=1024)
+def own_patterns(folder: Path) -> tuple[str, ...]:
+    """Return patterns of the entries of a folder that a build wrote; none unless it is a build's."""
+    kind = kind_of_folder(folder)
+    return tuple(KINDS[kind].writes) if kind in ("corpus", "corpus-work") else ()
+
+
+def is_own(path: Path) -> bool:
+    """True for what a build wrote: files of a corpus or a work folder, and of a stage's folder in that."""
+    return any(matches_any(entry.name, own_patterns(entry.parent)) for entry in (path, path.parent))

@@ -11,14 +11,12 @@ in half the time, which is nothing beside tokenising at 3 MB/s.
 import json
 from collections.abc import Callable, Iterator
 
-from mlm.corpus.read.records import BadRecordError, Document, InputShard, Intake, LinesBefore, Place
+from mlm.corpus.read.records import BadRecordError, Document, InputShard, Intake, Location, lines_before
 from mlm.corpus.read.shards import TEXT_END
 from mlm.corpus.read.streams import DamagedError, blocks, first_line, lines
 from mlm.corpus.read.tables import read_hub, read_parquet
-from mlm.data.records import json_problem
+from mlm.data.records import BOM, json_problem
 from mlm.util.errors import decode_problem, type_of
-
-BOM = b"\xef\xbb\xbf"
 
 
 def read_shard(
@@ -34,7 +32,7 @@ def read_shard(
     blocks, whatever the file holds. Raises UserError for a file that cannot be opened or a Hub that cannot be
     reached.
     """
-    intake = Intake(text_key, max_bytes, reject)
+    lines_before.cache_clear()  # another file may have this name now
     readers = {
         "jsonl": read_jsonl,
         "txt": read_text,
@@ -42,7 +40,7 @@ def read_shard(
         "parquet": read_parquet,
         "hub": read_hub,
     }
-    return readers[shard.kind.partition(".")[0]](shard, intake)
+    return readers[shard.kind.partition(".")[0]](shard, Intake(text_key, max_bytes, reject))
 
 
 def read_jsonl(shard: InputShard, intake: Intake) -> Iterator[Document]:
@@ -50,31 +48,29 @@ def read_jsonl(shard: InputShard, intake: Intake) -> Iterator[Document]:
     begin = first_line(shard.path, shard.begin, shard.end)
     if begin is None:
         return
-    before, position, number = LinesBefore(shard.path, begin), begin, 0
-    plain = shard.kind == "jsonl"  # its bytes are those of the file
+    position, number = begin, 0
     try:
         for line, length in lines(blocks(shard.path, begin=begin), intake.max_bytes):
-            if plain and position >= shard.end:
+            if shard.kind == "jsonl" and position >= shard.end:  # of a compressed file all lines are read
                 break
             number += 1
-            place = Place(shard.path, number, before=before)
+            location = Location(shard.path, number, begin=begin)
             if line is not None and position == 0:
                 line = line.removeprefix(BOM)
             position += length
-            if line is None or (line and not line.isspace()):
-                try:
-                    document = json_document(line, intake, place)
-                except BadRecordError as error:
-                    intake.reject(place, error)
-                else:
-                    del line  # a long one is held once
-                    yield document
-                    del document
+            if line is not None and (not line or line.isspace()):
+                continue
+            try:
+                document = json_document(line, intake, location)
+            except BadRecordError as error:
+                intake.reject(location, error)
+            else:
+                yield document
     except DamagedError as error:
-        intake.damaged(Place(shard.path, number + 1, before=before), error)
+        intake.damaged(Location(shard.path, number + 1, begin=begin), error)
 
 
-def json_document(line: bytes | bytearray | None, intake: Intake, place: Place) -> Document:
+def json_document(line: bytes | bytearray | None, intake: Intake, location: Location) -> Document:
     """Make the document of one line, None if it is too long. Raises BadRecordError."""
     if line is None:
         raise intake.too_long("line")
@@ -85,43 +81,23 @@ def json_document(line: bytes | bytearray | None, intake: Intake, place: Place) 
         raise BadRecordError(rule, json_problem(error)) from error
     if not isinstance(record, dict):
         raise BadRecordError("not_object", f"{type_of(record)}, not a JSON object")
-    return intake.document(record, place)
+    return intake.document(record, location)
 
 
 def read_text(shard: InputShard, intake: Intake) -> Iterator[Document]:
     """Yield documents of plain text; a document's location is its first line."""
-    place = Place(shard.path, 1)
+    location = Location(shard.path, 1)
     try:
         for content, size, first in text_pieces(shard, intake.max_bytes):
-            place = Place(shard.path, first)
+            location = Location(shard.path, first)
             try:
-                document = text_document(content, size, intake, place)
+                document = text_document(content, size, intake, location)
             except BadRecordError as error:
-                intake.reject(place, error)
+                intake.reject(location, error)
             else:
-                del content  # a long one is held once
                 yield document
-                del document
     except DamagedError as error:
-        intake.damaged(Place(shard.path, error.line or place.number), error)
-
-
-def read_slice(shard: InputShard, intake: Intake) -> Iterator[Document]:
-    """Yield the document of bytes begin … end - 1 of the content of a file."""
-    content, position, first = bytearray(), 0, 1
-    try:
-        for block in blocks(shard.path):
-            begin, end = (min(max(at - position, 0), len(block)) for at in (shard.begin, shard.end))
-            first += block.count(b"\n", 0, begin)
-            content += block[begin:end]
-            position += len(block)
-            if position >= shard.end or len(content) > intake.max_bytes:
-                break
-        yield text_document(content, len(content), intake, Place(shard.path, first))
-    except BadRecordError as error:
-        intake.reject(Place(shard.path, first), error)
-    except DamagedError as error:
-        intake.damaged(Place(shard.path, first), error)
+        intake.damaged(Location(shard.path, error.line or location.number), error)
 
 
 def text_pieces(shard: InputShard, max_bytes: int) -> Iterator[tuple[bytearray, int, int]]:
@@ -138,13 +114,9 @@ def text_pieces(shard: InputShard, max_bytes: int) -> Iterator[tuple[bytearray, 
             if line is None or size > max_bytes:
                 content = bytearray()  # dropped while it is read
             else:
-                if isinstance(line, bytearray) and not content:
-                    content = line  # a long one is not copied
-                else:
-                    content += line
+                content += line
                 if length > len(line):
                     content += b"\n"
-            del line
     except DamagedError as error:
         error.line = number + 1
         raise
@@ -152,14 +124,32 @@ def text_pieces(shard: InputShard, max_bytes: int) -> Iterator[tuple[bytearray, 
         yield content, size, first
 
 
-def text_document(content: bytearray, size: int, intake: Intake, place: Place) -> Document:
+def read_slice(shard: InputShard, intake: Intake) -> Iterator[Document]:
+    """Yield the document of bytes begin … end - 1 of the content of a file."""
+    content, position, first = bytearray(), 0, 1
+    try:
+        for block in blocks(shard.path):
+            begin, end = (min(max(at - position, 0), len(block)) for at in (shard.begin, shard.end))
+            first += block.count(b"\n", 0, begin)
+            content += block[begin:end]
+            position += len(block)
+            if position >= shard.end or len(content) > intake.max_bytes:
+                break
+        yield text_document(content, len(content), intake, Location(shard.path, first))
+    except BadRecordError as error:
+        intake.reject(Location(shard.path, first), error)
+    except DamagedError as error:
+        intake.damaged(Location(shard.path, first), error)
+
+
+def text_document(content: bytearray, size: int, intake: Intake, location: Location) -> Document:
     """Make a plain-text document of `size` bytes. Raises BadRecordError."""
     if size > intake.max_bytes:
         raise intake.too_long("document")
-    begin = len(BOM) if place.number == 1 and content.startswith(BOM) else 0
+    begin = len(BOM) if location.number == 1 and content.startswith(BOM) else 0
     try:
         text = str(memoryview(content)[begin:], "utf-8")
     except UnicodeDecodeError as error:
-        line = place.number + content.count(b"\n", 0, begin + error.start)
-        raise BadRecordError("not_utf8", decode_problem(error), Place(place.source, line)) from error
-    return Document(text, len(content) - begin, place)
+        line = location.number + content.count(b"\n", 0, begin + error.start)
+        raise BadRecordError("not_utf8", decode_problem(error), Location(location.source, line)) from error
+    return Document(text, len(content) - begin, location)

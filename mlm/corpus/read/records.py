@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
 from mlm.data.records import open_binary, readable
 from mlm.util.errors import CorruptFileError, UserError, type_of
-
-COUNT_BLOCK = 1 << 20  # bytes read at a time when lines are counted: 1 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,46 +43,34 @@ class InputShard:
 
     @property
     def path(self) -> str:
-        """Path of the input."""
         return self.input.path
 
 
-@dataclass(slots=True)
-class LinesBefore:
-    """Lines of a file before byte `begin`, counted when first asked for: only errors need the number."""
-
-    path: str
-    begin: int
-    known: int | None = None
-
-    def count(self) -> int:
-        """Count newlines in the first `begin` bytes. Raises UserError if the file can no longer be read."""
-        if self.known is None:
-            self.known, left = 0, self.begin
-            with readable(self.path), open_binary(self.path) as f:
-                while left and (block := f.read(min(left, COUNT_BLOCK))):
-                    self.known += block.count(b"\n")
-                    left -= len(block)
-        return self.known
-
-
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Location of a record; `str(place)` is shown to users: `file:12`, or `file:row 12` in a table."""
+class Location:
+    """Location of a record; `str(location)` is shown to users: `file:12`, or `file:row 12` in a table."""
 
     source: str
     number: int
-    """Line or row, from 1 on, after `before`."""
+    """Line or row, from 1 on, counted from byte `begin` of the file."""
     unit: str = ""
-    before: LinesBefore | None = None
-
-    @property
-    def line(self) -> int:
-        """Line or row in its file, from 1 on."""
-        return self.number + (self.before.count() if self.before else 0)
+    begin: int = 0
 
     def __str__(self) -> str:
-        return f"{self.source}:{self.unit}{self.line}"
+        return f"{self.source}:{self.unit}{self.number + lines_before(self.source, self.begin)}"
+
+
+@lru_cache(maxsize=4)
+def lines_before(path: str, begin: int) -> int:
+    """Count newlines in the first bytes of a file: only errors need them. Raises UserError."""
+    if begin == 0:
+        return 0
+    count, left = 0, begin
+    with readable(path), open_binary(path) as f:
+        while left and (block := f.read(min(left, 1 << 20))):
+            count += block.count(b"\n")
+            left -= len(block)
+    return count
 
 
 @dataclass(slots=True)
@@ -93,21 +80,21 @@ class Document:
     text: str
     num_bytes: int
     """Bytes of the text in UTF-8, as it was read."""
-    place: Place
+    location: Location
 
 
 class BadRecordError(Exception):
     """A record that is not a document: the rule it breaks, and the problem in one line, without a fix."""
 
-    def __init__(self, rule: str, detail: str, place: Place | None = None) -> None:
+    def __init__(self, rule: str, detail: str, location: Location | None = None) -> None:
         super().__init__(rule, detail)
-        self.rule, self.detail, self.place = rule, detail, place
+        self.rule, self.detail, self.location = rule, detail, location
         """Its location, which its reader sets where `reject` would not know it exactly."""
 
     def to_user_error(self, fix: str) -> UserError:
         """Return the error of a command that stops here."""
         kind = CorruptFileError if self.rule == "damaged" else UserError
-        return kind(f"{self.place}: {self.detail}: {fix}")
+        return kind(f"{self.location}: {self.detail}: {fix}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,24 +106,30 @@ class Intake:
     """Longest line or text."""
     on_reject: Callable[[BadRecordError], None] = field(repr=False)
 
-    def reject(self, place: Place, error: BadRecordError) -> None:
+    def reject(self, location: Location, error: BadRecordError) -> None:
         """Report a bad record; the caller decides if that ends the build."""
-        error.place = error.place or place
+        error.location = error.location or location
         self.on_reject(error)
 
-    def damaged(self, place: Place, reason: object) -> None:
+    def damaged(self, location: Location, reason: object) -> None:
         """Report that the rest of a file cannot be read."""
         why = " ".join(str(reason).split())
-        self.reject(place, BadRecordError("damaged", f"the file is damaged and its rest is lost ({why})"))
+        self.reject(location, BadRecordError("damaged", f"the file is damaged and its rest is lost ({why})"))
 
-    def document(self, record: Mapping[str, Any], place: Place) -> Document:
+    def document(self, record: Mapping[str, Any], location: Location) -> Document:
         """Make the document of a JSON object or table row. Raises BadRecordError."""
         if self.text_key not in record:
             raise self.without_text(record)
         text = record[self.text_key]
         if not isinstance(text, str):
             raise BadRecordError("text_type", f'"{self.text_key}" holds {type_of(text)}, not a text')
-        return Document(text, self.measure(text), place)
+        try:
+            size = len(text) if text.isascii() else len(text.encode("utf-8"))
+        except UnicodeEncodeError as error:  # JSON can spell what UTF-8 cannot encode
+            raise BadRecordError("surrogate", f"half a surrogate pair at letter {error.start + 1}") from error
+        if size > self.max_bytes:
+            raise self.too_long("text")
+        return Document(text, size, location)
 
     def without_text(self, keys: Iterable[str]) -> BadRecordError:
         """Return the error of a record that has only these keys or columns."""
@@ -144,20 +137,5 @@ class Intake:
         detail = f'no key "{self.text_key}" (its keys: {known}; text_key names the one with the text)'
         return BadRecordError("no_text", detail)
 
-    def measure(self, text: str) -> int:
-        """Count UTF-8 bytes of a text. Raises BadRecordError."""
-        if text.isascii():
-            size = len(text)
-        else:
-            try:
-                size = len(text.encode("utf-8"))
-            except UnicodeEncodeError as error:  # JSON can spell what UTF-8 cannot encode
-                detail = f"half a surrogate pair at letter {error.start + 1}"
-                raise BadRecordError("surrogate", detail) from error
-        if size > self.max_bytes:
-            raise self.too_long("text")
-        return size
-
     def too_long(self, what: str) -> BadRecordError:
-        """Return the error of a line, text or document above `max_bytes`."""
         return BadRecordError("too_long", f"a {what} of more than max_document_bytes={self.max_bytes} bytes")

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -30,6 +30,15 @@ from mlm.util.terminal import progress_bar
 
 OPENING = 1 << 12
 """Bytes of text that take about as long to read as a file takes to open."""
+SHARED_PART = 4
+"""Several small files share a task up to this part of a shard's bytes."""
+TEXT_END = b"<|endoftext|>"
+"""A line of a .txt file with just this ends a document."""
+SEPARATOR = re.compile(rb"(?m)^[ \t\r\f\v]*<\|endoftext\|>[ \t\r\f\v]*$")
+HELD_OUT = 4096
+"""Minimum bytes of validation and of test, some thousand tokens; of a short text a tenth."""
+SEARCHED = 1 << 16
+"""Bytes searched for an end before a split."""
 
 
 def split_inputs(inputs: Iterable[Input], shard_bytes: int) -> list[InputShard]:
@@ -38,56 +47,37 @@ def split_inputs(inputs: Iterable[Input], shard_bytes: int) -> list[InputShard]:
     Uncompressed .jsonl is split every `shard_bytes` bytes (a line belongs to its first byte), Parquet
     where row groups begin; a .txt or compressed file is one shard. Raises UserError.
     """
-    assert shard_bytes > 0, shard_bytes
-    return [shard for item in inputs for shard in shards_of(item, shard_bytes)]
+    shards = list[InputShard]()
+    for item in inputs:
+        kind = "hub" if item.path.startswith(HUB) else kind_of(Path(item.path))
+        assert kind is not None, item.path
+        if kind == "hub":
+            count = int(open_hub(HubSource.of(item.path))[1].num_shards)  # that can be read independently
+            ranges = [(index, index + 1) for index in range(count)]
+        elif kind == "parquet":
+            ranges = row_ranges(item.path, shard_bytes)
+        else:
+            step = shard_bytes if kind == "jsonl" else max(item.bytes, 1)
+            ranges = [(begin, min(begin + step, item.bytes)) for begin in range(0, max(item.bytes, 1), step)]
+        shards += (InputShard(item, kind, begin, end, item.split) for begin, end in ranges)
+    return shards
 
 
 def group(shards: Sequence[InputShard], shard_bytes: int) -> tuple[int, ...]:
     """Return starts of groups of neighbouring shards, then the number of shards: each group is a task.
 
-    Small files share a task, up to a quarter of `shard_bytes`, so that the number of tasks grows with the
-    bytes of the input and not with its files. A group belongs to one part.
+    Small files share a task, so that the number of tasks grows with the bytes of the input and not with its
+    files. A group belongs to one part.
     """
     count, bounds, held = Counter(shard.path for shard in shards), [0], 0
     for i, shard in enumerate(shards):
         # the size of a Hub's shard is not known
         size = shard_bytes if shard.kind == "hub" else max(OPENING, shard.input.bytes // count[shard.path])
-        if i and (held + size > shared_bytes(shard_bytes) or shard.split != shards[i - 1].split):
+        if i and (held + size > shard_bytes // SHARED_PART or shard.split != shards[i - 1].split):
             bounds.append(i)
             held = 0
         held += size
     return (*bounds, len(shards))
-
-
-def shared_bytes(shard_bytes: int) -> int:
-    """Return the limit in bytes of a task with several shards."""
-    return shard_bytes // 4
-
-
-def shards_of(item: Input, shard_bytes: int) -> Iterator[InputShard]:
-    """Yield the shards of one input."""
-    kind = "hub" if item.path.startswith(HUB) else kind_of(Path(item.path))
-    assert kind is not None, item.path
-    if kind == "hub":
-        count = int(open_hub(HubSource.of(item.path))[1].num_shards)  # that can be read independently
-        ranges = [(index, index + 1) for index in range(count)]
-    elif kind == "parquet":
-        ranges = row_ranges(item.path, shard_bytes)
-    else:
-        step = shard_bytes if kind == "jsonl" else max(item.bytes, 1)
-        ranges = [(begin, min(begin + step, item.bytes)) for begin in range(0, max(item.bytes, 1), step)]
-    for begin, end in ranges:
-        yield InputShard(item, kind, begin, end, item.split)
-
-
-TEXT_END = b"<|endoftext|>"
-"""A line of a .txt file with just this ends a document."""
-SEPARATOR = re.compile(rb"(?m)^[ \t\r\f\v]*<\|endoftext\|>[ \t\r\f\v]*$")
-HELD_OUT = 4096
-"""Minimum bytes of validation and of test, some thousand tokens; of a short text a tenth."""
-SEARCHED = 1 << 16
-"""Bytes searched for an end before a split."""
-ENDS = tuple(map(re.compile, (rb"\n[ \t\r]*\n", rb"\n", rb"\s")))
 
 
 def parts_of_text(
@@ -128,8 +118,8 @@ def split_before(content: bytearray, target: int, least: int) -> int:
     """Return the last position in (least, target] where a paragraph, a line or a word ends."""
     begin = max(least, target - SEARCHED)
     window = content[begin:target]
-    for end in ENDS:
-        if ends := list(end.finditer(window)):
+    for end in (rb"\n[ \t\r]*\n", rb"\n", rb"\s"):
+        if ends := list(re.finditer(end, window)):
             return begin + ends[-1].end()
     at = len(window)
     while at and window[at - 1] & 0xC0 == 0x80:  # not inside a letter
@@ -139,7 +129,7 @@ def split_before(content: bytearray, target: int, least: int) -> int:
 
 def with_digests(inputs: Sequence[Input]) -> tuple[Input, ...]:
     """Return the inputs with content digests; a Hub dataset has one already. Raises UserError."""
-    done = list[Input]()
+    digested = list[Input]()
     with progress_bar("input", sum(item.bytes for item in inputs), in_bytes=True) as advance:
         for item in inputs:
             if not item.digest:
@@ -148,8 +138,8 @@ def with_digests(inputs: Sequence[Input]) -> tuple[Input, ...]:
                     digest = digest_file(Path(item.path), advance)
                 item = replace(item, digest=digest, state=state, bytes=state[0])
                 check_unchanged(item)
-            done.append(item)
-    return tuple(done)
+            digested.append(item)
+    return tuple(digested)
 
 
 def input_lines(inputs: Sequence[Input]) -> bytes:
@@ -168,7 +158,7 @@ def state_of(path: str) -> tuple[int, int, int]:
 def check_unchanged(item: Input) -> None:
     """Raise UserError if an input was written to since it was digested."""
     if is_stored(item.path):
-        is_same = [each.digest for each in list_objects(item.path)] == [item.digest]
+        is_same = [stored.digest for stored in list_objects(item.path)] == [item.digest]
     else:
         is_same = not item.state or state_of(item.path) == item.state
     if not is_same:

@@ -18,14 +18,10 @@ from mlm.util.extras import load_extra
 from mlm.util.object_store import is_stored
 
 BLOCK = 1 << 18  # bytes yielded at a time: 256 KiB
-ZSTD_BLOCK = 1 << 14  # 16 KiB: sound bytes lost with an error
-GZIP_WBITS = 31  # zlib: expect gzip's header and check its checksum (RFC 1952)
-XZ_MEMORY = 1 << 27  # 128 MiB: twice what xz -9 needs; a file that needs more is rejected
-EMPTY = "no bytes"
 UNPACKERS: dict[str, Callable[[], Any]] = {
-    ".gz": lambda: zlib.decompressobj(wbits=GZIP_WBITS),
+    ".gz": lambda: zlib.decompressobj(wbits=31),  # gzip's header and checksum (RFC 1952)
     ".bz2": bz2.BZ2Decompressor,
-    ".xz": lambda: lzma.LZMADecompressor(memlimit=XZ_MEMORY),
+    ".xz": lambda: lzma.LZMADecompressor(memlimit=1 << 27),  # 128 MiB, twice what xz -9 needs
 }
 
 
@@ -50,7 +46,6 @@ def blocks(path: str, *, begin: int = 0) -> Iterator[bytes]:
 
 
 def raw_blocks(path: str, begin: int) -> Iterator[bytes]:
-    """Yield the bytes of a file unchanged."""
     with ExitStack() as stack:
         with readable(path):
             f = stack.enter_context(open_binary(path))
@@ -84,13 +79,12 @@ def packed_blocks(path: str, source: Iterator[bytes], new: Callable[[], Any]) ->
             if block:
                 yield block
     if stream is not None or first:
-        raise DamagedError(EMPTY if first else "truncated")
+        raise DamagedError("no bytes" if first else "truncated")
 
 
 def zstd_blocks(path: str) -> Iterator[bytes]:
     """Unpack frames one after the other. A window above 128 MiB (zstd --long=28) is rejected."""
-    pyarrow = load_extra("pyarrow", f"input {path}")
-    is_first = True
+    pyarrow, is_first = load_extra("pyarrow", f"input {path}"), True
     with ExitStack() as stack:
         with readable(path):
             source = pyarrow.PythonFile(open_binary(path)) if is_stored(path) else pyarrow.OSFile(path)
@@ -98,10 +92,10 @@ def zstd_blocks(path: str) -> Iterator[bytes]:
             stream = stack.enter_context(pyarrow.CompressedInputStream(f, "zstd"))
         while True:
             with readable(path), explain_damage(path):
-                block = stream.read(ZSTD_BLOCK)
+                block = stream.read(1 << 14)  # small: with an error its sound bytes are lost
             if not block:
                 if is_first and not f.size():
-                    raise DamagedError(EMPTY)
+                    raise DamagedError("no bytes")
                 return
             is_first = False
             yield block
@@ -134,13 +128,8 @@ def lines(source: Iterator[bytes], max_bytes: int) -> Iterator[tuple[bytes | byt
             size += len(piece)
             if size > max_bytes:
                 yield None, size + 1
-            elif held:
-                held += piece
-                whole, held = held, bytearray()
-                yield whole, size + 1
-                del whole  # a long line is held once, by the caller
             else:
-                yield piece, size + 1
+                yield (held + piece if held else piece), size + 1
             held, size = bytearray(), 0
         size += len(rest)
         if size > max_bytes:

@@ -1,8 +1,8 @@
 """Documents of tables: Parquet files and datasets of the Hugging Face Hub. Needs mlm[data].
 
-Of a Parquet file the column of the text is read, a few rows at a time. A Hub dataset is streamed
-by the library `datasets`: only its small cache is stored. No code of a dataset runs: `datasets` 4 and later
-reject a dataset that needs a script, and only formats that hold text are accepted (FORMATS).
+Only the text column of a Parquet file is read, a few rows at a time. A Hub dataset is streamed by the library
+`datasets`: only its small cache is stored. No code of a dataset runs: `datasets` 4 and later reject a dataset
+that needs a script, and only formats that hold text are accepted (FORMATS).
 """
 
 import json
@@ -13,22 +13,28 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-from mlm.corpus.read.records import BadRecordError, Document, InputShard, Intake, Place
+from mlm.corpus.read.records import BadRecordError, Document, InputShard, Intake, Location
 from mlm.corpus.read.streams import DamagedError, explain_damage
 from mlm.data.records import explain_hub_errors, open_parquet, readable, row_group_batches
 from mlm.util.errors import UserError
 from mlm.util.extras import load_extra
 
-BATCH_ROWS = 256
+HUB = "hub:"
+FORMATS = ("arrow", "csv", "json", "parquet", "text")
+LOCAL_COPY = "check name and network, or download it and give the files as input"
 
 
-def open_table(path: str) -> Any:
-    """Open a pyarrow ParquetFile. Raises DamagedError, and UserError if it cannot be read."""
+def open_table(path: str) -> tuple[Any, list[int]]:
+    """Open a pyarrow ParquetFile; return it and the rows of its row groups.
+
+    Raises DamagedError, and UserError if it cannot be read.
+    """
     with readable(path), explain_damage(path):
         file = open_parquet(path)
-    if any(rows < 0 for rows in group_rows(file)):
+    rows = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+    if any(count < 0 for count in rows):
         raise DamagedError("a row group of fewer than no rows")
-    return file
+    return file, rows
 
 
 def row_ranges(path: str, shard_bytes: int) -> list[tuple[int, int]]:
@@ -37,11 +43,11 @@ def row_ranges(path: str, shard_bytes: int) -> list[tuple[int, int]]:
     A damaged file has the range (0, 0): reading it reports the damage. Raises UserError.
     """
     try:
-        with open_table(path) as file:
-            sizes = [max(0, file.metadata.row_group(i).total_byte_size) for i in range(file.num_row_groups)]
-            rows = group_rows(file)
+        file, rows = open_table(path)
     except DamagedError:
         return [(0, 0)]
+    with file:
+        sizes = [max(0, file.metadata.row_group(i).total_byte_size) for i in range(file.num_row_groups)]
     ranges, begin, end, size = list[tuple[int, int]](), 0, 0, 0
     for count, more in zip(rows, sizes, strict=True):
         end, size = end + count, size + more
@@ -51,32 +57,28 @@ def row_ranges(path: str, shard_bytes: int) -> list[tuple[int, int]]:
     return [*ranges, (begin, end)] if end > begin or not ranges else ranges
 
 
-def group_rows(file: Any) -> list[int]:
-    """Return the rows of every row group."""
-    return [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-
-
 def read_parquet(shard: InputShard, intake: Intake) -> Iterator[Document]:
     """Yield documents of the row groups that begin in the shard."""
     row = shard.begin
     try:
-        with open_table(shard.path) as file:
+        file, rows = open_table(shard.path)
+        with file:
             if (problem := column_problem(file, shard.path, intake)) is not None:
                 if shard.begin == 0:  # once for the file
-                    intake.reject(Place(shard.path, 1, unit="row "), problem)
+                    intake.reject(Location(shard.path, 1, unit="row "), problem)
                 return
-            for batch in batches(file, shard, intake.text_key):
+            for batch in batches(file, rows, shard, intake.text_key):
                 for index in range(len(batch)):
                     row += 1
-                    place = Place(shard.path, row, unit="row ")
+                    location = Location(shard.path, row, unit="row ")
                     try:
-                        document = row_document(batch, index, intake, place)
+                        document = row_document(batch, index, intake, location)
                     except BadRecordError as bad:
-                        intake.reject(place, bad)
+                        intake.reject(location, bad)
                     else:
                         yield document
     except DamagedError as error:
-        intake.damaged(Place(shard.path, row + 1, unit="row "), error)
+        intake.damaged(Location(shard.path, row + 1, unit="row "), error)
 
 
 def column_problem(file: Any, path: str, intake: Intake) -> BadRecordError | None:
@@ -91,14 +93,14 @@ def column_problem(file: Any, path: str, intake: Intake) -> BadRecordError | Non
     return None
 
 
-def batches(file: Any, shard: InputShard, column: str) -> Iterator[Any]:
+def batches(file: Any, rows: list[int], shard: InputShard, column: str) -> Iterator[Any]:
     """Yield batches of the rows of a shard. Raises DamagedError where the rest cannot be read."""
-    starts = list(accumulate(group_rows(file), initial=0))
-    for group, start in enumerate(starts[:-1]):
+    starts = list(accumulate(rows, initial=0))[:-1]
+    for group, start in enumerate(starts):
         if not shard.begin <= start < shard.end:
             continue
         # one row group at a time: a batch over two would be lost when the second is damaged
-        source = row_group_batches(file, group, BATCH_ROWS, [column])
+        source = row_group_batches(file, group, 256, [column])
         while True:
             with readable(shard.path), explain_damage(shard.path):
                 batch = next(source, None)
@@ -107,23 +109,17 @@ def batches(file: Any, shard: InputShard, column: str) -> Iterator[Any]:
             yield batch
 
 
-def row_document(batch: Any, index: int, intake: Intake, place: Place) -> Document:
+def row_document(batch: Any, index: int, intake: Intake, location: Location) -> Document:
     """Make the document of one row. Raises BadRecordError."""
     value = batch.column(intake.text_key)[index]
     value = getattr(value, "value", value)  # of a dictionary
     if value is not None and value.is_valid and value.as_buffer().size > intake.max_bytes:
         raise intake.too_long("text")
     try:
-        return intake.document({intake.text_key: None if value is None else value.as_py()}, place)
+        return intake.document({intake.text_key: None if value is None else value.as_py()}, location)
     except UnicodeDecodeError as error:  # pyarrow accepts any bytes as a string
         detail = f'"{intake.text_key}" is not UTF-8 ({error.reason} at byte {error.start + 1})'
         raise BadRecordError("not_utf8", detail) from error
-
-
-HUB = "hub:"
-FORMATS = ("arrow", "csv", "json", "parquet", "text")
-NAME = re.compile(r"[\w.-]+/[\w.-]+")
-LOCAL_COPY = "check name and network, or download it and give the files as input"
 
 
 @dataclass(frozen=True)
@@ -141,13 +137,9 @@ class HubSource:
         """The keys that name it, for errors."""
         return f"input={self.path} hub_config={self.config} hub_split={self.split}"
 
-    def pinned(self, commit: str) -> str:
-        """Return the path of a shard: all that another machine needs to read the same rows."""
-        return f"{self.path}?{json.dumps([self.config, self.split, commit])}"
-
     @classmethod
     def of(cls, pinned: str) -> "HubSource":
-        """Parse what `pinned` returned."""
+        """Parse the path of a pinned dataset (`find_hub`)."""
         path, _, rest = pinned.partition("?")
         return cls(path, *json.loads(rest))
 
@@ -155,15 +147,16 @@ class HubSource:
 def find_hub(source: HubSource) -> tuple[str, int, str]:
     """Return pinned path, size in bytes (0 if unknown) and digest of a dataset. Raises UserError.
 
-    The path names its commit, so that it cannot change between two stages.
+    The path is all that another machine needs to read the same rows. It names the commit, so that the dataset
+    cannot change between two stages.
     """
-    if not NAME.fullmatch(source.path.removeprefix(HUB)):
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", source.path.removeprefix(HUB)):
         raise UserError(f"input={source.path} is not a Hub dataset: write hub:OWNER/NAME")
     builder, _ = open_hub(source)
-    commit = str(builder.hash)
-    splits = builder.info.splits or {}
+    commit, splits = str(builder.hash), builder.info.splits or {}
     size = splits[source.split].num_bytes if source.split in splits else 0
-    return source.pinned(commit), max(int(size or 0), 0), f"hub:{commit}:{source.config}:{source.split}"
+    pinned = f"{source.path}?{json.dumps([source.config, source.split, commit])}"
+    return pinned, max(int(size or 0), 0), f"hub:{commit}:{source.config}:{source.split}"
 
 
 @lru_cache(maxsize=4)
@@ -186,22 +179,21 @@ def read_hub(shard: InputShard, intake: Intake) -> Iterator[Document]:
     """Yield documents of one of the dataset's shards; rows are counted from its beginning."""
     source = HubSource.of(shard.path)
     _, stream = open_hub(source)
-    unit = f"shard {shard.begin} row "
     with explain_hub_errors(source.setting, LOCAL_COPY):
         if stream.features is not None and intake.text_key in stream.features:
             stream = stream.select_columns([intake.text_key])  # so that nothing else is decoded
         rows = iter(stream.shard(num_shards=stream.num_shards, index=shard.begin))
     row = 0
     while True:
-        place = Place(source.path, row + 1, unit=unit)
         with explain_hub_errors(source.setting, LOCAL_COPY):
             record = next(rows, None)
         if record is None:
             return
+        row += 1
+        location = Location(source.path, row, unit=f"shard {shard.begin} row ")
         try:
-            document = intake.document(record, place)
+            document = intake.document(record, location)
         except BadRecordError as bad:
-            intake.reject(place, bad)
+            intake.reject(location, bad)
         else:
             yield document
-        row += 1

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,86 +30,6 @@ BATCH_DOCUMENTS = 4096
 BYTES_PER_TOKEN = 6  # more than English has on average: most documents are counted by their beginning alone
 
 
-def remove(counts: Counter[str], rule: str, num_bytes: int, unit: str = "documents") -> None:
-    """Count a document (or piece of one) removed by a rule."""
-    counts[f"removed/{rule}/{unit}"] += 1
-    counts[f"removed/{rule}/bytes"] += num_bytes
-
-
-def are_short(tokenizer: Tokenizer, texts: list[str], least: int) -> list[bool]:
-    """Test each text for fewer than `least` tokens."""
-    # The beginning decides, up to the end of a word: its tokens are those of the whole.
-    heads, most = list[str](), least * BYTES_PER_TOKEN
-    for text in texts:
-        end = text.rfind(" ", 0, most)
-        heads.append(next(segments(tokenizer, text if end <= 0 or len(text) <= most else text[:end])))
-    short = [len(ids) < least for ids in tokenizer.encode_batch(heads)]
-
-    def tokens_of(segment: str) -> int:
-        return len(tokenizer.encode_batch([segment])[0])
-
-    return [
-        is_short and (len(begin) == len(text) or sum(map(tokens_of, segments(tokenizer, text))) < least)
-        for is_short, begin, text in zip(short, heads, texts, strict=True)
-    ]
-
-
-class Cleaning:
-    """Processing of a task's documents, about a megabyte at a time.
-
-    `counts` of documents and bytes: read + fixed = kept + removed. A text counts with the bytes that were
-    read if it is removed before its tokens are counted, and with its fixed bytes from there on.
-    """
-
-    def __init__(self, plan: BuildPlan, task: int, stack: ExitStack) -> None:
-        config = plan.config
-        self.prefix = plan.stages["clean"].folder / f"{task:05d}"
-        self.counts = Counter[str](
-            {"read/documents": 0, "read/bytes": 0, "fixed/bytes": 0, "kept/documents": 0, "kept/bytes": 0}
-        )
-        self._cleaner = Cleaner(config.normalise, config.filter)
-        self._least = config.filter.least_tokens
-        self._tokenizer = plan.load_tokenizer()
-        self._signer = MinHasher(config.dedup) if config.dedup.enabled else None
-        self._writer = stack.enter_context(IndexedWriter(self.prefix, TEXT))
-        self.keys = list[NDArray[np.uint64]]()
-        self._batch, self._size = list[Document](), 0
-
-    def take(self, document: Document) -> None:
-        """Process one document."""
-        self.counts["read/documents"] += 1
-        self.counts["read/bytes"] += document.num_bytes
-        document.text, rule = self._cleaner(document.text)
-        if rule is None and (not document.text or document.text.isspace()):
-            rule = "empty"
-        if rule is not None:
-            remove(self.counts, rule, document.num_bytes)
-            return
-        self._batch.append(document)
-        self._size += document.num_bytes
-        if self._size >= BATCH_BYTES or len(self._batch) >= BATCH_DOCUMENTS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Filter the held documents by length and write those that are kept."""
-        batch, self._batch, self._size = self._batch, [], 0
-        texts, kept = [document.text for document in batch], list[str]()
-        short = are_short(self._tokenizer, texts, self._least) if self._least else [False] * len(texts)
-        for document, is_short in zip(batch, short, strict=True):
-            content = document.text.encode()
-            self.counts["fixed/bytes"] += len(content) - document.num_bytes
-            if is_short:
-                remove(self.counts, "min_tokens", len(content))
-                continue
-            self.counts["kept/documents"] += 1
-            self.counts["kept/bytes"] += len(content)
-            kept.append(document.text)
-            self._writer.add_document(np.frombuffer(content, dtype=TEXT))
-            del content  # a long one is held once
-        if self._signer is not None:
-            self.keys.append(self._signer.keys(kept))
-
-
 def run(plan: BuildPlan, task: int) -> None:
     """Clean the shards of a task. With bad_input=refuse, bad input raises UserError, CorruptFileError."""
     config, stage = plan.config, plan.stages["clean"]
@@ -122,7 +41,7 @@ def run(plan: BuildPlan, task: int) -> None:
             if config.bad_input == "refuse":
                 raise error.to_user_error("fix or delete it, or set bad_input=skip")
             cleaning.counts[f"rejected/{error.rule}"] += 1
-            line = {"place": str(error.place), "rule": error.rule, "detail": error.detail}
+            line = {"place": str(error.location), "rule": error.rule, "detail": error.detail}
             rejects.append((json.dumps(line) + "\n").encode())
 
         for document in documents_of(plan, task, reject):
@@ -151,11 +70,83 @@ def documents_of(plan: BuildPlan, task: int, reject: Callable[[BadRecordError], 
         check_unchanged(shard.input)
 
 
+class Cleaning:
+    """Processing of a task's documents, about a megabyte at a time.
+
+    `counts` of documents and bytes: read + fixed = kept + removed. A text counts with the bytes that were
+    read if it is removed before its tokens are counted, and with its fixed bytes from there on.
+    """
+
+    def __init__(self, plan: BuildPlan, task: int, stack: ExitStack) -> None:
+        config = plan.config
+        self.prefix = plan.stages["clean"].folder / f"{task:05d}"
+        self.counts = Counter[str](
+            {"read/documents": 0, "read/bytes": 0, "fixed/bytes": 0, "kept/documents": 0, "kept/bytes": 0}
+        )
+        self._cleaner = Cleaner(config.normalise, config.filter)
+        self._least = config.filter.least_tokens
+        self._tokenizer = plan.load_tokenizer()
+        self._min_hasher = MinHasher(config.dedup) if config.dedup.enabled else None
+        self._writer = stack.enter_context(IndexedWriter(self.prefix, TEXT))
+        self.keys = list[NDArray[np.uint64]]()
+        self._batch, self._size = list[Document](), 0
+
+    def take(self, document: Document) -> None:
+        self.counts["read/documents"] += 1
+        self.counts["read/bytes"] += document.num_bytes
+        document.text, rule = self._cleaner(document.text)
+        if rule is None and (not document.text or document.text.isspace()):
+            rule = "empty"
+        if rule is not None:
+            remove(self.counts, rule, document.num_bytes)
+            return
+        self._batch.append(document)
+        self._size += document.num_bytes
+        if self._size >= BATCH_BYTES or len(self._batch) >= BATCH_DOCUMENTS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Filter the held documents by length and write those that are kept."""
+        batch, self._batch, self._size = self._batch, [], 0
+        texts, kept = [document.text for document in batch], list[str]()
+        short = are_short(self._tokenizer, texts, self._least) if self._least else [False] * len(texts)
+        for document, is_short in zip(batch, short, strict=True):
+            content = document.text.encode()
+            self.counts["fixed/bytes"] += len(content) - document.num_bytes
+            if is_short:
+                remove(self.counts, "min_tokens", len(content))
+                continue
+            self.counts["kept/documents"] += 1
+            self.counts["kept/bytes"] += len(content)
+            kept.append(document.text)
+            self._writer.add_document(np.frombuffer(content, dtype=TEXT))
+        if self._min_hasher is not None:
+            self.keys.append(self._min_hasher.keys(kept))
+
+
+def remove(counts: Counter[str], rule: str, num_bytes: int, unit: str = "documents") -> None:
+    """Count a document (or piece of one) removed by a rule."""
+    counts[f"removed/{rule}/{unit}"] += 1
+    counts[f"removed/{rule}/bytes"] += num_bytes
+
+
+def are_short(tokenizer: Tokenizer, texts: list[str], least: int) -> list[bool]:
+    """Test each text for fewer than `least` tokens."""
+    # the beginning decides, up to the end of a word: its tokens are those of the whole
+    heads, most = list[str](), least * BYTES_PER_TOKEN
+    for text in texts:
+        end = text.rfind(" ", 0, most)
+        heads.append(next(segments(tokenizer, text if end <= 0 or len(text) <= most else text[:end])))
+    short = list[bool]()
+    for ids, head, text in zip(tokenizer.encode_batch(heads), heads, texts, strict=True):
+        count = len(ids)
+        if count < least and len(head) < len(text):
+            count = sum(len(tokenizer.encode_batch([part])[0]) for part in segments(tokenizer, text))
+        short.append(count < least)
+    return short
+
+
 def save(path: Path, values: NDArray[np.generic]) -> Path:
     """Write an array as .npy; return its path. Raises OSError."""
-
-    def write(f: BinaryIO) -> None:
-        np.lib.format.write_array(f, values, allow_pickle=False)
-
-    write_atomic(path, write)
+    write_atomic(path, lambda f: np.lib.format.write_array(f, values, allow_pickle=False))
     return path

@@ -48,7 +48,6 @@ class CleanTexts:
         stage = plan.stages["clean"]
         self.folder = stage.folder
         self.firsts = first_documents(stage)
-        """Number of each shard's first document, then of all documents: [shards + 1]."""
         self._shards: dict[int, tuple[IndexedDataset, NDArray[np.uint64]]] = {}
 
     def __len__(self) -> int:
@@ -59,7 +58,6 @@ class CleanTexts:
         return load(self.folder / f"{shard:05d}.keys.npy")
 
     def text(self, document: int) -> str:
-        """One text."""
         shard = int(np.searchsorted(self.firsts, document, side="right")) - 1
         return self._open(shard)[0][document - int(self.firsts[shard])].tobytes().decode()
 
@@ -99,9 +97,9 @@ def slices(texts: CleanTexts, band: int) -> Iterator[tuple[Ids, NDArray[np.uint6
         documents, keys = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.uint64)]
         for shard, first in enumerate(texts.firsts[:-1]):
             of_shard = texts.keys_of(shard)[band]
-            mine = np.flatnonzero(of_shard % count == residue)
-            documents.append(mine + first)
-            keys.append(of_shard[mine])
+            in_slice = np.flatnonzero(of_shard % count == residue)
+            documents.append(in_slice + first)
+            keys.append(of_shard[in_slice])
         yield np.concatenate(documents), np.concatenate(keys)
 
 

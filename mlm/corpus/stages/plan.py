@@ -24,7 +24,6 @@ from mlm.util.files import digest_bytes, write_atomic
 VERSION = 3  # of what the stages write
 TOKENIZER = "tokenizer.json"
 EVALUATION = "evaluation.jsonl"
-NAME_DIGITS = 16  # hexadecimal digits of a digest in a folder's name
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class BuildStage:
     """Folder of its tasks' files."""
 
     def marker(self, task: int) -> Path:
-        """Path of the marker of a task."""
         return self.folder / f"{task:05d}.done.json"
 
     def is_done(self, task: int) -> bool:
@@ -121,7 +119,7 @@ def make_plan(
     tasks |= {"tokenise": many, "merge": len(parts)}
     ranges = [(shard.kind, shard.begin, shard.end) for shard in shards]
     identity = digest_bytes(json.dumps([VERSION, made_of, ranges, list(bounds)]).encode())
-    name = identity.partition(":")[2][:NAME_DIGITS]
+    name = identity.partition(":")[2][:16]
     stages = {stage: BuildStage(stage, count, work / f"{stage}-{name}") for stage, count in tasks.items()}
     return BuildPlan(
         config,

@@ -12,12 +12,14 @@ from rich.console import Group
 
 from mlm.config.tree import nested
 from mlm.corpus.stages.plan import BuildPlan
-from mlm.corpus.stages.tokenise import MATCHES, load_contaminants
+from mlm.corpus.stages.tokenise import MATCHES, load_ngram_index
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
 from mlm.data.receipt import REJECTED
 from mlm.util.errors import UserError
 from mlm.util.files import fsync_directory, write_atomic
 from mlm.util.terminal import add_row, table
+
+Facts = dict[str, Any]
 
 
 def merge(plan: BuildPlan, task: int) -> None:
@@ -43,10 +45,7 @@ def publish(plan: BuildPlan, out: Path) -> list[str]:
     return names
 
 
-Facts = dict[str, Any]
-
-
-def outcome(plan: BuildPlan) -> Facts:
+def count_documents(plan: BuildPlan) -> Facts:
     """Return the counts of a finished build: documents read, removed by each rule, and kept in each part.
 
     All that was read is kept, removed or cut away, in documents and in bytes. Pieces replace a document that
@@ -56,7 +55,7 @@ def outcome(plan: BuildPlan) -> Facts:
     total.update(plan.stages["tokenise"].total())
     tree = nested({name.replace("/", "."): n for name, n in total.items() if not name.startswith(MATCHES)})
     removed = {rule: {"documents": 0} | counts for rule, counts in tree.get("removed", {}).items()}
-    contaminants, cut = load_contaminants(plan), tree.get("cut")
+    index, cut = load_ngram_index(plan), tree.get("cut")
     matches = {name.removeprefix(MATCHES): n for name, n in total.items() if name.startswith(MATCHES)}
     facts = {
         "read": tree["read"],
@@ -64,7 +63,7 @@ def outcome(plan: BuildPlan) -> Facts:
         "rejected": tree.get("rejected", {}),
         "removed": removed,
         "cut": cut,
-        "contamination": contaminants.report(matches) if contaminants else None,
+        "contamination": index.report(matches) if index else None,
         "splits": tree["splits"],
     }
     gone, kept, cut = list(removed.values()), list(tree["splits"].values()), Counter(cut)
@@ -76,8 +75,7 @@ def outcome(plan: BuildPlan) -> Facts:
 
 
 def add_up(counts: Iterable[Mapping[str, int]], key: str) -> int:
-    """Add up one count of many."""
-    return sum(each.get(key, 0) for each in counts)
+    return sum(count.get(key, 0) for count in counts)
 
 
 def reject_empty_parts(plan: BuildPlan, facts: Facts) -> None:
@@ -112,29 +110,22 @@ def rejected_shards(plan: BuildPlan) -> list[Path]:
 
 def write_rejected(plan: BuildPlan, out: Path) -> list[str]:
     """Write rejected.jsonl, if anything was rejected; return its name. Raises OSError."""
-    shards = rejected_shards(plan)
-    if not any(shard.stat().st_size for shard in shards):
-        return []
+    shards = [shard for shard in rejected_shards(plan) if shard.stat().st_size]
 
     def write(f: Any) -> None:
         for shard in shards:
             with open(shard, "rb") as lines:
                 shutil.copyfileobj(lines, f)
 
-    write_atomic(out / REJECTED, write)
-    return [REJECTED]
+    if shards:
+        write_atomic(out / REJECTED, write)
+    return [REJECTED] if shards else []
 
 
 def summary(out: Path, receipt: Facts) -> Group:
     """Return the tables that a build ends with."""
-    parts = table(
-        f"{out} · vocabulary {receipt['vocab_size']}",
-        "part",
-        "documents#",
-        "tokens#",
-        "bytes#",
-        "bytes/token#",
-    )
+    title = f"{out} · vocabulary {receipt['vocab_size']}"
+    parts = table(title, "part", "documents#", "tokens#", "bytes#", "bytes/token#")
     for split, count in receipt["splits"].items():
         numbers = [f"{count[key]:,}" for key in ("documents", "tokens", "bytes")]
         add_row(parts, split, *numbers, f"{count['bytes'] / count['tokens']:.2f}")

@@ -22,20 +22,19 @@ from mlm.corpus.stages.publish import merge
 from mlm.util.errors import UserError
 from mlm.util.terminal import Advance, progress_bar
 
-STAGE_FUNCTIONS: dict[str, Callable[[BuildPlan, int], None]] = {
-    "clean": clean_stage.run,
-    "match": match_stage.match,
-    "group": match_stage.group,
-    "verify": match_stage.verify,
-    "gather": match_stage.gather,
-    "tokenise": tokenise_stage.run,
-    "merge": merge,
-}
-
 
 def run_task(plan: BuildPlan, stage: str, task: int) -> None:
     """Do one task. Raises UserError for bad input."""
-    STAGE_FUNCTIONS[stage](plan, task)
+    functions: dict[str, Callable[[BuildPlan, int], None]] = {
+        "clean": clean_stage.run,
+        "match": match_stage.match,
+        "group": match_stage.group,
+        "verify": match_stage.verify,
+        "gather": match_stage.gather,
+        "tokenise": tokenise_stage.run,
+        "merge": merge,
+    }
+    functions[stage](plan, task)
 
 
 def run_stages(plan: BuildPlan, workers: int) -> None:
@@ -70,7 +69,13 @@ class Workers:
                 run_task(plan, stage.name, task)
                 advance(1)
             return
-        pool = self._pool = self._pool or self._start()
+        if self._pool is None:
+            self._context.set_forkserver_preload(["mlm.corpus.stages.run"])  # imported once, not per worker
+            ignore_interrupts_in_workers()
+            self._pool = ProcessPoolExecutor(
+                self.count, mp_context=self._context, initializer=start_worker, initargs=(self._theirs,)
+            )
+        pool = self._pool
         try:
             doing = [pool.submit(run_task, plan.of_task(task), stage.name, task) for task in tasks]
             # the pool watches the workers it had at the last submission: submit a trifle
@@ -94,16 +99,6 @@ class Workers:
             self._pool.shutdown(cancel_futures=True)
         self._ours.close()
         self._theirs.close()
-
-    def _start(self) -> ProcessPoolExecutor:
-        self._context.set_forkserver_preload(["mlm.corpus.stages.run"])  # imported once, not by every worker
-        ignore_interrupts_in_workers()
-        return ProcessPoolExecutor(
-            self.count,
-            mp_context=self._context,
-            initializer=start_worker,
-            initargs=(self._theirs,),
-        )
 
 
 def ignore_interrupts_in_workers() -> None:

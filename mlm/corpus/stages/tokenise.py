@@ -15,7 +15,7 @@ import numpy as np
 
 from mlm.corpus.benchmarks import load_benchmarks
 from mlm.corpus.config import DecontaminateConfig
-from mlm.corpus.decontaminate import Contaminants, count_matches
+from mlm.corpus.decontaminate import NGramIndex, count_matches
 from mlm.corpus.pieces import segments, split_sentences
 from mlm.corpus.stages.clean import BATCH_BYTES, BATCH_DOCUMENTS, remove
 from mlm.corpus.stages.match import removal_mask
@@ -60,7 +60,7 @@ def run(plan: BuildPlan, task: int) -> None:
 
 def pieces(plan: BuildPlan, task: int, texts: IndexedDataset, counts: Counter[str]) -> Iterator[Piece]:
     """Yield what remains of the documents of a task."""
-    config, contaminants, matches = plan.config, load_contaminants(plan), Counter[str]()
+    config, index, matches = plan.config, load_ngram_index(plan), Counter[str]()
     near = removal_mask(plan, task) if config.dedup.enabled else np.zeros(len(texts), dtype=bool)
     shares, split = parse_split(config.split), plan.shards[task][0].split
     for number in range(len(texts)):
@@ -70,14 +70,12 @@ def pieces(plan: BuildPlan, task: int, texts: IndexedDataset, counts: Counter[st
             continue
         part = split or split_of_document(content, shares, config.seed)
         text, is_searched = content.decode(), part in config.decontaminate.parts
-        cleaned = contaminants.clean(text) if contaminants and is_searched else None
-        if cleaned is None or cleaned.fate == "kept":
-            num_bytes = len(content)
-            del content, cleaned  # a long one is held once
-            yield Piece(part, text, num_bytes, is_cut=False)
+        cleaned = index.clean(text) if index and is_searched else None
+        if cleaned is None or cleaned.outcome == "kept":
+            yield Piece(part, text, len(content), is_cut=False)
             continue
         count_matches(matches, cleaned)
-        if cleaned.fate == "dropped":
+        if cleaned.outcome == "dropped":
             remove(counts, "contaminated", len(content))
             continue
         sizes = [len(piece.encode()) for piece in cleaned.pieces]
@@ -88,16 +86,16 @@ def pieces(plan: BuildPlan, task: int, texts: IndexedDataset, counts: Counter[st
     counts.update({MATCHES + name: count for name, count in matches.items()})
 
 
-def load_contaminants(plan: BuildPlan) -> Contaminants | None:
-    """Return the evaluation texts to keep out, cached for a process: hashing them takes seconds."""
+def load_ngram_index(plan: BuildPlan) -> NGramIndex | None:
+    """Return the n-grams of the evaluation texts to keep out, kept between the tasks of a process."""
     if plan.evaluation is None:
         return None
-    return _load_contaminants(plan.work / EVALUATION, plan.evaluation, plan.config.decontaminate)
+    return _load_ngram_index(plan.work / EVALUATION, plan.evaluation, plan.config.decontaminate)
 
 
 @lru_cache(maxsize=1)
-def _load_contaminants(path: Path, digest: str, config: DecontaminateConfig) -> Contaminants:
-    return Contaminants(config, load_benchmarks(path))
+def _load_ngram_index(path: Path, _digest: str, config: DecontaminateConfig) -> NGramIndex:
+    return NGramIndex(config, load_benchmarks(path))
 
 
 def write(
@@ -110,17 +108,16 @@ def write(
     bos = [tokenizer.prefix_id] if config.prepend_bos else []
     eod = [tokenizer.eod_id] if config.append_eod else []
     first, last = np.array(bos, dtype), np.array(eod, dtype)
-    # of each piece the texts of its sequences, of each sequence its segments
-    texts = [
-        [[sentence] for sentence in split_sentences(piece.text)]
-        if config.sentences
-        else [list(segments(tokenizer, piece.text))]
-        for piece in batch
-    ]
-    flat = (text for each in texts for sequence in each for text in sequence)
-    encoded = (ids for some in grouped(flat, len) for ids in tokenizer.encode_batch(some))
-    for piece, each in zip(batch, texts, strict=True):
-        sequences = [[np.array(next(encoded), dtype) for _ in sequence] for sequence in each]
+    texts = list[list[list[str]]]()  # of each piece its sequences, of each sequence its segments
+    for piece in batch:
+        if config.sentences:
+            texts.append([[sentence] for sentence in split_sentences(piece.text)])
+        else:
+            texts.append([list(segments(tokenizer, piece.text))])
+    flat = (segment for sequences in texts for sequence in sequences for segment in sequence)
+    encoded = (ids for group in grouped(flat, len) for ids in tokenizer.encode_batch(group))
+    for piece, piece_texts in zip(batch, texts, strict=True):
+        sequences = [[np.array(next(encoded), dtype) for _ in sequence] for sequence in piece_texts]
         lengths = [count for ids in sequences if (count := sum(map(len, ids)))]
         if (tokens := sum(lengths)) < least:
             unit = "pieces" if piece.is_cut else "documents"

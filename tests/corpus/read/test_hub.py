@@ -60,7 +60,7 @@ def test_rows_of_all_its_shards_are_documents_in_order(
     local(tmp_path, monkeypatch, [[{"text": f"{i} {j}"} for j in range(5)] for i in range(3)])
     found = read()
     assert found.texts == [f"{i} {j}" for i in range(3) for j in range(5)]
-    assert str(found.documents[6].place) == "hub:us/books:shard 1 row 2"
+    assert str(found.documents[6].location) == "hub:us/books:shard 1 row 2"
 
 
 def test_digest_is_the_commit_and_later_stages_read_that_commit(

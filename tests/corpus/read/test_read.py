@@ -29,7 +29,7 @@ def test_documents_do_not_depend_on_where_a_file_is_split(tmp_path: Path, shard_
     path = jsonl(tmp_path, content)
     found = read(path, shard_bytes=shard_bytes)
     assert found.texts == ["1", "2", "a longer one", "4", "5"]
-    assert [str(document.place).rpartition(":")[2] for document in found.documents] == [
+    assert [str(document.location).rpartition(":")[2] for document in found.documents] == [
         "1",
         "2",
         "5",
@@ -71,7 +71,7 @@ def test_bad_line_is_named_and_the_next_is_read(
 
 def test_error_ends_the_reading_if_the_callback_raises(tmp_path: Path) -> None:
     def refuse(problem: BadRecordError) -> None:
-        raise UserError(f"{problem.place}: {problem.detail}")
+        raise UserError(f"{problem.location}: {problem.detail}")
 
     [shard] = split_inputs(search(str(jsonl(tmp_path, GOOD + b"[]\n" + GOOD))).inputs, 1000)
     found = read_shard(shard, text_key="text", max_bytes=99, reject=refuse)
@@ -112,7 +112,7 @@ def test_text_documents_end_at_separator_lines(tmp_path: Path) -> None:
     content = b"one\n<|endoftext|>\n <|endoftext|> \r\ntwo\n<|endoftext|>\n"
     found = read(write(tmp_path / "a.txt", content))
     assert found.texts == ["one\n", "", "two\n"]
-    assert [document.place.number for document in found.documents] == [1, 3, 4]
+    assert [document.location.number for document in found.documents] == [1, 3, 4]
 
 
 def test_text_that_is_no_utf8_is_named_by_file_and_line(tmp_path: Path) -> None:

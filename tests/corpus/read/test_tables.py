@@ -24,7 +24,9 @@ def test_documents_do_not_depend_on_where_a_file_is_split(tmp_path: Path, shard_
     path = table(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=7)
     found = read(path, shard_bytes=shard_bytes)
     assert found.texts == TEXTS
-    assert [str(document.place) for document in found.documents] == [f"{path}:row {i}" for i in range(1, 101)]
+    assert [str(document.location) for document in found.documents] == [
+        f"{path}:row {i}" for i in range(1, 101)
+    ]
 
 
 def test_file_is_split_where_row_groups_begin(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ STAGES = ("clean", "match", "group", "verify", "gather", "tokenise", "merge")
 @pytest.fixture(autouse=True)
 def a_task_for_each_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """The files here are so small that one task would take all of them."""
-    monkeypatch.setattr("mlm.corpus.read.shards.shared_bytes", lambda size: 0)
+    monkeypatch.setattr("mlm.corpus.read.shards.SHARED_PART", 1 << 60)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def kill(self, task, *rest):
     finish(self, task, *rest)
 BuildStage.finish = kill
 import mlm.corpus.read.shards as shards
-shards.shared_bytes = lambda size: 0
+shards.SHARED_PART = 1 << 60
 from tests.corpus.texts import quiet, thorough
 from mlm.corpus.build import run_build
 from pathlib import Path

@@ -49,7 +49,7 @@ def test_files_opened_grow_with_the_number_of_tasks(
     tmp_path: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A task for each file, so that what each task opens shows."""
-    monkeypatch.setattr("mlm.corpus.read.shards.shared_bytes", lambda size: 0)
+    monkeypatch.setattr("mlm.corpus.read.shards.SHARED_PART", 1 << 60)
     (tmp_path / "evaluation.txt").write_text("none of this is in the text " * 3)
     found = []
     for count in (8, 32):
