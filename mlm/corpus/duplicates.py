@@ -39,10 +39,10 @@ def links_of_band(keys: Hashes) -> Numbers:
 
     Memory: `keys` and two more arrays of its size, and what is returned.
     """
-    members = np.flatnonzero(_repeated(keys) & (keys != NO_KEY))
+    members = np.flatnonzero(find_repeated(keys) & (keys != NO_KEY))
     shared = keys[members]
     order = np.argsort(shared, kind="stable")  # in each group the documents keep their order
-    return star_links(members[order], _changes(shared[order]))
+    return star_links(members[order], starts_of_runs(shared[order]))
 
 
 def star_links(documents: Numbers, boundaries: Numbers) -> Numbers:
@@ -79,7 +79,7 @@ def components(links: Numbers, num_documents: int) -> tuple[Numbers, Numbers]:
         apart = a != b
         a, b = a[apart], b[apart]
     order = np.argsort(roots, kind="stable")
-    return documents[order], _changes(roots[order])
+    return documents[order], starts_of_runs(roots[order])
 
 
 def duplicates_in(
@@ -95,9 +95,9 @@ def duplicates_in(
     up to CACHED_BYTES, and the sketches (bands * rows bytes each) of the kept ones.
     """
     keys = keys_of(component)
-    # A key that no other document of the component has proposes no candidates.
-    shared = _repeated(keys.reshape(-1)).reshape(keys.shape) & (keys != NO_KEY)
-    kept = _KeptDocuments(config, text_of, estimates=len(component) > SMALL)
+    # a key that no other document of the component has proposes no candidates
+    shared = find_repeated(keys.reshape(-1)).reshape(keys.shape) & (keys != NO_KEY)
+    kept = KeptDocuments(config, text_of, estimates=len(component) > SMALL)
     decided: dict[bytes, tuple[int, float]] = {}  # by digest of a text: the kept document and the similarity
     duplicates = []
     for document, its_keys, its_shared in zip(component.tolist(), keys, shared, strict=True):
@@ -120,7 +120,7 @@ def duplicates_in(
 
 
 @dataclass(slots=True)
-class _KeptDocuments:
+class KeptDocuments:
     """The documents of a component that are kept so far. A position is a number among them."""
 
     config: DedupConfig
@@ -152,7 +152,14 @@ class _KeptDocuments:
         lists = [self.by_key[key] for key in keys if key in self.by_key]
         candidates = np.array(sorted(set().union(*lists)), np.int64)
         for position in self._promising(candidates, len(hashes)).tolist():
-            similarity = jaccard(hashes, self._hashes_of(position))
+            if position in self.cache:
+                self.cache.move_to_end(position)
+                candidate = self.cache[position]
+            else:
+                text = self.text_of(self.documents[position])
+                candidate = shingles(text, ngram=self.config.ngram, unit=self.config.unit)
+                self._remember(position, candidate)
+            similarity = jaccard(hashes, candidate)
             if similarity > self.config.threshold:
                 return self.documents[position], similarity
         return None
@@ -187,16 +194,6 @@ class _KeptDocuments:
         best = np.argsort(-estimate, kind="stable")[:COMPARED]
         return np.sort(candidates[best])
 
-    def _hashes_of(self, position: int) -> Hashes:
-        """Return the shingles of a kept document."""
-        if position in self.cache:
-            self.cache.move_to_end(position)
-            return self.cache[position]
-        text, config = self.text_of(self.documents[position]), self.config
-        hashes = shingles(text, ngram=config.ngram, unit=config.unit)
-        self._remember(position, hashes)
-        return hashes
-
     def _remember(self, position: int, hashes: Hashes) -> None:
         self.cache[position] = hashes
         self.cached_bytes += hashes.nbytes
@@ -213,23 +210,19 @@ def jaccard(a: Hashes, b: Hashes) -> float:
     return common / (len(both) - common)
 
 
-def _repeated(values: NDArray) -> NDArray[np.bool_]:
+def find_repeated(values: NDArray) -> NDArray[np.bool_]:
     """Mask of the values [n] that occur more than once."""
     order = np.argsort(values)
-    same = _equal_neighbours(values, order)
+    in_order = values[order]
+    same = in_order[1:] == in_order[:-1]
+    del in_order  # the array is as large as all keys of a band
     repeated = np.zeros(len(values), np.bool_)
     repeated[order[1:]] = same
     repeated[order[:-1]] |= same
     return repeated
 
 
-def _equal_neighbours(values: NDArray, order: Numbers) -> NDArray[np.bool_]:
-    """Mask of values[order] that equal their successor: bool [n - 1]. The sorted copy is freed on return."""
-    in_order = values[order]
-    return in_order[1:] == in_order[:-1]
-
-
-def _changes(values: NDArray) -> Numbers:
+def starts_of_runs(values: NDArray) -> Numbers:
     """Starts of runs of equal values, then the length of `values`: [runs + 1]."""
     if not len(values):
         return np.zeros(1, np.int64)

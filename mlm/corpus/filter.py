@@ -17,8 +17,8 @@ characters, and of quotes, dashes and dots, whose curly forms are replaced here.
 
 The rules are those of Rae et al. 2021 (arXiv:2112.11446), table A1 and appendix A.1.1. Words are separated by
 white space; a line is one that holds more than white space, stripped of it at both ends. A document counts
-under the first rule it breaks, in the order of RULES; one without words breaks `min_words` if that is set,
-and no rule about shares.
+under the first rule it breaks, in the order of FilterConfig; one without words breaks `min_words` if that is
+set, and no rule about shares.
 
 datatrove's GopherQualityFilter splits words with a tokenizer of the language. Beside it we count a word of
 punctuation alone as a word, ignore the case of stop words, leave empty lines out of shares of lines, and take
@@ -47,7 +47,17 @@ from mlm.corpus.pieces import pieces_of
 from mlm.util.errors import UserError
 from mlm.util.extras import load_extra
 
-LANGUAGE = "language"
+PART = 4096
+CONFIG = ftfy.TextFixerConfig(fix_character_width=False, explain=False)
+VERBATIM = CONFIG._replace(unescape_html=False)
+
+# Every byte of “”‘’–—… in a Windows code page continues a UTF-8 sequence and none begins one (in Mac Roman
+# it is the other way round), so such a line cannot be UTF-8 that was taken for something else.
+UNUSUAL = re.compile("[^\t\n\x0c -%'-~“”‘’–—…]")
+"""A letter that ftfy may change or treat as mojibake; `&` is one."""
+SAMPLE = 500  # letters whose language is identified, in each of three parts of a text
+STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
+LETTER = re.compile(r"[^\W\d_]")
 
 
 class Cleaner:
@@ -70,18 +80,8 @@ class Cleaner:
             text = fix_text(text)
         is_blank = not text or text.isspace()
         if not is_blank and self.is_wanted is not None and not self.is_wanted(text):
-            return text, LANGUAGE
+            return text, "language"
         return text, broken_rule(text, self.rules)
-
-
-PART = 4096
-CONFIG = ftfy.TextFixerConfig(fix_character_width=False, explain=False)
-VERBATIM = CONFIG._replace(unescape_html=False)
-
-# Every byte of “”‘’–—… in a Windows code page continues a UTF-8 sequence and none begins one (in Mac Roman
-# it is the other way round), so such a line cannot be UTF-8 that was taken for something else.
-UNUSUAL = re.compile("[^\t\n\x0c -%'-~“”‘’–—…]")
-"""A letter that ftfy may change or treat as mojibake; `&` is one."""
 
 
 def fix_text(text: str) -> str:
@@ -122,9 +122,6 @@ def parts_of_line(line: str) -> Iterator[str]:
     yield line[begin:]
 
 
-SAMPLE = 500  # letters looked at in each of three places
-
-
 class LanguageFilter:
     """Filter that accepts text in some languages.
 
@@ -133,7 +130,7 @@ class LanguageFilter:
 
     def __init__(self, languages: Collection[str], least_score: float) -> None:
         setting = f"normalise.languages=[{','.join(languages)}]"
-        self.detector = detector(load_extra("py3langid.langid", setting))
+        self.detector = load_detector(load_extra("py3langid.langid", setting))
         self.languages, self.least_score = frozenset(languages), least_score
         known = self.detector.labels
         for code in (code for code in languages if code not in known):
@@ -143,28 +140,17 @@ class LanguageFilter:
 
     def __call__(self, text: str) -> bool:
         """True if a text is in one of the languages."""
-        language, score = self.detector.classify(sample(text))
+        if len(text) > 3 * SAMPLE:
+            middle = (len(text) - SAMPLE) // 2
+            text = "\n".join((text[:SAMPLE], text[middle : middle + SAMPLE], text[-SAMPLE:]))
+        language, score = self.detector.classify(text)
         return language in self.languages and score >= self.least_score
 
 
 @lru_cache(maxsize=1)
-def detector(langid: ModuleType) -> Any:
+def load_detector(langid: ModuleType) -> Any:
     """Load the detector and its model, which takes a second. Scores are probabilities."""
     return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
-
-
-def sample(text: str) -> str:
-    """Return enough of a text to identify its language: its beginning, middle and end."""
-    if len(text) <= 3 * SAMPLE:
-        return text
-    middle = (len(text) - SAMPLE) // 2
-    return "\n".join((text[:SAMPLE], text[middle : middle + SAMPLE], text[-SAMPLE:]))
-
-
-STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
-BULLETS = ("•", "‣", "◦", "▪", "-", "*")
-ELLIPSES = ("…", "...")
-LETTER = re.compile(r"[^\W\d_]")
 
 
 class Measures:
@@ -192,12 +178,10 @@ class Measures:
         return [line for line in map(str.strip, self.text.splitlines()) if line]
 
     def of_words(self, count: int) -> float:
-        """Return a count per word."""
         return count / self.counts["words"]
 
-    def of_lines(self, is_meant: Callable[[str], bool]) -> float:
-        """Return the share of lines that a test is true for."""
-        return sum(map(is_meant, self.lines)) / len(self.lines)
+    def of_lines(self, is_counted: Callable[[str], bool]) -> float:
+        return sum(map(is_counted, self.lines)) / len(self.lines)
 
 
 MEASURES: dict[str, Callable[[Measures], float]] = {
@@ -205,21 +189,21 @@ MEASURES: dict[str, Callable[[Measures], float]] = {
     "mean_word_length": lambda text: text.of_words(text.counts["letters"]),
     # `#`, or ellipses: the greater of the two
     "symbol_ratio": lambda text: text.of_words(
-        max(text.text.count("#"), sum(map(text.text.count, ELLIPSES)))
+        max(text.text.count("#"), text.text.count("…") + text.text.count("..."))
     ),
-    "bullet_lines": lambda text: text.of_lines(lambda line: line.startswith(BULLETS)),
-    "ellipsis_lines": lambda text: text.of_lines(lambda line: line.endswith(ELLIPSES)),
+    "bullet_lines": lambda text: text.of_lines(lambda line: line.startswith(("•", "‣", "◦", "▪", "-", "*"))),
+    "ellipsis_lines": lambda text: text.of_lines(lambda line: line.endswith(("…", "..."))),
     "alphabetic_words": lambda text: text.of_words(text.counts["alphabetic"]),
     "stop_words": lambda text: text.counts["stop words"],
     "duplicate_lines": lambda text: 1 - len(set(text.lines)) / len(text.lines),
 }
 """Measures by their names in FilterConfig, without min_ or max_."""
-RULES = tuple(each.name for each in fields(FilterConfig) if each.name != "min_tokens")
 
 
 def active_rules(config: FilterConfig) -> dict[str, float]:
-    """Return the active rules with their limits, in the order of RULES."""
-    limits = {rule: getattr(config, rule) for rule in RULES}
+    """Return the active rules with their limits, in the order of FilterConfig."""
+    limits = {rule.name: getattr(config, rule.name) for rule in fields(FilterConfig)}
+    del limits["min_tokens"]  # tested with the tokenizer
     return {rule: limit for rule, limit in limits.items() if limit is not None}
 
 

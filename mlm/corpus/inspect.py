@@ -9,10 +9,6 @@ from numpy.typing import NDArray
 from mlm.data.indexed import VERSION, IndexedDataset
 from mlm.data.tokenizer import Tokenizer
 
-CHECKED_ENDS = 10_000  # documents whose last token is read: each costs a page
-SAMPLE_TOKENS = 64
-SAMPLE_LETTERS = 200
-
 Facts = dict[str, Any]
 """Counts, as the result file holds them."""
 
@@ -20,7 +16,12 @@ Facts = dict[str, Any]
 def facts_of(prefix: Path, tokenizer: Tokenizer | None, eod_id: int | None, samples: int) -> Facts:
     """Inspect one pair. Raises UserError, CorruptFileError."""
     corpus = IndexedDataset(prefix, allow_empty=True)
-    share, looked_at = ends_with(corpus, eod_id)
+    share, looked_at = None, 0
+    if eod_id is not None and corpus.num_documents:
+        numbers = np.array(spaced(corpus.num_documents, 10_000))  # each costs a page
+        starts, ends = corpus.document_starts[numbers], corpus.document_starts[numbers + 1]
+        count = int((corpus.tokens[ends[ends > starts] - 1] == eod_id).sum())
+        share, looked_at = count / len(numbers), len(numbers)
     return {
         "prefix": str(prefix),
         "dtype": corpus.dtype.name,
@@ -48,16 +49,6 @@ def spread(counts: NDArray[np.int64]) -> Facts:
     }
 
 
-def ends_with(corpus: IndexedDataset, eod_id: int | None) -> tuple[float | None, int]:
-    """Return the share of documents that end with `eod_id`, and the number that were checked."""
-    if eod_id is None or corpus.num_documents == 0:
-        return None, 0
-    numbers = np.array(spaced(corpus.num_documents, CHECKED_ENDS))
-    starts, ends = corpus.document_starts[numbers], corpus.document_starts[numbers + 1]
-    count = int((corpus.tokens[ends[ends > starts] - 1] == eod_id).sum())
-    return count / len(numbers), len(numbers)
-
-
 def spaced(count: int, wanted: int) -> list[int]:
     """Return at most `wanted` numbers below `count`, evenly spaced."""
     number = min(count, wanted)
@@ -65,10 +56,10 @@ def spaced(count: int, wanted: int) -> list[int]:
 
 
 def sample_of(corpus: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> Facts:
-    """Return the beginning of a document: text, if a tokenizer knows the ids, and ids."""
+    """Return the beginning of a document: 200 letters, if a tokenizer knows the ids, and 64 ids."""
     document = corpus.document(number)
-    ids = [int(token) for token in document[:SAMPLE_TOKENS]]
+    ids = [int(token) for token in document[:64]]
     text = None
     if tokenizer is not None and all(0 <= token < tokenizer.vocab_size for token in ids):
-        text = tokenizer.decode(ids)[:SAMPLE_LETTERS]
+        text = tokenizer.decode(ids)[:200]
     return {"document": number, "tokens": len(document), "text": text, "ids": ids}

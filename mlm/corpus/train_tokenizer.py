@@ -16,10 +16,8 @@ from mlm.data.vocabulary_files import BERT_SPECIAL, CONTINUES, UNK, byte_level, 
 from mlm.util.errors import UserError
 from mlm.util.terminal import progress_bar
 
-BYTES = 256
 LETTERS = 1000
 """Size limit of a WordPiece alphabet; words with other letters become [UNK]."""
-SHARD_BYTES = 1 << 26
 Texts = Callable[[], Iterable[str]]
 
 
@@ -29,7 +27,7 @@ def texts_of(path: str, text_key: str) -> Texts:
     Iterating raises UserError for a bad record, and at the end if all texts were empty.
     """
     inputs = [item for item in search(path).inputs if item.split in (None, "train")]
-    shards = split_inputs(inputs, SHARD_BYTES)
+    shards = split_inputs(inputs, 1 << 26)
 
     def reject(error: BadRecordError) -> None:
         raise error.to_user_error("fix or delete it")
@@ -56,7 +54,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     A small corpus may offer fewer merges. Equal documents give equal bytes, whatever the number of threads.
     Raises UserError for a vocab_size below 257.
     """
-    if vocab_size < BYTES + 1:
+    if vocab_size < 257:
         raise UserError(
             f"vocab_size={vocab_size} is less than 256 bytes and {EOD}: set vocab_size to 257 or more"
         )
@@ -79,7 +77,11 @@ def train_wordpiece(texts: Texts, vocab_size: int, *, lowercase: bool = True) ->
     given first. Raises UserError for a vocab_size too small for them.
     """
     backend = word_piece(models.WordPiece(unk_token=UNK), lowercase=lowercase)
-    letters = alphabet(texts(), backend.normalizer.normalize_str)
+    counts = Counter[str]()
+    for text in texts():
+        counts.update(backend.normalizer.normalize_str(text))
+    commonest = sorted(counts, key=lambda letter: (-counts[letter], letter))
+    letters = sorted([letter for letter in commonest if not letter.isspace()][:LETTERS])
     first = [*BERT_SPECIAL, *letters, *(CONTINUES + letter for letter in letters)]
     if vocab_size < len(first):
         raise UserError(
@@ -99,12 +101,3 @@ def train_wordpiece(texts: Texts, vocab_size: int, *, lowercase: bool = True) ->
     # Rebuilt from the ids alone: to the trainer all letters were special tokens.
     vocabulary = backend.get_vocab(with_added_tokens=False)
     return Tokenizer(word_piece(models.WordPiece(vocabulary, unk_token=UNK), lowercase=lowercase).to_str())
-
-
-def alphabet(texts: Iterable[str], normalise: Callable[[str], str]) -> list[str]:
-    """Return the commonest letters of texts, at most LETTERS of them, sorted."""
-    counts = Counter[str]()
-    for text in texts:
-        counts.update(normalise(text))
-    letters = [letter for letter in counts if not letter.isspace()]
-    return sorted(sorted(letters, key=lambda letter: (-counts[letter], letter))[:LETTERS])

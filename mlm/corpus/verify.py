@@ -40,7 +40,7 @@ class Expected:
     eod_id: int | None
 
     def entry(self, section: str, name: str) -> dict[str, Any]:
-        """The receipt's facts on a file (`files`) or part (`splits`); empty when it has none."""
+        """Return the receipt's facts on a file (`files`) or part (`splits`); empty when it has none."""
         return dict((self.receipt or {}).get(section, {}).get(name, {}))
 
 
