@@ -65,7 +65,6 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of an epoch, one of which may be smaller."""
         return -(-len(self.lengths) // self.batch_size)
 
     def batch(self, step: int) -> Ids:
@@ -76,7 +75,6 @@ class Order:
         return self._epoch[1][number]
 
     def epoch(self, number: int) -> list[Ids]:
-        """Return the batches of an epoch, in training order."""
         state, count, b = draw(root(self.seed), number), len(self.lengths), self.batch_size
         shuffled = permutation(count, draw(state, ORDER))
         batches: list[Ids] = []
@@ -87,7 +85,6 @@ class Order:
 
 
 def permutation(count: int, state: Bits) -> Ids:
-    """Return the numbers below `count` in an order drawn from `state`."""
     return np.argsort(draw(state, np.arange(count)), kind="stable")
 
 
@@ -188,7 +185,6 @@ class Batcher:
 
 
 def stack_labels(rows: Sequence[Example]) -> Tensor:
-    """Return the targets of examples, not scored where there is no label."""
     labels = [row.label for row in rows]
     if any(isinstance(label, tuple) for label in labels):
         return torch.tensor([(IGNORE_INDEX, IGNORE_INDEX) if label is None else label for label in labels])
@@ -199,7 +195,6 @@ def stack_labels(rows: Sequence[Example]) -> Tensor:
 
 
 def mask_labels(labels: Tensor) -> Tensor:
-    """Return targets of the same shape that are not scored."""
     return torch.full_like(labels, float("nan") if labels.is_floating_point() else IGNORE_INDEX)
 
 

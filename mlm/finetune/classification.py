@@ -10,7 +10,7 @@ import numpy as np
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune import metrics
 from mlm.finetune.config import TaskConfig
-from mlm.finetune.examples import Example, Frame, InputText, encode, truncate_longest_first
+from mlm.finetune.examples import Example, Frame, InputText, encode
 from mlm.finetune.rows import (
     RowError,
     TaskRow,
@@ -27,8 +27,6 @@ from mlm.util.errors import Problem, type_of
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-OF_TWO_LABELS = ("f1", "accuracy_f1")
 
 
 class Labelling(TaskType):
@@ -78,9 +76,14 @@ class OneOrTwoTexts(TaskType):
                 text, length = frame.one(a[: frame.room(1)]), len(a)
                 was_truncated = length > frame.room(1)
             else:
-                b = next(ids)
-                kept = truncate_longest_first(len(a), len(b), frame.room(2))
-                text, was_truncated = frame.two(a[: kept[0]], b[: kept[1]]), kept != (len(a), len(b))
+                b, room = next(ids), frame.room(2)
+                # longest_first of `tokenizers`: the longer is truncated to the other, and gets the odd token
+                was_truncated = len(a) + len(b) > room
+                if was_truncated:
+                    short = min(len(a), len(b), room // 2)
+                    kept = (short, room - short) if len(a) <= len(b) else (room - short, short)
+                    a, b = a[: kept[0]], b[: kept[1]]
+                text = frame.two(a, b)
             yield [Example(number, (text,), row.label)], was_truncated
 
     def files(self, task: TaskConfig, stem: str) -> list[str]:
@@ -104,7 +107,7 @@ class Classification(Labelling, OneOrTwoTexts):
         return TaskRow(id, read_texts(task, record, task.columns), parse_label(task, record.get(task.label)))
 
     def metric_problem(self, task: TaskConfig, name: str) -> Problem | None:
-        if name not in OF_TWO_LABELS or len(task.labels) <= 2:
+        if name not in ("f1", "accuracy_f1") or len(task.labels) <= 2:
             return None
         problem = f"task.metrics: {name} is of two labels"
         return Problem(("task.metrics", "task.labels"), problem, f"of {len(task.labels)} use macro_f1")

@@ -47,7 +47,6 @@ READ_ALIKE = ("kind", "labels", "max_length", "question_length", "doc_stride", "
 
 
 def preflight(config: EvalTaskConfig) -> list[str]:
-    """Return the problems that reading the named files shows; called before any rank starts."""
     try:
         source = open_for_layout(config.ckpt, config.parallel)
         check_installed(config.task)
@@ -125,12 +124,10 @@ def task_problems(config: EvalTaskConfig, start: Start) -> list[str]:
 
 
 def splits(config: EvalTaskConfig) -> tuple[str, ...]:
-    """Return the names of the splits to score."""
     return config.task.validations if config.split is None else (config.split,)
 
 
 def result_path(config: EvalTaskConfig, start: Start) -> Path:
-    """Return the path of the JSON receipt: `out`, or in the run directory."""
     if config.out is not None:
         return Path(config.out)
     name = f"eval-{config.task.name}.json"
@@ -187,7 +184,6 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
 
 
 def split_result(task: TaskConfig, scored: Scored) -> dict[str, Any]:
-    """Return the receipt of a split."""
     split, tokenized = scored.tokenized.split, scored.tokenized
     kind, labelled = task_type(task.kind), split.has_labels
     thresholds = kind.best_threshold(task, split.rows, scored.predictions) if labelled else {}
@@ -208,7 +204,6 @@ def split_result(task: TaskConfig, scored: Scored) -> dict[str, Any]:
 
 
 def show_table(result: dict[str, Any], out: Path) -> None:
-    """Print the table, and the files written."""
     title = f"eval {result['task']} · {one_line(result['checkpoint'])} · step {result['step']}"
     made = table(title, "split", "rows#", "metric", "value#")
     for entry in result["results"]:

@@ -61,16 +61,13 @@ class Frame:
     max_length: int
 
     def room(self, texts: int) -> int:
-        """Return the tokens that this many texts may have together."""
         return self.max_length - len(self.begin) - texts * len(self.end)
 
     def one(self, a: Tokens) -> InputText:
-        """Return a single text with special tokens; it must fit."""
         tokens = np.concatenate([self.begin, a, self.end])
         return InputText(tokens, len(tokens))
 
     def two(self, a: Tokens, b: Tokens) -> InputText:
-        """Return two texts with special tokens; they must fit."""
         tokens = np.concatenate([self.begin, a, self.end, b, self.end])
         return InputText(tokens, len(tokens) if self.causal else len(tokens) - len(b) - 1)
 
@@ -96,14 +93,3 @@ def encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Tokens]:
         ids = (np.frombuffer(encoded, dtype=np.uint32) for encoded in tokenizer.encode_batch(distinct))
         known = dict(zip(distinct, (encoded.astype(np.int32) for encoded in ids), strict=True))
         yield from (known[text] for text in batch)
-
-
-def truncate_longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """Return the tokens kept of two texts: the longer one is truncated until both are equally long.
-
-    As the strategy longest_first of `tokenizers`: the longer text gets the odd token.
-    """
-    if first + second <= room:
-        return first, second
-    short = min(first, second, room // 2)
-    return (short, room - short) if first <= second else (room - short, short)

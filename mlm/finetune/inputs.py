@@ -30,9 +30,6 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
 from mlm.util.errors import ConfigError, UserError, attempt, format_value
 
-RENDERED = 1000
-"""Rows of each split that are rendered before ranks start, so that their problems are listed with others."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
@@ -54,7 +51,6 @@ class Start:
         return [note for note in self.source.notes if not note.about or note.about in modules]
 
     def tokenize(self, task: TaskConfig, split: TaskSplit) -> TokenizedSplit:
-        """Return a split with its examples. Raises UserError."""
         causal = family_of(self.model.kind).causal
         return tokenize(
             task, split, self.tokenizer, causal=causal, max_length=self.max_length, skips=self.skips
@@ -98,25 +94,26 @@ def read_splits(config: FinetuneConfig, start: Start | None = None) -> dict[str,
     names = (task.train, *task.validations, *(task.tests if data.predict_tests else ()))
     skips = data.bad_rows == "skip"
 
+    # problems of the first rows are listed with all others, before ranks start
     def check(split: TaskSplit) -> Sequence[tuple[str, RowError]]:
-        part = split.select(range(min(RENDERED, len(split))))
+        part = split.select(range(min(1000, len(split))))
         return replace(start, skips=True).tokenize(task, part).problems if start and part.rows else ()
 
     def read(name: str) -> TaskSplit:
         whole = read_split(task, name, path=data.path, columns=data.columns, skips=skips, check=check)
         return held_out_part(task, whole, data.path)
 
-    splits = {name: attempt(problems, partial(read, name)) for name in names}
+    attempts = {name: attempt(problems, partial(read, name)) for name in names}
     if problems:
         raise ConfigError(problems)
-    whole = {name: split for name, split in splits.items() if split is not None}
-    train, wanted = whole[task.train], config.data.train_rows
+    splits = {name: split for name, split in attempts.items() if split is not None}
+    train, wanted = splits[task.train], config.data.train_rows
     if wanted is not None and wanted > len(train):
         raise UserError(
             f"data.train_rows={wanted} is more than the {len(train)} rows of {train.source}, "
             f"split {train.name}; use data.train_rows={len(train)} or less, or null for all"
         )
-    return whole
+    return splits
 
 
 def tokenize_split(task: TaskConfig, split: TaskSplit, start: Start) -> TokenizedSplit:
@@ -153,7 +150,6 @@ FREE = (
     *("data.columns", "data.bad_rows"),  # rows count by content
 )
 """Keys that may change in a run directory."""
-WEIGHTS, VOCABULARY, ROWS, TEMPLATE = "ckpt", "data.tokenizer", "data.path", "data.chat_template"
 
 Settings = dict[str, Any]
 
@@ -168,16 +164,14 @@ def depends_on(config: FinetuneConfig, start: Start, splits: Mapping[str, TaskSp
         for key, value in flatten(to_dict(config)).items()
         if key in FIXED or (key.startswith(FIXED_SECTIONS) and key not in FREE)
     }
-    template = start.tokenizer.chat_template
-    task = config.task
-    digests = {f"{ROWS} {name}": splits[name].digest for name in (task.train, *task.validations)}
+    template, task = start.tokenizer.chat_template, config.task
     return {
         **values,
         "task.max_length": start.max_length,
-        WEIGHTS: start.source.digest,
-        VOCABULARY: start.tokenizer.vocabulary_digest,
-        **({} if template is None else {TEMPLATE: template.digest}),
-        **digests,
+        "ckpt": start.source.digest,
+        "data.tokenizer": start.tokenizer.vocabulary_digest,
+        **({} if template is None else {"data.chat_template": template.digest}),
+        **{f"data.path {name}": splits[name].digest for name in (task.train, *task.validations)},
     }
 
 
@@ -197,13 +191,12 @@ def change_problems(config: FinetuneConfig, now: Settings) -> list[str]:
 
 
 def change(config: FinetuneConfig, key: str, now: Any, then: Any) -> str:
-    """Return the error for a setting that differs from the run's."""
     key, _, split = key.partition(" ")
     value, other, remedy = {
-        WEIGHTS: (config.ckpt, "other weights", "name those"),
-        VOCABULARY: (config.data.tokenizer, "another vocabulary", "name that tokenizer"),
-        TEMPLATE: (config.data.chat_template, "another chat template", "name that"),
-        ROWS: (config.data.path, f"other rows of split {split}", "bring them back"),
+        "ckpt": (config.ckpt, "other weights", "name those"),
+        "data.tokenizer": (config.data.tokenizer, "another vocabulary", "name that tokenizer"),
+        "data.chat_template": (config.data.chat_template, "another chat template", "name that"),
+        "data.path": (config.data.path, f"other rows of split {split}", "bring them back"),
     }.get(key, (now, format_value(then), f"use {key}={format_value(then)}"))
     problem = f"out={config.out} was begun with {other}: {remedy}, or set another out=…"
     return f"{key}={format_value(value)}: {problem}"

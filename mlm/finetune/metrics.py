@@ -31,8 +31,6 @@ def _of_labels(name: str, **options: Any) -> Callable[..., float]:
 
 
 def _correlation(name: str) -> Metric:
-    """Return a correlation of SciPy."""
-
     def metric(labels: Values, values: Values) -> float:
         measure = getattr(load_extra("scipy.stats", NEEDS, EXTRA), name)
         correlation = float(measure(labels, values).statistic) if len(labels) > 1 else 0.0
@@ -60,7 +58,6 @@ def pearson_spearman(labels: Values, values: Values) -> float:
 
 
 def mse(labels: Values, values: Values) -> float:
-    """Mean of the squared errors."""
     return float(np.square(np.asarray(labels, dtype=np.float64) - values).mean())
 
 
@@ -70,7 +67,6 @@ def rmse(labels: Values, values: Values) -> float:
 
 
 def mae(labels: Values, values: Values) -> float:
-    """Mean of the absolute errors."""
     return float(np.abs(np.asarray(labels, dtype=np.float64) - values).mean())
 
 

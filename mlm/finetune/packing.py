@@ -2,15 +2,18 @@
 
 The conversations of a step are put into as few sequences as they fit in; a token attends to its own
 conversation alone, and positions restart in each. So packing changes no loss: it leaves out padding. Both
-answers of a pair are in one micro-batch, each in a text of its own with the prompt. What the model that
-training began with says of them is computed once, before training: no second model is held.
+answers of a pair are in one micro-batch, each in a separate text with the prompt. Log-likelihoods by the
+model that training began with are computed once, before training: no second model is held.
 
 Shapes: B sequences of a micro-batch, S tokens, E pairs.
 """
 
+import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,9 +21,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.format import canonical
 from mlm.data.sampler import Batch
 from mlm.finetune.batches import Batcher
-from mlm.finetune.config import REFERENCE_FREE, TaskConfig
+from mlm.finetune.config import REFERENCE_FREE, FinetuneConfig, TaskConfig
 from mlm.finetune.examples import Example
 from mlm.models.documents import Documents, document_positions, document_spans
 from mlm.models.gpt2.model import GPT2, NextToken
@@ -30,6 +35,9 @@ from mlm.parallel.cross_entropy import loss_dtype
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.pipelined import PipelinedModel
+from mlm.training.trainer import Trainer
+from mlm.util.errors import UserError, writing_to
+from mlm.util.files import digest_bytes, write_atomic
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +73,6 @@ class Packer(Batcher):
         return sorted(packs, key=lambda pack: -self.tokens(examples, pack))
 
     def tokens(self, examples: Sequence[Example], unit: Sequence[int]) -> int:
-        """Return the tokens of a pack."""
         return sum(example_tokens(examples[n]) for n in unit)
 
     def batch(  # type: ignore[override]
@@ -80,9 +87,9 @@ class Packer(Batcher):
         for row, pack in enumerate(sequences):
             place = 0
             for n in pack:
-                whole = examples[n].label
-                of_texts = whole.texts if isinstance(whole, PairLabel) else (whole,)
-                for text, label in zip(examples[n].texts, of_texts, strict=True):
+                target = examples[n].label
+                targets = target.texts if isinstance(target, PairLabel) else (target,)
+                for text, label in zip(examples[n].texts, targets, strict=True):
                     tokens[row, place : place + len(text)] = text.tokens
                     if units:
                         labels[row, place : place + len(text)] = label
@@ -110,7 +117,6 @@ class Packer(Batcher):
 
 
 def example_tokens(example: Example) -> int:
-    """Return the tokens of an example's texts, which are packed together."""
     return sum(map(len, example.texts))
 
 
@@ -218,7 +224,6 @@ class PairLoss(AnswerLoss):
             self.metrics = (*self.metrics, "kl")
 
     def counts(self, batch: PairBatch) -> Sequence[int]:  # type: ignore[override]
-        """Return the number of pairs for each part."""
         return (len(batch.examples),) * len(self.metrics)
 
     def likelihoods(
@@ -247,7 +252,6 @@ class PairLoss(AnswerLoss):
 
     @torch.no_grad()
     def sums(self, chunk: GPT2, batch: PairBatch, x: Tensor | None) -> Tensor:  # type: ignore[override]
-        """Return hidden states, or in the last stage the sums of all parts, [k] float64."""
         one = torch.ones(len(self.metrics), dtype=torch.float64, device=self.ctx.device)
         y = self.output(chunk, batch, one, None, x)
         return y.double() if chunk.stage.is_last else y
@@ -277,14 +281,60 @@ class PairLoss(AnswerLoss):
         return torch.stack([loss, *rest])
 
     def scores(self, means: Sequence[float]) -> dict[str, float]:
-        """Return the metrics of a validation."""
         return dict(zip(self.metrics, means, strict=True))
+
+
+class Reference:
+    """Log-likelihoods of the answers by the model before training, kept in out/reference-….npy.
+
+    The name digests what they are a function of. `splits` holds the examples of each.
+    """
+
+    def __init__(
+        self, config: FinetuneConfig, settings: Mapping[str, Any], splits: Sequence[Sequence[Example]]
+    ) -> None:
+        names = ("ckpt", "task.max_length", "precision.dtype")
+        used = {key: settings[key] for key in settings if key in names or key.startswith("data.")}
+        digest = digest_bytes(canonical(cast(Any, used))).rpartition(":")[2]
+        self.out, self.file = config.out, Path(config.out, f"reference-{digest[:16]}.npy")
+        self.splits = splits
+        self.examples = [example for split in splits for example in split]
+
+    def read(self, ctx: ParallelContext) -> bool:
+        """Give the pairs what is kept; return False if there is nothing. Collective."""
+
+        def read_file() -> list[Any]:
+            if not ctx.is_main:
+                return []
+            try:
+                kept = np.load(self.file, allow_pickle=False)
+            except (OSError, ValueError, EOFError):  # none, or damaged: it is computed again
+                return []
+            is_usable = kept.dtype == np.float64 and kept.shape == (len(self.examples), 2)
+            return kept.tolist() if is_usable and np.isfinite(kept).all() else []
+
+        ranks = Ranks.of(ctx)
+        kept = ranks.broadcast(ranks.together(read_file, lambda error: UserError(f"{self.file}: {error}")))
+        for example, (chosen, rejected) in zip(self.examples, kept, strict=False):
+            example.label.reference = chosen, rejected
+        return bool(kept)
+
+    def compute(self, trainer: Trainer[Any], batcher: Batcher) -> None:
+        """Compute them with the weights that the trainer holds. Collective."""
+        for split in self.splits:
+            set_reference(trainer.model, cast(PairLoss, trainer.objective), split, cast(Packer, batcher))
+
+    def write(self) -> None:
+        content = io.BytesIO()
+        np.save(content, np.array([example.label.reference for example in self.examples]))
+        with writing_to(self.out):
+            write_atomic(self.file, content.getvalue())
 
 
 def set_reference(
     model: PipelinedModel, objective: PairLoss, examples: Sequence[Example], packer: Packer
 ) -> None:
-    """Let the model as it is be the reference of these pairs. Collective over all ranks."""
+    """Make the model as it is the reference of these pairs. Collective over all ranks."""
     flat = torch.zeros(len(examples), 2, dtype=torch.float64)  # each row is written by one rank
 
     def forward(chunk: GPT2, batch: PairBatch, x: Tensor | None) -> Tensor:

@@ -19,14 +19,12 @@ from mlm.util.errors import Problem, UserError, format_value
 from mlm.util.extras import load_extra
 
 TASK_TYPES = dict(zip(SHIPPED, (CLASSIFICATION, REGRESSION, CHOICE, SPAN, CHAT, PREFERENCES), strict=True))
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-FILE_NAME = re.compile(r"[\w-][\w.-]*")
 
 
 def task_type(kind: str) -> TaskType:
     """Return the type of task that `task.kind` names. Raises UserError."""
-    own = imported("task.kind", kind, SHIPPED, TaskType)
-    return TASK_TYPES[kind] if own is None else own
+    custom = imported("task.kind", kind, SHIPPED, TaskType)
+    return TASK_TYPES[kind] if custom is None else custom
 
 
 def check_installed(task: TaskConfig) -> None:
@@ -65,11 +63,11 @@ def _metrics(task: TaskConfig, kind: TaskType) -> list[Problem]:
 
 def _names(task: TaskConfig) -> list[Problem]:
     problems = []
-    if task.hub is not None and not HUB_NAME.fullmatch(task.hub):
+    if task.hub is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", task.hub):
         problems.append(Problem(("task.hub",), f"task.hub={task.hub} is no Hub dataset", "write OWNER/NAME"))
     splits = {"train": (task.train,), "validations": task.validations, "tests": task.tests}
     for key, names in (*splits.items(), ("subsets", task.subsets), ("submission", task.submission)):
-        bad = [name for name in names if not FILE_NAME.fullmatch(name)]
+        bad = [name for name in names if not re.fullmatch(r"[\w-][\w.-]*", name)]
         fix = "use letters, digits, - and _"
         problems += [Problem((f"task.{key}",), f"task.{key}: '{name}' is no name", fix) for name in bad]
     if not task.validations:

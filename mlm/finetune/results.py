@@ -69,7 +69,6 @@ class Progress:
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Progress":
-        """Read the validations up to a checkpoint. Raises CorruptFileError."""
         state: Any = read_manifest(checkpoint).state
         try:
             return from_dict(cls, state[FINETUNING]["progress"])
@@ -192,7 +191,6 @@ def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -
 
 
 def median_scores(each_seed: Sequence[Scores]) -> Scores:
-    """Return the median over the seeds of each metric (arXiv:1909.08053, section 5.3)."""
     return {
         split: {name: median(scores[split][name] for scores in each_seed) for name in metrics}
         for split, metrics in each_seed[0].items()
@@ -200,7 +198,6 @@ def median_scores(each_seed: Sequence[Scores]) -> Scores:
 
 
 def header(config: FinetuneConfig, trainer: Trainer, start: Start, examples: int) -> list[tuple[str, str]]:
-    """Rows shown above the numbers."""
     train = config.train
     steps = trainer.config.train.steps // train.epochs
     origin = "transformers" if isinstance(start.source, ModelFolder) else "mlm"

@@ -1,6 +1,7 @@
 """A row of a task, and checks of the fields of a record. Errors are raised without the record's place."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,7 @@ from mlm.util.errors import lone_surrogate, type_of
 from mlm.util.terminal import one_line
 
 MAX_TEXT = 1 << 24  # characters; an article of 10,000 words has 60,000
-NO_LABEL = -1
-"""Label of GLUE's test splits: withheld."""
+NO_LABEL = -1  # withheld, in GLUE's test splits
 
 
 class RowError(Exception):
@@ -123,19 +123,14 @@ def row_name(record: Mapping[str, Any], column: str | None, number: int) -> str:
 
 
 def parse_whole_number(value: Any) -> int | None:
-    """Return a whole number, also one given as text or as 1.0; None for anything else."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, float):
-        return int(value) if value.is_integer() else None
-    if isinstance(value, str):
-        short = len(value) <= 20 and value.removeprefix("-").isascii() and value.removeprefix("-").isdigit()
-        return int(value) if short else None
-    return value if isinstance(value, int) else None
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,19}", value):
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def sequence(value: Any) -> list[Any] | None:
-    """Return a list or tuple as a list; None for anything else."""
     return list(value) if isinstance(value, list | tuple) else None
 
 

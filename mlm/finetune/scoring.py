@@ -48,7 +48,6 @@ class Finetuning:
         self.loss, self.ctx, self.dtype = kind.loss, ctx, dtype
 
     def inputs(self, chunk: Transformer, batch: TaskBatch) -> Inputs:
-        """Return the model's inputs of a micro-batch, on the device."""
         device, config = self.ctx.device, chunk.config
         spans = None
         if not family_of(config.kind).causal:  # in a causal model no token attends to padding
@@ -59,7 +58,6 @@ class Finetuning:
         return Inputs(tokens, lengths, types if config.token_types else None, spans)
 
     def counts(self, batch: TaskBatch) -> Sequence[int]:
-        """Return the number of scored examples of a micro-batch."""
         labels = batch.labels
         if labels.is_floating_point():
             return (int((~labels.isnan()).sum()),)
@@ -81,7 +79,6 @@ class Finetuning:
         return scale * self.loss(y.to(loss_dtype(y.dtype)), labels, lengths)
 
     def sums(self, chunk: Transformer, batch: TaskBatch, x: Tensor | None) -> Tensor:
-        """Return hidden states, or in the last stage the sum of the losses in float64."""
         one = torch.ones(1, dtype=torch.float64, device=self.ctx.device)
         y = self.output(chunk, batch, one, None, x)
         return y.double() if chunk.stage.is_last else y

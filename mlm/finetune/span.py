@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MODULE = "torchmetrics.functional.text"
-METRICS = ("f1", "exact_match", "has_answer_f1", "has_answer_exact_match", "no_answer_f1")
-OF_UNANSWERABLE = METRICS[2:]
 
 
 class Answer(NamedTuple):
@@ -54,13 +52,12 @@ class SpanTask(TaskType):
     head: Literal["classification", "span"] = "span"
     columns = ((2,), "the columns of context and question")
     modules = (MODULE,)
-    metric_names = METRICS
+    metric_names = ("f1", "exact_match", "has_answer_f1", "has_answer_exact_match", "no_answer_f1")
 
     def num_labels(self, task: TaskConfig) -> int:
         return 0
 
     def row_id(self, task: TaskConfig, name: str, earlier: int) -> str:
-        """Return the name, which must be unique: answers are submitted by id."""
         if earlier:
             raise RowError(f"{task.id}={shown(name)} is another row's too: change or delete it")
         return name
@@ -77,7 +74,7 @@ class SpanTask(TaskType):
         return problems
 
     def metric_problem(self, task: TaskConfig, name: str) -> Problem | None:
-        if name not in OF_UNANSWERABLE or task.unanswerable:
+        if name in ("f1", "exact_match") or task.unanswerable:
             return None
         keys = ("task.metrics", "task.unanswerable")
         return Problem(keys, f"task.metrics: {name} needs task.unanswerable=true")
@@ -151,17 +148,15 @@ class SpanTask(TaskType):
 
         As SQuAD's baselines do (arXiv:1810.04805, sections 4.2 and 4.3).
         """
-        candidates_of_windows = list[tuple[float, int, int]]()  # score, first character, end
+        spans = list[tuple[float, int, int]]()  # score, first character, end
         null_score = np.inf
         for window, output in zip(examples, outputs, strict=True):
             assert isinstance(window, Window)
             null_score = min(null_score, float(output[window.null].astype(np.float64).sum()))
-            candidates_of_windows += window_candidates(task, window, output)
-        candidates_of_windows.sort(key=lambda candidate: (-candidate[0], *candidate[1:]))
-        context = row.texts[0]
+            spans += window_candidates(task, window, output)
         best: dict[str, float] = {}
-        for score, begin, end in candidates_of_windows:
-            text = context[begin:end].strip()  # GPT-2's tokens begin with a space
+        for score, begin, end in sorted(spans, key=lambda span: (-span[0], *span[1:])):
+            text = row.texts[0][begin:end].strip()  # GPT-2's tokens begin with a space
             if text and text not in best:
                 best[text] = score
             if len(best) == task.n_best:
@@ -175,16 +170,16 @@ class SpanTask(TaskType):
     def score(
         self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
     ) -> dict[str, float]:
-        """Return SQuAD's metrics, but those of questions that are not there, with or without an answer."""
-        each = scores_by_question(task, rows, predictions)
-        return {name: float(each[name].mean()) for name in task.metrics if each[name].size}
+        """Return SQuAD's metrics, without those of questions with or without an answer that a split lacks."""
+        scores = scores_by_question(task, rows, predictions)
+        return {name: float(scores[name].mean()) for name in task.metrics if scores[name].size}
 
     def standard_errors(
         self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
     ) -> dict[str, float]:
-        each = scores_by_question(task, rows, predictions)
-        several = {name: each[name] for name in task.metrics if each[name].size > 1}
-        # of a mean: its jackknife in closed form
+        scores = scores_by_question(task, rows, predictions)
+        several = {name: scores[name] for name in task.metrics if scores[name].size > 1}
+        # a mean's jackknife in closed form
         return {name: float(x.std(ddof=1)) / math.sqrt(x.size) for name, x in several.items()}
 
     def best_threshold(
@@ -197,19 +192,19 @@ class SpanTask(TaskType):
         """
         if not task.unanswerable:
             return {}
-        answers = [p.n_best[0].text if p.n_best else "" for p in predictions]
+        predicted = [p.n_best[0].text if p.n_best else "" for p in predictions]
         texts = [[answer.text for answer in row.label] for row in rows]
-        scores = [score_span(task, *pair) for pair in zip(texts, answers, strict=True)]
-        order = sorted(range(len(answers)), key=lambda n: null_odds(predictions[n]))
+        scores = [score_span(task, *pair) for pair in zip(texts, predicted, strict=True)]
+        order = sorted(range(len(predicted)), key=lambda n: null_odds(predictions[n]))
         best_by_metric = {}
         for index, name in enumerate(("f1", "exact_match")):
-            total = best = float(sum(not each for each in texts))  # all questions unanswered
+            total = best = float(sum(not answers for answers in texts))  # all questions unanswered
             threshold = 0.0
             for n in order:
-                total += scores[n][index] if texts[n] else -float(answers[n] != "")
+                total += scores[n][index] if texts[n] else -float(predicted[n] != "")
                 if total > best:
                     best, threshold = total, null_odds(predictions[n])
-            best_by_metric[name] = {"threshold": threshold, "value": best / len(answers)}
+            best_by_metric[name] = {"threshold": threshold, "value": best / len(predicted)}
         return best_by_metric
 
     def files(self, task: TaskConfig, stem: str) -> list[str]:
@@ -327,7 +322,6 @@ def score_span(task: TaskConfig, texts: Sequence[str], value: str) -> tuple[floa
 
 
 def normalize_answer(text: str) -> str:
-    """Return the part of a text that SQuAD's scripts compare (arXiv:1606.05250, section 6.1)."""
     letters = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", letters).split())
 

@@ -23,9 +23,6 @@ from mlm.util.files import digest_name, read_input_text
 from mlm.util.terminal import one_line
 
 KEY = "data.path"
-CLONED = "data"
-"""Folder of the files in a clone of a data set of the Hub."""
-SHARD = re.compile(r"-\d+-of-(\d+)")
 MAX_PROBLEMS = 10
 """Problems of a split that are listed; the others are counted."""
 
@@ -115,7 +112,7 @@ def read_split(
         has_labels=has_labels,
         skipped=unread,
     )
-    check_problems([*problems, *check(found)])
+    raise_problems([*problems, *check(found)])
     if not rows:
         prefixes = " or ".join(task.subsets)
         hint = f" ({others} have an {task.id} that does not begin with {prefixes}: see task.subsets)"
@@ -144,8 +141,7 @@ def held_out_part(task: TaskConfig, whole: TaskSplit, path: str | None) -> TaskS
     return replace(part, digest=digest_rows(part.rows), note=note)
 
 
-def check_problems(problems: Sequence[tuple[str, RowError]]) -> None:
-    """Raise ConfigError with the first problems of rows and their locations, and the number of the others."""
+def raise_problems(problems: Sequence[tuple[str, RowError]]) -> None:
     if lines := problem_lines(problems):
         raise ConfigError(lines)
 
@@ -169,7 +165,6 @@ def problem_lines(problems: Sequence[tuple[str, RowError]]) -> list[str]:
 
 
 def digest_rows(rows: Sequence[TaskRow]) -> str:
-    """Return the digest of rows, in their order."""
     h = xxhash.xxh3_128()
     for row in rows:
         # Parquet may hold a label in 4 bytes: 3.8 is then 3.79999995
@@ -198,9 +193,11 @@ class TokenizedSplit:
     def notes(self) -> list[str]:
         """Return lines on the choice of rows, on what was left out or rewritten, and on truncated rows."""
         notes, split = [self.split.note] if self.split.note else [], self.split
-        said = Counter(note for row in split.rows for note in row.changes)
-        said += Counter(note for each in self.examples for note in each.notes)
-        notes += [f"{split.source}: {count:,} rows of {split.name}: {note}" for note, count in said.items()]
+        changes = Counter(note for row in split.rows for note in row.changes)
+        changes += Counter(note for example in self.examples for note in example.notes)
+        notes += [
+            f"{split.source}: {count:,} rows of {split.name}: {note}" for note, count in changes.items()
+        ]
         if skipped := [*split.skipped, *self.problems]:
             notes.append(
                 f"{split.source}: {len(skipped):,} rows of {split.name} skipped (data.bad_rows=skip)"
@@ -230,28 +227,26 @@ def tokenize(
     `max_length` counts special tokens. Raises UserError if the tokenizer lacks the special tokens, or if
     `max_length` leaves no room for a text; ConfigError with the problems of rows.
     """
-    whole = frame(tokenizer, causal=causal, max_length=max_length)
-    kind = task_type(task.kind)
-    if whole.room(2) < (least := kind.least_room(task)):
+    special_tokens, kind = frame(tokenizer, causal=causal, max_length=max_length), task_type(task.kind)
+    if missing := max(0, kind.least_room(task) - special_tokens.room(2)):
         raise UserError(
-            f"task.max_length={max_length} leaves no room for texts: "
-            f"set {least + max_length - whole.room(2)} or more"
+            f"task.max_length={max_length} leaves no room for texts: set {max_length + missing} or more"
         )
-    items, truncated, excluded_samples = list[Example](), 0, 0
+    examples, truncated, excluded_samples = list[Example](), 0, 0
     problems = list[tuple[str, RowError]]()
-    for found in kind.make_examples(task, split.rows, tokenizer, whole):
-        if isinstance(found, ExampleError):
-            problems.append((split.places[found.row], found))
+    for result in kind.make_examples(task, split.rows, tokenizer, special_tokens):
+        if isinstance(result, ExampleError):
+            problems.append((split.places[result.row], result))
             continue
-        examples, was_truncated = found
-        items += examples
+        examples_of_row, was_truncated = result
+        examples += examples_of_row
         truncated += was_truncated
-        excluded_samples += not examples
+        excluded_samples += not examples_of_row
     if not skips:
-        check_problems(problems)
+        raise_problems(problems)
     return TokenizedSplit(
         split=split,
-        examples=items,
+        examples=examples,
         truncated=truncated,
         excluded_samples=excluded_samples,
         max_length=max_length,
@@ -281,17 +276,17 @@ def read_split_records(task: TaskConfig, split: str, path: str | None) -> Iterat
 
 def rename_columns(rows: Iterable[Located], columns: Mapping[str, str], source: str) -> Iterator[Located]:
     """Yield rows with names of the file replaced by ours. Raises UserError for one that no row has."""
-    unseen, there = set(columns.values()), dict[str, None]()
+    unseen, known = set(columns.values()), dict[str, None]()
     for place, record in rows:
         if columns:
             unseen -= record.keys()
-            there |= dict.fromkeys(record)
+            known |= dict.fromkeys(record)
             rest = {name: value for name, value in record.items() if name not in columns.values()}
             record = rest | {ours: record[name] for ours, name in columns.items() if name in record}
         yield place, record
     if unseen:
-        known = ", ".join(one_line(name)[:40] for name in list(there)[:20])
-        problem = f"{source} has no column {', '.join(sorted(unseen))}: use {known}"
+        choices = ", ".join(one_line(name)[:40] for name in list(known)[:20])
+        problem = f"{source} has no column {', '.join(sorted(unseen))}: use {choices}"
         raise UserError(f"data.columns={format_value(dict(columns))}: {problem}")
 
 
@@ -308,13 +303,11 @@ def find_files(path: Path, split: str, subsets: tuple[str, ...]) -> list[Path]:
     if not path.is_dir():
         raise UserError(f"{KEY}={path}: no such file or folder: give one with {split}.jsonl, or a file")
     roots = folders_of(path, subsets) or [path]
-    names = dict.fromkeys([split, split.replace("validation", "dev")])
-    for name in names:
-        files = [file for root in roots for file in files_named(root, name, subsets)]
-        if files:
+    for name in dict.fromkeys([split, split.replace("validation", "dev")]):
+        if files := [file for root in roots for file in files_named(root, name, subsets)]:
             return files
-    if (path / CLONED).is_dir():
-        return find_files(path / CLONED, split, subsets)
+    if (path / "data").is_dir():
+        return find_files(path / "data", split, subsets)
     raise UserError(f"{KEY}={path}: has no split {split}: give a folder with {split}.jsonl, or a file")
 
 
@@ -325,32 +318,30 @@ def files_named(root: Path, name: str, subsets: tuple[str, ...]) -> list[Path]:
     sharded = [[f"{name}-*-of-*{suffix}"] for suffix in suffixes]
     published = [[f"{name}-v[0-9]*.json"], [f"{name}/*.txt"]]
     by_subset = [f"{folder.relative_to(root)}/*.txt" for folder in folders_of(root / name, subsets)]
-    ways = [
+    files_by_form = [
         [file for pattern in patterns for file in sorted(root.glob(pattern))]
         for patterns in [*plain, *sharded, *published, by_subset]
     ]
-    choices = [files for files in ways if files]
+    choices = [files for files in files_by_form if files]
     if len(choices) > 1:
         places = " and ".join(str(files[0]) for files in choices[:2])
         raise UserError(f"{KEY}: both {places} hold the split {name}: name one of them, or delete one")
     files = choices[0] if choices else []
-    shards = {int(total[1]) for file in files if (total := SHARD.search(file.name))}
+    shards = {int(total[1]) for file in files if (total := re.search(r"-\d+-of-(\d+)", file.name))}
     if shards and shards != {len(files)}:
-        there = f"{len(files)} of {max(shards)} files {files[0].name}"
-        raise UserError(f"{KEY}: there are {there} and the like: add the others, or name one file")
+        present = f"{len(files)} of {max(shards)} files {files[0].name}"
+        raise UserError(f"{KEY}: there are {present} and the like: add the others, or name one file")
     return files
 
 
 def folders_of(path: Path, subsets: tuple[str, ...]) -> list[Path]:
     """Return the folders of all subsets; empty if there are none. Raises UserError if some are missing."""
-    folders = {subset: path / subset for subset in subsets}
-    there = [folder for folder in folders.values() if folder.is_dir()]
-    if there and len(there) < len(folders):
-        missing = ", ".join(subset for subset, folder in folders.items() if not folder.is_dir())
+    missing = [subset for subset in subsets if not (path / subset).is_dir()]
+    if 0 < len(missing) < len(subsets):
         raise UserError(
-            f"{KEY}: {path} has no folder {missing}: add it, or set task.subsets to what there is"
+            f"{KEY}: {path} has no folder {', '.join(missing)}: add it, or set task.subsets to what there is"
         )
-    return there
+    return [] if missing else [path / subset for subset in subsets]
 
 
 def read_file(file: Path) -> Iterator[Located]:
@@ -387,28 +378,19 @@ def race_records(file: str, content: Any) -> Iterator[Located]:
 
     Its form is {article, questions, options, answers, id}. Raises UserError.
     """
-    columns = ("questions", "options")
-    if not isinstance(content, dict) or not all(isinstance(content.get(key), list) for key in columns):
+    article = content if isinstance(content, dict) else {}
+    questions, options, answers = (article.get(key) for key in ("questions", "options", "answers"))
+    if not isinstance(questions, list) or not isinstance(options, list):
         raise UserError(
             f"{file}: is no article of RACE (article, questions, options, answers, id): remove it"
         )
-    questions, options, answers = (content.get(key) for key in (*columns, "answers"))
-    assert isinstance(questions, list)
-    assert isinstance(options, list)
     answers = [None] * len(questions) if answers is None else answers
     if not isinstance(answers, list) or not len(questions) == len(options) == len(answers):
         raise UserError(f"{file}: not as many questions as options and answers: fix it")
-    for index, question in enumerate(questions):
-        yield (
-            f"{file}:question {index + 1}",
-            {
-                "example_id": content.get("id"),
-                "article": content.get("article"),
-                "question": question,
-                "options": options[index],
-                "answer": answers[index],
-            },
-        )
+    shared = {"example_id": article.get("id"), "article": article.get("article")}
+    for number, (question, choices, answer) in enumerate(zip(questions, options, answers, strict=True), 1):
+        record = {**shared, "question": question, "options": choices, "answer": answer}
+        yield f"{file}:question {number}", record
 
 
 def members(value: Any, place: str, name: str) -> list[Record]:

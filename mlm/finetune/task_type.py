@@ -184,5 +184,4 @@ def format_prediction(task: TaskConfig, prediction: Prediction) -> str:
 
 
 def as_json(content: Any) -> str:
-    """Return JSON with one entry per line."""
     return json.dumps(content, ensure_ascii=False, indent=0) + "\n"

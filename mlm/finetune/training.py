@@ -34,8 +34,7 @@ from mlm.finetune.inputs import (
     read_start,
     tokenize_split,
 )
-from mlm.finetune.packing import PairLoss
-from mlm.finetune.reference import Reference
+from mlm.finetune.packing import PairLoss, Reference
 from mlm.finetune.registry import check_installed, task_type
 from mlm.finetune.results import (
     BASE,
@@ -73,16 +72,6 @@ from mlm.util.errors import ConfigError, UserError, attempt, writing_to
 from mlm.util.files import dump_json, write_atomic
 from mlm.util.ownership import claim_problems
 
-SHARED = (
-    *("name", "out", "seed", "compile", "profile", "lora", "parallel", "optimizer", "precision", "log"),
-    *("incident", "check", "dist"),
-)
-"""Settings that are those of a pretraining run."""
-TRIM_EVERY = 20
-"""Steps between returns of freed memory to the system: sequences of other lengths need other blocks."""
-STEP_BITS = 32
-"""Bits below the step in a micro-batch's number, which hold its position in the step: all numbers differ."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Material:
@@ -96,14 +85,12 @@ class Material:
     """Predicted at the end."""
 
     def notes(self) -> list[str]:
-        """Return lines on the template and the choice of rows, and for each split with truncated rows."""
         template, splits = self.start.tokenizer.chat_template, (self.train, *self.validations, *self.tests)
         notes = [template.note] if template is not None and template.note else []
-        return [*notes, *(note for each in splits for note in each.notes())]
+        return [*notes, *(note for split in splits for note in split.notes())]
 
 
 def preflight(config: FinetuneConfig) -> list[str]:
-    """Return the problems that reading the named files shows; called before any rank starts."""
     problems = [*missing_extras(config.log)]
     source = attempt(problems, lambda: open_for_layout(config.ckpt, config.parallel))
     start = None if problems else attempt(problems, lambda: read_start(config, source))
@@ -120,9 +107,9 @@ def preflight(config: FinetuneConfig) -> list[str]:
                 f"task.max_length={start.max_length}: sequence_parallel=true pads texts to a multiple of "
                 f"tp={tp}, and the model reads {limit} tokens: use task.max_length={limit // tp * tp} or less"
             )
-        for one in configs_by_seed(config):
-            problems += run_start_problems(pretrain_config(one, start, 1), compares=False)
-            problems += change_problems(one, depends_on(one, start, splits))
+        for seed_config in configs_by_seed(config):
+            problems += run_start_problems(pretrain_config(seed_config, start, 1), compares=False)
+            problems += change_problems(seed_config, depends_on(seed_config, start, splits))
     except UserError as error:
         return list(error.problems)
     return problems
@@ -135,28 +122,28 @@ def run(config: FinetuneConfig, ctx: ParallelContext) -> int:
     start, splits, runs = read_start(config), read_splits(config), configs_by_seed(config)
     ranks = Ranks.of(ctx)
 
-    def look() -> list[Any]:
-        if not ctx.is_main:  # one rank looks: two might see different things on a shared disk
+    def read_results() -> list[Any]:
+        if not ctx.is_main:  # one rank reads: two might see different things on a shared disk
             return []
-        wanted = [depends_on(one, start, splits) for one in runs]
-        results = [finished(one, settings) for one, settings in zip(runs, wanted, strict=True)]
-        return [[settings, r and asdict(r)] for settings, r in zip(wanted, results, strict=True)]
+        settings = [depends_on(run, start, splits) for run in runs]
+        results = [finished(*pair) for pair in zip(runs, settings, strict=True)]
+        return [[s, result and asdict(result)] for s, result in zip(settings, results, strict=True)]
 
     def explain(error: Exception) -> UserError:
         return CheckpointError(f"ckpt={config.ckpt}, out={config.out}: cannot be read ({error}): fix it")
 
-    seen = ranks.broadcast(ranks.together(look, explain))
-    results = [None if r is None else from_dict(Result, r) for _, r in seen]
+    states = ranks.broadcast(ranks.together(read_results, explain))
+    results = [None if result is None else from_dict(Result, result) for _, result in states]
     is_new = None in results
     with stopping_at_once("stopped before training"):
         material = prepare(config, start, splits) if is_new else None
-    for n, one in enumerate(runs):
+    for n, run in enumerate(runs):
         if results[n] is None and material is not None:
-            results[n], stopped = finetune(one, seen[n][0], material, ctx)
+            results[n], stopped = finetune(run, states[n][0], material, ctx)
             if stopped is not None and None in results:
                 return stopped
     if ctx.is_main:
-        report(config, [r for r in results if r is not None], is_new=is_new)
+        report(config, [result for result in results if result is not None], is_new=is_new)
     return 0
 
 
@@ -174,11 +161,11 @@ def prepare(config: FinetuneConfig, start: Start, splits: Mapping[str, TaskSplit
     if wanted is not None:
         train = train.select(draw_rows(len(train), wanted, config.data.seed).tolist())
     tests, problems = task.tests if config.data.predict_tests else (), list[str]()
-    wanted_splits = [train, *(splits[name] for name in (*task.validations, *tests))]
-    found = [attempt(problems, partial(tokenize_split, task, split, start)) for split in wanted_splits]
+    used = [train, *(splits[name] for name in (*task.validations, *tests))]
+    attempts = [attempt(problems, partial(tokenize_split, task, split, start)) for split in used]
     if problems:
         raise ConfigError(problems)
-    first, *others = (each for each in found if each is not None)
+    first, *others = (tokenized for tokenized in attempts if tokenized is not None)
     size = len(task.validations)
     return Material(start=start, train=first, validations=others[:size], tests=others[size:])
 
@@ -199,7 +186,6 @@ class FinetuneLoop(Loop):
 
     @property
     def validate_every(self) -> int:
-        """Steps between validations."""
         return self.config.train.validate_every or self.order.steps_per_epoch
 
     def is_done(self) -> bool:
@@ -207,32 +193,28 @@ class FinetuneLoop(Loop):
         return super().is_done() or 0 < self.config.train.patience <= self.progress.without_gain
 
     def is_save_due(self, validated: bool) -> bool:
-        """True if a checkpoint to resume from is due."""
         every = self.config.checkpoint.save_every
         return is_step_due(self.trainer.step, every) if every else validated
 
     @contextmanager
     def batches(self) -> Iterator[Iterator[list[TaskBatch]]]:
-        """Batches of each step, from the next step on."""
         yield map(self.micro_batches, count(self.trainer.step))
 
     def micro_batches(self, step: int) -> list[TaskBatch]:
-        """This rank's micro-batches of a step."""
         examples, numbers = self.material.train.examples, self.order.batch(step).tolist()
-        return self.batcher.micro_batches(examples, numbers, step << STEP_BITS)
+        # the low bits hold a sample's position in the step: all numbers differ
+        return self.batcher.micro_batches(examples, numbers, step << 32)
 
     def count(self) -> None:
-        """Count the step that was just taken."""
         numbers, examples = self.order.batch(self.trainer.step - 1), self.material.train.examples
         tokens = sum(len(text) for n in numbers for text in examples[n].texts)
         self.rows += len(numbers)
         self.progress.tokens += tokens
         self.throughput.count(tokens)
-        if self.trainer.ctx.device.type == "cpu" and is_step_due(self.trainer.step, TRIM_EVERY):
-            trim_memory()
+        if self.trainer.ctx.device.type == "cpu" and is_step_due(self.trainer.step, 20):
+            trim_memory()  # sequences of other lengths need other blocks
 
     def tokens(self) -> int:
-        """Tokens trained on so far."""
         return self.progress.tokens
 
     def parts(self, means: Sequence[float], rates: Rates) -> Parts:
@@ -251,11 +233,12 @@ class FinetuneLoop(Loop):
         objective = cast(Objective, trainer.objective)
         shown = trainer.ctx.is_main and self.config.log.live == "off"  # a live panel has the terminal
         scores: Scores = {}
-        for each in self.material.validations:
-            scores[each.split.name], predictions = evaluate(
-                trainer.model, objective, task, each, self.batcher, shown=shown
+        for tokenized in self.material.validations:
+            split = tokenized.split
+            scores[split.name], predictions = evaluate(
+                trainer.model, objective, task, tokenized, self.batcher, shown=shown
             )
-            if warning := one_label_warning(task, each.split, predictions):
+            if warning := one_label_warning(task, split, predictions):
                 self.reporter.problem(warning)
         is_best = self.progress.add(trainer.step, scores, task_type(task.kind).errors)
         if is_best:
@@ -265,12 +248,10 @@ class FinetuneLoop(Loop):
             self.reporter.scores(trainer.step, name, metrics, is_best=is_best)
 
     def save(self, *, awaited: bool) -> None:
-        """Save, with the validations so far."""
         self.record_progress()
         super().save(awaited=awaited)
 
     def record_progress(self) -> None:
-        """Record the progress of validation in checkpoints."""
         state = self.trainer.extra_state
         # a new dictionary: a save under way may still be writing the one before
         state[FINETUNING] = {**state[FINETUNING], "progress": asdict(self.progress)}
@@ -279,8 +260,12 @@ class FinetuneLoop(Loop):
 def pretrain_config(config: FinetuneConfig, start: Start, steps: int) -> PretrainConfig:
     """Return the run as the trainer takes it, and as checkpoints save it."""
     warmup = min(math.ceil(exact(config.schedule.warmup) * steps), steps - 1)
+    shared = (
+        *("name", "out", "seed", "compile", "profile", "lora", "parallel", "optimizer", "precision", "log"),
+        *("incident", "check", "dist"),
+    )
     return PretrainConfig(
-        **{key: getattr(config, key) for key in SHARED},
+        **{key: getattr(config, key) for key in shared},
         model=start.model,
         schedule=ScheduleConfig(
             decay=config.schedule.decay, warmup_steps=warmup, min_lr=config.schedule.min_lr
@@ -319,7 +304,7 @@ def finetune(
         batcher = make_batcher(trainer.model, size, start.max_length, kind.batcher)
         compares = isinstance(objective, PairLoss) and objective.has_reference
         splits = [material.train, *material.validations]
-        reference = Reference(config, settings, splits) if compares else None
+        reference = Reference(config, settings, [split.examples for split in splits]) if compares else None
         resumed_from, progress = load_start(trainer, config, settings, start, reference, batcher)
         if ctx.is_main:  # last, when all is checked and loaded: what is rejected stays as it was
             prepare_directory(config, start)
@@ -371,9 +356,8 @@ def load_start(
 ) -> tuple[Path | None, Progress]:
     """Load the run's newest checkpoint, if any, else `ckpt`; return its path and the validations so far.
 
-    A `reference` is what the model of `ckpt` says of the pairs, unless an earlier start has asked it.
-
-    Collective over all ranks. Raises UserError, CorruptFileError.
+    A `reference` is computed with the model of `ckpt`, unless an earlier start has kept it. Collective over
+    all ranks. Raises UserError, CorruptFileError.
     """
     trainer.extra_state[FINETUNING] = {
         "depends_on": settings,
@@ -383,19 +367,19 @@ def load_start(
         DATA_COLUMNS: config.data.columns,
     }
     trainer.extra_state[TOKENIZER] = digests_of_tokenizer(start.tokenizer).encode()
-    is_asked = reference is not None and not reference.read(trainer.ctx)
-    needs_body = is_asked or config.lora.rank > 0  # checkpoints of adapters hold no base
+    missing = None if reference is None or reference.read(trainer.ctx) else reference
+    needs_body = missing is not None or config.lora.rank > 0  # checkpoints of adapters hold no base
     if needs_body:
-        below = load_body(trainer.shards, start.source, trainer.ctx).digest
+        base = load_body(trainer.shards, start.source, trainer.ctx).digest
         if config.lora.rank:
-            trainer.extra_state[LORA] = {"base": start.source.name, "digest": below}
-    if is_asked and reference is not None:
+            trainer.extra_state[LORA] = {"base": start.source.name, "digest": base}
+    if missing is not None:
         with stopping_at_once("stopped before training"):
-            reference.ask(trainer, batcher)
+            missing.compute(trainer, batcher)
     checkpoint = resume(trainer)
-    if checkpoint is None and not needs_body:
-        load_body(trainer.shards, start.source, trainer.ctx)
     if checkpoint is None:
+        if not needs_body:
+            load_body(trainer.shards, start.source, trainer.ctx)
         return None, Progress()
     return checkpoint, Progress.read(checkpoint)
 
@@ -412,12 +396,8 @@ def finish(loop: FinetuneLoop, settings: Settings, begun: float) -> Result:
     assert progress.best_step is not None
     if tests:
         load_weights(stored_shards(trainer, trainer.shards), best, trainer.ctx)
-    scored = [
-        score_split(
-            task, test, trainer.model, cast(Objective, trainer.objective), loop.batcher, out / "predictions"
-        )
-        for test in tests
-    ]
+    model, objective, folder = trainer.model, cast(Objective, trainer.objective), out / "predictions"
+    scored = [score_split(task, test, model, objective, loop.batcher, folder) for test in tests]
     result = Result(
         task=task.name,
         seed=config.seed,
