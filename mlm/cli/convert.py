@@ -23,7 +23,7 @@ CONVERT = Command(
     summary="convert checkpoints between mlm, transformers, Megatron-LM and torchtitan",
     about=(
         "Reads a checkpoint of any of these and writes it as any other, a tensor at a time, without "
-        "running what is in it. Every parameter and the logits of 64 tokens are compared with the source "
+        "running what is in it. Every parameter and the settings of the model are compared with the source "
         "before the folder gets its name. Interrupted, the same command continues."
     ),
     examples=(

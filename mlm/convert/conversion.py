@@ -1,33 +1,35 @@
-"""A checkpoint of any format as another: `mlm convert`, and what it does for imports and exports.
+"""A checkpoint of any format as another: `mlm convert`, and its work for imports and exports.
 
-A tensor at a time is read, written and compared. Interrupted, the same conversion continues: files that are
-whole are kept.
+One tensor at a time is read, written and compared. Interrupted, the same conversion continues: complete files
+are kept.
 """
 
 import json
 from collections.abc import Collection
-from dataclasses import replace
-from functools import partial
+from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
 
 import torch
 
 import mlm
-from mlm.checkpoint.native.format import JSON
-from mlm.convert import targets
+from mlm.checkpoint.native.compare import row_blocks
+from mlm.checkpoint.native.slices import Read, Region
 from mlm.convert.config import ConvertConfig
 from mlm.convert.dcp.torchtitan import stored_shapes
 from mlm.convert.foreign import open_any
-from mlm.convert.huggingface.export import hf_mapping, tensor_bytes, write_hf
-from mlm.convert.megatron.write import MegatronWriter, rank_files
+from mlm.convert.huggingface.export import hf_mapping, tensor_bytes
+from mlm.convert.huggingface.families import mapping_of
+from mlm.convert.megatron.write import rank_files
 from mlm.convert.source import Checkpoint, Source
-from mlm.convert.verify import compare
+from mlm.convert.targets import DONE, megatron_writer, write_target
 from mlm.data.tokenizer import Tokenizer
+from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.runs.checks import split_problems
 from mlm.runs.folder import new_folder, out_problems
-from mlm.util.errors import ConfigError, Problem, UserError, attempt
-from mlm.util.terminal import Advance, progress_bar
+from mlm.util.errors import CheckFailedError, ConfigError, Problem, UserError, attempt
+from mlm.util.terminal import progress_bar
 
 MEGATRON = ("torch_dist", "torch", "megatron_dcp")
 NOT_COMPARED = "not compared with the source (verify=false)"
@@ -36,6 +38,11 @@ WEIGHTS_AND_MOMENTS = (
     "weights and Adam's moments after {} steps: a run that starts from it with optimizer.kind=adamw takes "
     "both, at step 0 of its own schedule and data"
 )
+WITHOUT_EFFECT = (
+    *("kind", "options", "ffn_hidden_size"),  # compared by family, and with defaults filled in
+    *("hidden_dropout", "attention_dropout", "init_std", "vocab_multiple"),
+)
+"""Settings of a model that may differ after a conversion: its outputs do not depend on them."""
 
 
 def preflight(config: ConvertConfig, only: Collection[str] = ()) -> list[str]:
@@ -45,12 +52,12 @@ def preflight(config: ConvertConfig, only: Collection[str] = ()) -> list[str]:
     """
     problems = out_problems(config.out)
     tokenizer = attempt(problems, lambda: load_tokenizer(config))
-    source = attempt(problems, lambda: open_(config, tokenizer))
+    source = attempt(problems, lambda: open_for_conversion(config, tokenizer))
     if source is None:
         return problems
     if only and source.format not in only:
-        is_ours = source.format == "native"
-        what = "a checkpoint of mlm already" if is_ours else f"of the format {source.format}"
+        is_native = source.format == "native"
+        what = "a checkpoint of mlm already" if is_native else f"of the format {source.format}"
         problems.append(f"source={config.source}: is {what}, not Megatron-LM's; convert it by mlm convert")
         return problems
     without_model = ("torchtitan", "torch_dist", "megatron_dcp")
@@ -63,12 +70,11 @@ def preflight(config: ConvertConfig, only: Collection[str] = ()) -> list[str]:
 
 
 def load_tokenizer(config: ConvertConfig) -> Tokenizer | None:
-    """Return the tokenizer that the command names. Raises UserError."""
     return None if config.tokenizer is None else Tokenizer.load(config.tokenizer)
 
 
-def open_(config: ConvertConfig, tokenizer: Tokenizer | None = None) -> Source:
-    """Open the source. Raises UserError."""
+def open_for_conversion(config: ConvertConfig, tokenizer: Tokenizer | None = None) -> Source:
+    """Open the source. Raises UserError, also for a model that is only imported from and exported to hf."""
     source = open_any(config.source, config, tokenizer)
     if isinstance(source, Checkpoint) and source.base is not None:
         raise UserError(
@@ -94,7 +100,7 @@ def check_target(config: ConvertConfig, source: Source) -> None:
     if config.to in ("native", "torch") and (problems := split_problems(source.model, layout)):
         raise ConfigError(problems)
     if config.to in MEGATRON:
-        writer = writer_of(config, source)
+        writer = megatron_writer(config, source)
         list(rank_files(writer) if config.to == "torch" else writer.tensors())
     if config.to == "torchtitan":
         stored_shapes(source.model)
@@ -102,67 +108,71 @@ def check_target(config: ConvertConfig, source: Source) -> None:
         hf_mapping(source)
 
 
-def writer_of(config: ConvertConfig, source: Source) -> MegatronWriter:
-    """Return what makes Megatron's tensors of the source."""
-    return MegatronWriter(source.model, source.read, dtype_of(config), config.tp, config.pp)
-
-
-def dtype_of(config: ConvertConfig) -> torch.dtype:
-    """Return the dtype to write."""
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    return dtype
-
-
 def convert(config: ConvertConfig) -> tuple[Source, list[str], str]:
     """Read, write, compare and publish; return the source, notes, and a line on what was compared.
 
-    Raises UserError; what is whole is kept then.
+    Raises UserError; complete files are kept then.
     """
-    source = open_(config, load_tokenizer(config))
+    source = open_for_conversion(config, load_tokenizer(config))
     check_target(config, source)
-    digests = source.digests()
-    dtype, name = dtype_of(config), Path(config.source).resolve().name
+    name, digests = Path(config.source).resolve().name, source.digests()
     origin = {"kind": source.format, "name": name, "files": dict(sorted(digests.items())), **source.origin}
-    count = tensor_bytes(source, dtype)
-    if config.to == "native":
-        count *= 1 + len(source.moments)
-    kind = "run" if config.to == "native" else "exported-model"
-    # all that decides every byte: an interrupted command with the same journal continues
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    is_native = config.to == "native"
+    count = tensor_bytes(source, dtype) * (1 + len(source.moments) * is_native)
+    # All that decides every byte: an interrupted command with the same journal continues.
     settings = {key: getattr(config, key) for key in ("to", "tp", "pp", "dtype", "max_file_gb", "tokenizer")}
     versions = {"mlm": mlm.__version__, "torch": torch.__version__}
-    journal = {"settings": settings, "origin": origin, "versions": versions}
-    encoded = json.dumps(journal, sort_keys=True).encode()
-    with new_folder(Path(config.out), count, kind, journal=encoded) as folder:
+    journal = json.dumps({"settings": settings, "origin": origin, "versions": versions}, sort_keys=True)
+    kind = "run" if is_native else "exported-model"
+    with new_folder(Path(config.out), count, kind, journal=journal.encode()) as folder:
         with progress_bar(f"writing {config.to}", count, in_bytes=True) as advance:
-            write(config, source, folder, origin, advance)
+            write_target(config, source, folder, origin, advance)
         line = NOT_COMPARED
         if config.verify:
             reading = replace(config, vocab_size=source.model.vocab_size, num_heads=None)
             line = compare(source, open_any(str(folder), reading), dtype)
-        (folder / targets.DONE).unlink(missing_ok=True)
+        (folder / DONE).unlink(missing_ok=True)
     notes = source.conversion_notes
-    if source.moments and config.to == "native":
+    if source.moments and is_native:
         notes.append(WEIGHTS_AND_MOMENTS.format(source.origin["iteration"]))
     elif source.format != "hf":
         notes.append(WEIGHTS_ONLY)
     return source, notes, line
 
 
-def write(
-    config: ConvertConfig, source: Source, folder: Path, origin: dict[str, JSON], advance: Advance
-) -> None:
-    """Write the target's files."""
-    dtype, most = dtype_of(config), config.max_file_gb
-    match config.to:
-        case "native":
-            targets.write_native(source, folder, origin, advance, tp=config.tp, pp=config.pp, resumes=True)
-        case "hf":
-            progress = targets.Progress(folder, advance)
-            write_hf(source, folder, dtype, most, advance, partial(progress.shard, folder))
-        case "torchtitan":
-            targets.write_torchtitan(source, folder, dtype, most, advance)
-        case "torch_dist" | "megatron_dcp":
-            writer = writer_of(config, source)
-            targets.write_core(writer, folder, most, advance, stacked=config.to == "torch_dist")
-        case "torch":
-            targets.write_torch(writer_of(config, source), folder, advance)
+def compare(source: Source, target: Source, dtype: torch.dtype) -> str:
+    """Compare the settings of the model, and every parameter bit for bit; return a line on what was compared.
+
+    `dtype` is the target's, to which parameters are rounded first. With equal parameters and settings the
+    outputs are equal too. Raises CheckFailedError for a difference.
+    """
+    if changed := changed_setting(source.model, target.model):
+        raise CheckFailedError(f"{changed} differs from {source.path} after the conversion")
+    compared = {name: entry for name, entry in source.parameters.items() if name not in source.filled}
+    reads: list[tuple[str, Read, Read]] = [("", source.read, target.read)]
+    reads += [(f"{name} of ", source.moments[name], read) for name, read in target.moments.items()]
+    size = len(reads) * sum(entry.num_bytes for entry in compared.values())
+    with progress_bar("comparing", size, in_bytes=True) as advance:
+        for (kind, read, read_again), (name, entry) in product(reads, compared.items()):
+            # Rows of tables are read as they are stored; a tensor of a layer may be put together of several.
+            is_in_layer = name.startswith("layers.")
+            for region in [Region.whole(entry.shape)] if is_in_layer else row_blocks(entry.shape, 4):
+                if not torch.equal(read(name, region).to(dtype), read_again(name, region).to(dtype)):
+                    raise CheckFailedError(f"{kind}{name} differs from {source.path} after the conversion")
+                advance(region.volume * 4)
+    moments = ", their moments too" if target.moments else ""
+    names = f"{len(compared)} parameters are equal bit for bit{moments}"
+    return f"compared: {names}, and so are the settings of the model"
+
+
+def changed_setting(source: ModelConfig, target: ModelConfig) -> str | None:
+    """Return the first setting that decides outputs and differs between two models; None if there is none."""
+    names = [field.name for field in fields(ModelConfig) if field.name not in WITHOUT_EFFECT]
+    for name in (*names, "ffn_size"):
+        if getattr(source, name) != getattr(target, name):
+            return f"model.{name}"
+    if source == target or (mapping := mapping_of(source)) is None:
+        return None
+    changed = mapping.changed_option(source, target)
+    return None if changed is None else f"model.options.{changed}"

@@ -1,4 +1,4 @@
-"""Targets of `mlm convert`: any format, from parameters of ours, a file at a time."""
+"""Targets of `mlm convert`: any format, written from our parameters, one file at a time."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -12,10 +12,10 @@ from torch import Tensor
 from mlm.checkpoint.native.folders import CHECKPOINTS
 from mlm.checkpoint.native.format import JSON, FileEntry
 from mlm.checkpoint.native.slices import Region
-from mlm.convert.dcp.metadata import DCPTensor
+from mlm.convert.config import ConvertConfig
 from mlm.convert.dcp.torchtitan import torchtitan_tensors
-from mlm.convert.dcp.writer import plan_files, write_items, write_metadata
-from mlm.convert.huggingface.export import hf_mapping, token_ids, write_json
+from mlm.convert.dcp.writer import write_dcp
+from mlm.convert.huggingface.export import hf_mapping, token_ids, write_hf, write_json
 from mlm.convert.huggingface.folder import CONFIG
 from mlm.convert.megatron.files import LATEST
 from mlm.convert.megatron.write import (
@@ -33,12 +33,12 @@ from mlm.util.files import digest_file, parse_json, read_bounded, write_atomic
 from mlm.util.terminal import Advance
 
 DONE = ".converted.json"
-"""Files that are whole, in a folder that is being written."""
+"""Complete files of a folder that is being written."""
 MAX_DONE_BYTES = 1 << 26
 
 
 class Progress:
-    """Files of a folder that an earlier, interrupted conversion wrote: read again, and kept if whole."""
+    """Files of a folder that an earlier, interrupted conversion wrote: kept if their digests match."""
 
     def __init__(self, folder: Path, advance: Advance) -> None:
         self.folder, self.advance, self.entries = folder, advance, dict[str, dict[str, Any]]()
@@ -46,7 +46,7 @@ class Progress:
             self.entries = parse_json(read_bounded(folder / DONE, MAX_DONE_BYTES, "delete it"))
 
     def file(self, path: Path, write: Callable[[], Any]) -> Any:
-        """Return what `write`, which writes `path`, returned: now, or before. It must be JSON."""
+        """Return what `write`, which writes `path`, returned, now or before: a JSON value."""
         name = path.relative_to(self.folder).as_posix()
         entry = self.entries.get(name)
         if entry is not None and path.is_file() and digest_file(path) == entry["digest"]:
@@ -63,11 +63,50 @@ class Progress:
         """Return the entry of a safetensors file."""
 
         def entry() -> list[JSON]:
-            made = write()
-            return [made.bytes, made.digest, list(made.blocks)]
+            written = write()
+            return [written.bytes, written.digest, list(written.blocks)]
 
         size, digest, blocks = self.file(root / name, entry)
         return FileEntry(size, digest, tuple(blocks))
+
+
+def write_target(
+    config: ConvertConfig, source: Source, folder: Path, origin: dict[str, JSON], advance: Advance
+) -> None:
+    """Write the files of the format `config.to` into `folder`."""
+    progress = Progress(folder, advance)
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    most = int(config.max_file_gb * GB)
+    match config.to:
+        case "native":
+            write_native(source, folder, origin, advance, tp=config.tp, pp=config.pp, progress=progress)
+        case "hf":
+            write_hf(source, folder, dtype, config.max_file_gb, advance, partial(progress.shard, folder))
+        case "torchtitan":
+            tensors, read = torchtitan_tensors(source.model, source.read, dtype)
+            write_dcp(folder, tensors, read, most, progress.file, advance)
+            # torchtitan records no model: this describes it.
+            write_json(folder / CONFIG, hf_mapping(source).write(source.model, token_ids(source)))
+        case "torch_dist" | "megatron_dcp":
+            # Megatron-LM starts from torch_dist: release/ and the file that names it, layers in one tensor.
+            is_stacked = config.to == "torch_dist"
+            step = folder / RELEASE if is_stacked else folder
+            writer = megatron_writer(config, source)
+            tensors, read = core_tensors(writer, stacked=is_stacked)
+            write_dcp(step, tensors, read, most, progress.file, advance)
+            write_common(step, writer)
+            if is_stacked:
+                write_atomic(folder / LATEST, RELEASE.encode())
+        case "torch":
+            writer = megatron_writer(config, source)
+            for file in rank_files(writer):
+                path = folder / RELEASE / file.path
+                progress.file(path, partial(write_rank_file, path, file, writer, advance))
+            write_atomic(folder / LATEST, RELEASE.encode())
+
+
+def megatron_writer(config: ConvertConfig, source: Source) -> MegatronWriter:
+    return MegatronWriter(source.model, source.read, getattr(torch, config.dtype), config.tp, config.pp)
 
 
 def write_native(
@@ -78,12 +117,12 @@ def write_native(
     *,
     tp: int = 1,
     pp: int = 1,
-    resumes: bool = False,
+    progress: Progress | None = None,
 ) -> Path:
     """Write a run directory as tp * pp ranks would have saved it; return its checkpoint.
 
-    `origin` is where the weights are from, for `state["source"]`: "kind", "name", "files" and more. `resumes`
-    keeps whole files of an interrupted conversion.
+    `origin` is where the weights are from, for `state["source"]`: "kind", "name", "files" and more.
+    `progress` keeps complete files of an interrupted conversion.
     """
     model = source.model
     config = run_config(str(origin["name"]).rpartition("/")[2] or "imported", model)
@@ -95,76 +134,17 @@ def write_native(
             return initial[name][region.within(Region.whole(initial[name].shape))]
         return (source.read if kind == "model" else source.moments[kind])(name, region)
 
+    step = folder / CHECKPOINTS / "step-00000000"
     kinds = ("model", *(f"optimizer.{moment}" for moment in source.moments))
-    progress, step = Progress(folder, advance), folder / CHECKPOINTS / "step-00000000"
+    steps = {"applied_steps": origin["iteration"]} if source.moments else {}
     return write_run(
         folder,
-        {f"{kind}.{name}": one for kind in kinds for name, one in source.parameters.items()},
+        {f"{kind}.{name}": entry for kind in kinds for name, entry in source.parameters.items()},
         read,
-        state={
-            **imported_state(config, origin, source.filled),
-            **({"applied_steps": origin["iteration"]} if source.moments else {}),
-        },
+        state={**imported_state(config, origin, source.filled), **steps},
         tokenizer=source.tokenizer,
         progress=advance,
         tp=tp,
         stage_ranks=assign_stages(model.num_layers, pp, 1),
-        done=lambda name, write: progress.shard(step, name, write) if resumes else write(),
+        done=lambda name, write: write() if progress is None else progress.shard(step, name, write),
     )
-
-
-def write_dcp(
-    folder: Path,
-    tensors: Mapping[str, DCPTensor],
-    read: Callable[[str, Region], Tensor],
-    file_gb: float,
-    progress: Progress,
-    advance: Advance,
-) -> None:
-    """Write the files of a DCP folder and their `.metadata`."""
-    folder.mkdir(exist_ok=True)
-    files = plan_files(tensors, int(file_gb * GB))
-    lengths = {
-        name: progress.file(folder / name, partial(write_items, folder / name, items, tensors, read, advance))
-        for name, items in files.items()
-    }
-    write_metadata(folder, tensors, files, lengths)
-
-
-def write_torchtitan(
-    source: Source, folder: Path, dtype: torch.dtype, file_gb: float, advance: Advance
-) -> None:
-    """Write a DCP folder with torchtitan's names, and the config.json that describes its model."""
-    tensors, read = torchtitan_tensors(source.model, source.read, dtype)
-    write_dcp(folder, tensors, read, file_gb, Progress(folder, advance), advance)
-    write_config(source, folder)
-
-
-def write_core(
-    writer: MegatronWriter, folder: Path, file_gb: float, advance: Advance, *, stacked: bool
-) -> None:
-    """Write a DCP folder with Megatron's names, and common.pt.
-
-    `stacked` is what Megatron-LM starts from: release/ and the file that names it, layers in one tensor.
-    """
-    tensors, read = core_tensors(writer, stacked=stacked)
-    inner = folder / RELEASE if stacked else folder
-    write_dcp(inner, tensors, read, file_gb, Progress(folder, advance), advance)
-    (inner / "common.pt").unlink(missing_ok=True)
-    write_common(inner, writer)
-    if stacked:
-        write_atomic(folder / LATEST, RELEASE.encode())
-
-
-def write_torch(writer: MegatronWriter, folder: Path, advance: Advance) -> None:
-    """Write the classic rank files, release/mp_rank_…, and the file that names them."""
-    progress = Progress(folder, advance)
-    for file in rank_files(writer):
-        path = folder / RELEASE / file.path
-        progress.file(path, partial(write_rank_file, path, file, writer, advance))
-    write_atomic(folder / LATEST, RELEASE.encode())
-
-
-def write_config(source: Source, folder: Path) -> None:
-    """Write the config.json of `transformers`, from which such a folder's model is known again."""
-    write_json(folder / CONFIG, hf_mapping(source).write(source.model, token_ids(source)))

@@ -219,14 +219,14 @@ FOLDERS: dict[str, Callable[[Path], None]] = (
     {
         name: edit_config(edit)
         for name, edit in [
-            *each("n_layer", [0, -1, 10**9, 2, "1", True, None, 1.5, [], ESC], "n_layer"),
+            *each("n_layer", [0, -1, 10**9, 2, True, None, 1.5, [], ESC], "n_layer"),
             *each("n_head", [0, -1, 3, 1 << 70, "x"], "n_head"),
             *each("n_embd", [0, 15, 10**9, 1 << 20], "n_embd"),
             *each("vocab_size", [0, 1 << 24, HUGE, 60], "vocab_size"),
             *each("n_positions", [0, 1 << 24, HUGE], "n_positions"),
             *each("n_inner", [0, 10**12, 3], "n_inner"),
             *each("activation_function", ["relu", ESC, None, 3], "activation_function"),
-            *each("layer_norm_epsilon", [-1, 2, "x", None], "layer_norm_epsilon"),
+            *each("layer_norm_epsilon", [-1, "x", None], "layer_norm_epsilon"),
             *each("dropout", [1.5, ESC], "resid_pdrop"),
             *each("model_type", ["llama", ESC, None, 3, [], ...], "model_type"),
             *each("cross attention", [True, 1], "add_cross_attention"),

@@ -3,8 +3,8 @@
     .metadata        a pickle of torch.distributed.checkpoint.metadata.Metadata
     __0_0.distcp …   items end to end, each a zip archive of torch.save that holds one piece
 
-Megatron Core's torch_dist is this with metadata.json and common.pt beside it. The pickle is read as plain
-data (`unpickled.py`); its class names are compared, never imported. Source:
+Megatron Core's torch_dist is such a folder with metadata.json and common.pt in it. The pickle is read as
+plain data (`unpickled.py`); its class names are compared, never imported. Source:
 https://github.com/pytorch/pytorch/blob/main/torch/distributed/checkpoint/metadata.py and filesystem.py.
 """
 
@@ -28,12 +28,13 @@ from mlm.util.files import read_bounded
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 1 << 28
 CLASSES = "torch.distributed.checkpoint.metadata"
-STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 FILE_NAME = re.compile(r"[\w-][\w.-]{0,200}\.distcp", re.ASCII)
 DTYPES_BY_NAME = {str(dtype): dtype for dtype in DTYPES.values()}
 COPY_AGAIN = "Copy the whole folder again"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's, by PyTorch's names."""
+Item = tuple[str, int, int]
+"""File, first byte, bytes."""
 
 
 @dataclass(frozen=True)
@@ -48,25 +49,15 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a DCP folder."""
+    """A tensor of a DCP folder, which its pieces tile."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[StoredPiece, ...]
-    """They tile it."""
-
-
-@dataclass(frozen=True)
-class DCPTensor:
-    """A tensor to write, in the pieces of which each becomes an item."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    regions: tuple[Region, ...]
 
 
 def read_metadata(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, StoredTensor]:
-    """Return the tensors whose names are wanted; of others, and of what is no tensor, nothing is checked.
+    """Return the tensors whose names are wanted; nothing is checked of the other entries.
 
     Raises UserError if there is no `.metadata`, CorruptFileError if it is not data, does not fit the files,
     or the pieces of a tensor have a hole or overlap.
@@ -77,26 +68,32 @@ def read_metadata(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, S
             for name, entry in fields["state_dict_metadata"].items()
             if entry.name == f"{CLASSES}.TensorStorageMetadata" and is_wanted(_name(name))
         }
-        infos = _storage_infos(fields["storage_data"], wanted)
-        tensors = {name: _tensor(name, entry, infos) for name, entry in wanted.items()}
-        _check_sizes(folder, tensors)
-        _check_tiled(tensors)
+        items: dict[tuple[str, tuple[int, ...]], Item] = {}
+        for index, info in fields["storage_data"].items():
+            place = index.fields(f"{CLASSES}.MetadataIndex")
+            if (name := _name(place["fqn"])) in wanted:
+                key = name, _numbers(place["offset"])
+                if key in items:
+                    raise PickleError(f"{name}: two items at offset {list(key[1])}")
+                items[key] = _item(name, info)
+        tensors = {name: _tensor(name, entry, items) for name, entry in wanted.items()}
+        _check_pieces(folder, {name: tensor for name, tensor in tensors.items() if 0 not in tensor.shape})
     return tensors
 
 
 def read_objects(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
     """Return items that are no tensors, as torch.save wrote them. Raises as `read_metadata`."""
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     with _reading(folder) as fields:
         for index, info in fields["storage_data"].items():
             place = index.fields(f"{CLASSES}.MetadataIndex")
             if place["fqn"] in names and place.get("offset") is None:
-                file, begin, length = _storage_info(place["fqn"], info)
+                file, begin, length = _item(place["fqn"], info)
                 _regular_size(folder / file)
                 with open(folder / file, "rb") as f:
                     f.seek(begin)
-                    found[place["fqn"]] = f.read(length)
-    return found
+                    contents[place["fqn"]] = f.read(length)
+    return contents
 
 
 @contextmanager
@@ -141,39 +138,24 @@ def _whole(value: Any) -> int:
     return value
 
 
-def _storage_infos(
-    value: Any, wanted: Mapping[str, Any]
-) -> dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]:
-    """Return (tensor, offset) -> (file, first byte, bytes) of the wanted tensors."""
-    infos: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
-    for index, info in value.items():
-        fields = index.fields(f"{CLASSES}.MetadataIndex")
-        if (name := _name(fields["fqn"])) in wanted:
-            key = name, _numbers(fields["offset"])
-            if key in infos:
-                raise PickleError(f"{name}: two items at offset {list(key[1])}")
-            infos[key] = _storage_info(name, info)
-    return infos
-
-
-def _storage_info(name: str, info: Record) -> tuple[str, int, int]:
-    place = info.fields(STORAGE_INFO)
-    file = place["relative_path"]
+def _item(name: str, info: Record) -> Item:
+    fields = info.fields("torch.distributed.checkpoint.filesystem._StorageInfo")
+    file = fields["relative_path"]
     if type(file) is not str or not FILE_NAME.fullmatch(file):
         raise PickleError(f"{name}: the file name {ascii(file)[:60]} is not allowed")
-    if place.get("transform_descriptors"):
+    if fields.get("transform_descriptors"):
         raise PickleError(f"{name}: is compressed or encrypted by an extension, which is not supported")
-    return file, _whole(place["offset"]), _whole(place["length"])
+    return file, _whole(fields["offset"]), _whole(fields["length"])
 
 
-def _tensor(name: str, entry: Record, infos: Mapping[Any, tuple[str, int, int]]) -> StoredTensor:
+def _tensor(name: str, entry: Record, items: Mapping[Any, Item]) -> StoredTensor:
     fields = entry.fields(f"{CLASSES}.TensorStorageMetadata")
     state, chunks = fields["properties"].state, fields["chunks"]
     named = state["dtype"] if type(state) is dict else state[0]
     if type(named) is not Name or named not in DTYPES_BY_NAME:
         raise PickleError(f"{name} has a dtype which is not supported")
     dtype, shape = DTYPES_BY_NAME[named], _numbers(fields["size"])
-    if type(chunks) is not list or len(chunks) > len(infos):
+    if type(chunks) is not list or len(chunks) > len(items):
         raise PickleError(f"{name}: has no list of chunks, or more than are stored")
     pieces = []
     for chunk in chunks if 0 not in shape else []:
@@ -181,34 +163,26 @@ def _tensor(name: str, entry: Record, infos: Mapping[Any, tuple[str, int, int]])
         region = Region(_numbers(place["offsets"]), _numbers(place["sizes"]))
         if len(region.offset) != len(shape) or len(region.size) != len(shape):
             raise PickleError(f"{name}: a chunk has other dims than its shape {list(shape)}")
-        if (name, region.offset) not in infos:
+        if (name, region.offset) not in items:
             raise PickleError(f"{name}: the chunk at {list(region.offset)} is not stored")
-        piece = StoredPiece(region, *infos[name, region.offset])
+        piece = StoredPiece(region, *items[name, region.offset])
         if region.volume * dtype.itemsize > piece.length:
             raise PickleError(f"{name}: {piece.length} bytes are stored of the chunk {list(region.size)}")
         pieces.append(piece)
     return StoredTensor(shape, dtype, tuple(pieces))
 
 
-def _check_sizes(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise PickleError for an item that ends beyond its file."""
-    sizes: dict[str, int] = {}
+def _check_pieces(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise PickleError for an item that ends beyond its file, and for pieces that do not tile a tensor."""
+    if not tensors:
+        return
+    files = sorted({piece.file for tensor in tensors.values() for piece in tensor.pieces})
+    sizes = {file: _regular_size(folder / file) for file in files}
     for name, tensor in tensors.items():
         for piece in tensor.pieces:
-            if piece.file not in sizes:
-                sizes[piece.file] = _regular_size(folder / piece.file)
-            end = piece.begin + piece.length
-            if end > sizes[piece.file]:
+            if (end := piece.begin + piece.length) > sizes[piece.file]:
                 raise PickleError(f"{name}: its item ends at byte {end} of {piece.file}, which is shorter")
-
-
-def _check_tiled(tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise PickleError for the first tensor with a hole, or pieces that overlap or stick out."""
-    held = {name: tensor for name, tensor in tensors.items() if 0 not in tensor.shape}
-    if not held:
-        return
-    chunks = [[Chunk(piece.file, piece.region) for piece in tensor.pieces] for tensor in held.values()]
-    files = sorted({piece.file for tensor in held.values() for piece in tensor.pieces})
-    columns = columns_of([tensor.shape for tensor in held.values()], chunks, files)
-    if problem := tiling_problem(columns, list(held)):
+    chunks = [[Chunk(piece.file, piece.region) for piece in tensor.pieces] for tensor in tensors.values()]
+    columns = columns_of([tensor.shape for tensor in tensors.values()], chunks, files)
+    if problem := tiling_problem(columns, list(tensors)):
         raise PickleError(problem)

@@ -1,4 +1,4 @@
-"""Tensors of a DCP folder, read by slices: an item's bytes are found, never unpickled.
+"""Tensors of a DCP folder, read by regions: the bytes of an item are located, never unpickled.
 
 An item is an archive of torch.save that holds one tensor (`torch_file.py`).
 """
@@ -25,7 +25,7 @@ OPEN_FILES = 64
 
 
 class DCPReader:
-    """Reads any region of any tensor of a folder. A context manager: leaving it closes the files.
+    """Reads any region of any tensor of a folder.
 
     Methods raise CorruptFileError, and UserError where a file cannot be read.
     """
@@ -34,18 +34,13 @@ class DCPReader:
         self.folder, self.tensors = folder, tensors
         self._open: dict[str, BinaryIO] = {}
 
-    def __enter__(self) -> "DCPReader":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for f in self._open.values():
-            f.close()
-        self._open.clear()
-
     @property
     def files(self) -> list[str]:
-        """Names of the files that hold the tensors."""
         return sorted({piece.file for tensor in self.tensors.values() for piece in tensor.pieces})
+
+    @property
+    def num_bytes(self) -> int:
+        return sum((self.folder / name).stat().st_size for name in self.files)
 
     def read(self, name: str, region: Region, dtype: torch.dtype | None = None) -> Tensor:
         """Return those elements, on the CPU, in `dtype`, by default the stored one."""
@@ -53,8 +48,8 @@ class DCPReader:
         target = torch.empty(region.size, dtype=dtype or tensor.dtype)
         for piece in tensor.pieces:
             if common := region.intersect(piece.region):
+                stored = self._locate(name, tensor.dtype, piece)
                 f = self._file(piece.file)
-                stored = self._find(name, tensor.dtype, piece)
                 copy_region(f, stored, common, piece.region, target[common.within(region)])
         return target
 
@@ -69,8 +64,8 @@ class DCPReader:
         with reading_from(self.folder, COPY_AGAIN):
             return {file: digest_file(self.folder / file, progress) for file in self.files}
 
-    def _find(self, name: str, dtype: torch.dtype, piece: StoredPiece) -> Stored:
-        """Return where the bytes of a piece lie in its file."""
+    def _locate(self, name: str, dtype: torch.dtype, piece: StoredPiece) -> Stored:
+        """Return where the bytes of a piece are in its file."""
         try:
             saved = read_archive(self._item(piece))
             stored = saved.find(saved.value)
@@ -84,11 +79,10 @@ class DCPReader:
         return io.BufferedReader(_FileView(self._file(piece.file), piece.begin, piece.length), 1 << 16)
 
     def _damaged(self, name: str, piece: StoredPiece, why: str) -> CorruptFileError:
-        path = self.folder / piece.file
         reason = (why if why.isprintable() else ascii(why))[:120]
         return CorruptFileError(
-            f"{path}: the item at byte {piece.begin} holds no plain {name} ({reason}); nothing was executed. "
-            f"{COPY_AGAIN}"
+            f"{self.folder / piece.file}: the item at byte {piece.begin} holds no plain {name} ({reason}); "
+            f"nothing was executed. {COPY_AGAIN}"
         )
 
     def _file(self, name: str) -> BinaryIO:
@@ -101,7 +95,7 @@ class DCPReader:
 
 
 class _FileView(io.RawIOBase):
-    """`length` bytes of a file from `begin` on, to read as a file."""
+    """`length` bytes of a file from `begin` on, as a file."""
 
     def __init__(self, f: BinaryIO, begin: int, length: int) -> None:
         self.f, self.begin, self.length, self.position = f, begin, length, 0

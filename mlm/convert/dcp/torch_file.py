@@ -47,19 +47,19 @@ class Saved:
     """Key -> first byte in the file, and bytes."""
 
     def find(self, tensor: Any) -> Stored:
-        """Return where a tensor of the value lies in the file. Raises one of DAMAGES.
+        """Return where a tensor of the value is in the file. Raises one of DAMAGES.
 
-        A tensor is contiguous, and all of it in the file: strides could make a few bytes one of any size.
+        It must be contiguous, and all of it in the file: strides could turn a few bytes into any size.
         """
         if type(tensor) is Record and tensor.name == "torch._tensor._rebuild_from_type_v2":
-            tensor = Record(*tensor.args[0:3:2])  # one that has attributes
+            tensor = Record(*tensor.args[0:3:2])  # a tensor with attributes
         while type(tensor) is Record and tensor.name.startswith("torch._utils._rebuild_parameter"):
             tensor = tensor.args[0]
         if type(tensor) is not Record or tensor.name != REBUILD:
             raise PickleError("describes no plain tensor")
         storage, first, shape, strides = tensor.args[:4]
         _, kind, key, *_ = storage.args if type(storage) is Record and storage.name == STORAGE else 3 * [None]
-        if not isinstance(kind, str) or type(key) is not str:  # to hash a tuple would recurse
+        if not isinstance(kind, str) or type(key) is not str:  # hashing a tuple would recurse
             raise PickleError("describes no plain tensor")
         dtype, (begin, held) = DTYPES[kind], self.storages[key]
         if len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in (first, *shape)):
@@ -73,31 +73,23 @@ class Saved:
         return Stored(dtype, shape, begin + first * dtype.itemsize)
 
 
-def open_archive(f: BinaryIO) -> zipfile.ZipFile:
-    """Open a zip archive of torch.save, in which nothing is compressed. Raises one of DAMAGES."""
-    records = zipfile.ZipFile(f)
-    if any(info.compress_type != zipfile.ZIP_STORED for info in records.infolist()):
-        raise zipfile.BadZipFile("is compressed, which torch.save never does")
-    return records
-
-
 def check_archive(f: BinaryIO) -> None:
     """Compare every record of an archive with its checksum. Raises one of DAMAGES."""
-    with open_archive(f) as records:
+    with zipfile.ZipFile(f) as records:
         if (damaged := records.testzip()) is not None:
             raise zipfile.BadZipFile(f"bad CRC of {damaged}")
 
 
 def read_archive(f: BinaryIO) -> Saved:
     """Read the value of an archive. Raises one of DAMAGES."""
-    with open_archive(f) as records:
+    with zipfile.ZipFile(f) as records:
+        # Storages are read as they lie in the file, so that compressed ones would be other numbers.
+        if any(info.compress_type != zipfile.ZIP_STORED for info in records.infolist()):
+            raise zipfile.BadZipFile("is compressed, which torch.save never does")
         names = [name for name in records.namelist() if name.endswith("/data.pkl")]
         if len(names) != 1 or records.getinfo(names[0]).file_size > MAX_PICKLE_BYTES:
             raise PickleError(f"has no description, or one of more than {MAX_PICKLE_BYTES} bytes")
-        prefix = names[0].removesuffix("data.pkl")
-        if f"{prefix}byteorder" in records.namelist() and records.read(f"{prefix}byteorder") != b"little":
-            raise PickleError("is big-endian, which is not supported")
-        storages = {}
+        prefix, storages = names[0].removesuffix("data.pkl"), {}
         for info in records.infolist():
             if info.filename.startswith(f"{prefix}data/"):
                 with records.open(info):  # leaves the file at the record's first byte

@@ -1,11 +1,10 @@
 """Llama 3 and Qwen 3 as torchtitan names and orders them in a DCP folder, read and written.
 
 Such a folder records no sizes of heads and no settings: its model comes from a config.json. A tied output
-layer is stored too. Written are the names of torchtitan 0.2; those of 2026, attention.qkv_linear.wq and
+layer is stored too. Written are the names of torchtitan 0.2; the names of 2026, attention.qkv_linear.wq and
 lm_head, are read. Source: pytorch/torchtitan, state_dict_adapter.py of models/llama3 and models/qwen3.
 """
 
-from collections.abc import Callable
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,9 @@ from torch import Tensor
 from mlm.checkpoint.native.compare import are_equal
 from mlm.checkpoint.native.slices import Read, Region
 from mlm.checkpoint.parameters import parameters
-from mlm.convert.dcp.metadata import MOMENTS, DCPTensor, read_metadata
+from mlm.convert.dcp.metadata import MOMENTS, read_metadata
 from mlm.convert.dcp.storage import DCPReader
+from mlm.convert.dcp.writer import DCPTensor
 from mlm.convert.megatron.model import stored_parameters
 from mlm.convert.row_layouts import RowLayout, RowLayouts, reorder_rows, short_name, split_layer
 from mlm.models.config import ModelConfig
@@ -41,17 +41,16 @@ TORCHTITAN = {
     "mlp.up.weight": "feed_forward.w3.weight",
     "mlp.down.weight": "feed_forward.w2.weight",
 }
-"""Names in Megatron's manner, queries, keys, values, gates and inputs apart -> torchtitan's."""
+"""Names in Megatron's manner, with queries, keys, values, gates and inputs apart -> torchtitan's."""
 TOKEN_TABLE = TORCHTITAN["token.weight"]
 OUTPUT = TORCHTITAN["output.weight"]
 STATE = "optimizer.state."
-_OTHER = ("optimizer.", "lr_scheduler", "dataloader", "train_state", "freqs_cis")
 
 
 def row_layouts(model: ModelConfig) -> RowLayouts:
     """Return the tensors of attention and MLP, ours and theirs.
 
-    Its Llama turns dimensions 2i and 2i + 1 of a head, ours i and i + D/2; its Qwen 3 is like ours.
+    Its Llama rotates dimensions 2i and 2i + 1 of a head, ours i and i + D/2; its Qwen 3 is like ours.
     """
     settings = LlamaSettings.of(model)
     half, kv = settings.head_dim // 2, settings.num_kv_heads
@@ -62,11 +61,10 @@ def row_layouts(model: ModelConfig) -> RowLayouts:
     def layout(name: str, heads: int) -> RowLayout:
         return RowLayout(halves(name, heads), heads if settings.qk_norm else heads * half)
 
-    q, k, v = halves("q", model.num_heads), halves("k", kv), ("v", kv * settings.head_dim)
-    gate, up = ("gate", model.ffn_size), ("up", model.ffn_size)
+    v, gate, up = ("v", kv * settings.head_dim), ("gate", model.ffn_size), ("up", model.ffn_size)
     ours = {
-        "attention.query.weight": RowLayout(q, model.num_heads),
-        "attention.kv.weight": RowLayout((*k, v), kv),
+        "attention.query.weight": RowLayout(halves("q", model.num_heads), model.num_heads),
+        "attention.kv.weight": RowLayout((*halves("k", kv), v), kv),
         "mlp.up.weight": RowLayout((gate, up), num_blocks(model)),
     }
     theirs = {
@@ -79,28 +77,22 @@ def row_layouts(model: ModelConfig) -> RowLayouts:
     return RowLayouts(ours, theirs)
 
 
-def problem(model: ModelConfig) -> str | None:
-    """Return why torchtitan has no such model."""
-    settings = LlamaSettings.of(model)
-    if settings.num_experts:
-        return "it has experts, which are converted to hf alone"
-    if settings.qkv_bias or settings.window or settings.rotary_fraction != 1:
-        return "it has biases, a window or a rotary fraction, which torchtitan's Llama 3 and Qwen 3 lack"
-    return None
-
-
 def stored_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of torchtitan's tensors by our names for them. Raises UserError if it has none."""
     if model.kind != "llama":
         raise UserError(f"model.kind={model.kind}: torchtitan's names are of Llama 3 and Qwen 3")
-    if reason := problem(model):
-        raise UserError(f"torchtitan has no such model: {reason}")
-    stored = stored_parameters(model, row_layouts(model))
-    return {name: one.shape for name, one in stored.items()}
+    settings = LlamaSettings.of(model)
+    if settings.num_experts:
+        raise UserError("torchtitan has no such model: it has experts, which are converted to hf alone")
+    if settings.qkv_bias or settings.window or settings.rotary_fraction != 1:
+        raise UserError(
+            "torchtitan has no such model: it has biases, a window or a rotary fraction, which torchtitan's "
+            "Llama 3 and Qwen 3 lack"
+        )
+    return {name: entry.shape for name, entry in stored_parameters(model, row_layouts(model)).items()}
 
 
 def torchtitan_name(name: str) -> str:
-    """Return torchtitan's name of a tensor."""
     layer, short = split_layer(name)
     return TORCHTITAN[short] if layer is None else f"layers.{layer}.{TORCHTITAN[short]}"
 
@@ -112,13 +104,13 @@ def usual_name(name: str) -> str:
 
 
 class TorchtitanReader:
-    """Reads parameters of ours from a folder with torchtitan's names."""
+    """Reads our parameters from a folder with torchtitan's names."""
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         """Compare names and shapes. Raises UserError and CorruptFileError."""
-        self.model, self.shapes = model, stored_shapes(model)
-        self.layouts = row_layouts(model)
-        tensors = read_metadata(folder, lambda name: not name.startswith(_OTHER))
+        self.model, self.shapes, self.layouts = model, stored_shapes(model), row_layouts(model)
+        others = ("optimizer.", "lr_scheduler", "dataloader", "train_state", "freqs_cis")
+        tensors = read_metadata(folder, lambda name: not name.startswith(others))
         stored = {usual_name(name): name for name in tensors}
         wanted = {torchtitan_name(name): shape for name, shape in self.shapes.items()}
         if is_tied(model) and OUTPUT in stored:
@@ -134,46 +126,41 @@ class TorchtitanReader:
         self.names = {name: stored[torchtitan_name(name)] for name in self.shapes}
         self.reader = DCPReader(folder, tensors)
         if is_tied(model) and OUTPUT in stored:
-            self._check_tied(stored[OUTPUT])
+            output = partial(self.reader.read, stored[OUTPUT], dtype=torch.float32)
+            if not are_equal(partial(self._load, "token.weight"), output, self.shapes["token.weight"]):
+                raise UserError(
+                    f"{folder}: {stored[OUTPUT]} differs from the token table, to which its config "
+                    "ties it: set tie_word_embeddings=false in its config.json"
+                )
 
     def read(self, name: str, region: Region) -> Tensor:
         """Return those elements of a parameter, float32."""
         if short_name(name) not in self.layouts.ours:
             return self._load(name, region)
-        value = reorder_rows(
-            name,
-            self.layouts.theirs,
-            self.layouts.ours,
-            lambda one: self._load(one, Region.whole(self.shapes[one])),
-        )
+
+        def load(stored: str) -> Tensor:
+            return self._load(stored, Region.whole(self.shapes[stored]))
+
+        value = reorder_rows(name, self.layouts.theirs, self.layouts.ours, load)
         return value[region.within(Region.whole(value.shape))]
 
     def open_moments(self) -> tuple[dict[str, "TorchtitanReader"], int | None]:
-        """Return readers of Adam's moments by name, and its count of steps; none if some are not there whole.
+        """Return readers of Adam's moments by name, and its count of steps; none unless all are complete.
 
         They are stored as optimizer.state.layers.0.attention.wq.weight.exp_avg, the count as …step.
         """
-        folder, found = self.reader.folder, dict[str, TorchtitanReader]()
-        stored = read_metadata(folder, lambda name: name.startswith(STATE))
-        reader, first = DCPReader(folder, stored), f"{STATE}{self.names['token.weight']}.step"
-        for moment in MOMENTS:
-            opened = copy(self)
-            opened.names = {name: f"{STATE}{theirs}.{moment}" for name, theirs in self.names.items()}
-            opened.reader = reader
-            if any(n not in stored or stored[n].shape != self.shapes[k] for k, n in opened.names.items()):
-                return {}, None
-            found[moment] = opened
-        if first not in stored or stored[first].shape != ():
+        stored = read_metadata(self.reader.folder, lambda name: name.startswith(STATE))
+        reader, count = DCPReader(self.reader.folder, stored), f"{STATE}{self.names['token.weight']}.step"
+        if count not in stored or stored[count].shape != ():
             return {}, None
-        return found, int(reader.read(first, Region((), ())).item())
-
-    def _check_tied(self, output: str) -> None:
-        stored = partial(self.reader.read, output, dtype=torch.float32)
-        if not are_equal(partial(self._load, "token.weight"), stored, self.shapes["token.weight"]):
-            raise UserError(
-                f"{self.reader.folder}: {output} differs from the token table, to which its config "
-                "ties it: set tie_word_embeddings=false in its config.json"
-            )
+        moments = {}
+        for moment in MOMENTS:
+            names = {name: f"{STATE}{theirs}.{moment}" for name, theirs in self.names.items()}
+            if any(n not in stored or stored[n].shape != self.shapes[k] for k, n in names.items()):
+                return {}, None
+            moments[moment] = copy(self)
+            moments[moment].names, moments[moment].reader = names, reader
+        return moments, int(reader.read(count, Region((), ())).item())
 
     def _load(self, name: str, region: Region) -> Tensor:
         return self.reader.read(self.names[name], region, torch.float32)
@@ -181,22 +168,21 @@ class TorchtitanReader:
 
 def torchtitan_tensors(
     model: ModelConfig, read: Read, dtype: torch.dtype
-) -> tuple[dict[str, DCPTensor], Callable[[str, Region], Tensor]]:
+) -> tuple[dict[str, DCPTensor], Read]:
     """Return torchtitan's tensors for a DCP folder, and what makes them of ours. Raises UserError."""
     shapes, layouts = stored_shapes(model), row_layouts(model)
-    ours = {name: one.shape for name, one in parameters(model).items()}
+    ours = {name: entry.shape for name, entry in parameters(model).items()}
     names = {torchtitan_name(name): name for name in shapes}
+    if is_tied(model):
+        names[OUTPUT] = "token.weight"
 
-    def make(theirs: str, region: Region) -> Tensor:
+    def read_theirs(theirs: str, region: Region) -> Tensor:
         name = names[theirs]
         if short_name(name) not in layouts.theirs:
             return read(name, region).to(dtype)
-        value = reorder_rows(
-            name, layouts.ours, layouts.theirs, lambda one: read(one, Region.whole(ours[one]))
-        )
-        return value.to(dtype)
+        load = lambda part: read(part, Region.whole(ours[part]))  # noqa: E731
+        return reorder_rows(name, layouts.ours, layouts.theirs, load).to(dtype)
 
-    if is_tied(model):
-        names[OUTPUT] = "token.weight"
-    forms = {theirs: DCPTensor(shapes[n], dtype, (Region.whole(shapes[n]),)) for theirs, n in names.items()}
-    return forms, make
+    regions = {name: Region.whole(shape) for name, shape in shapes.items()}
+    tensors = {theirs: DCPTensor(shapes[n], dtype, (regions[n],)) for theirs, n in names.items()}
+    return tensors, read_theirs

@@ -18,7 +18,6 @@ DATA = re.compile(
     r"|torch\.(storage\.UntypedStorage|nn\.parameter\.Parameter|serialization\._get_layout)"
     r"|torch\._(utils|tensor)\._rebuild_\w+"
     r"|torch\.distributed\.checkpoint\.(metadata|planner|filesystem|_fsspec_filesystem)\.\w+"
-    r"|torch\.distributed\._shard\.(metadata|sharded_tensor\.metadata)\.\w+"  # before torch 2.3
     r"|argparse\.Namespace|types\.SimpleNamespace|datetime\.timedelta|signal\.Signals|_?io\.BytesIO"
     r"|collections\.(OrderedDict|defaultdict)|_codecs\.encode|(builtins|__builtin__)\.(set|bytes|bytearray)"
     r"|pathlib\.(_local\.)?(Posix|Pure\w*)?Path"
@@ -31,7 +30,6 @@ DATA = re.compile(
 
 MAX_INSTRUCTIONS = 1 << 25
 """Of one pickle: about a million chunks of tensors; an object for each takes 3 GB."""
-_DICTS = ("collections.OrderedDict", "collections.defaultdict")
 
 
 class PickleError(ValueError):
@@ -48,8 +46,9 @@ class Name(str):
     __slots__ = ()
 
     def __call__(self, *args: Any) -> "dict[str, Any] | Record":
-        """Return what stands for a call: of a dictionary's class an empty one, which is filled later."""
-        return {} if self in _DICTS else Record(self, args)
+        """Return what stands for a call: for a dictionary's class an empty one, which is filled later."""
+        is_dict = self in ("collections.OrderedDict", "collections.defaultdict")
+        return {} if is_dict else Record(self, args)
 
 
 class Record:
@@ -74,11 +73,9 @@ class Record:
 STORAGE = "storage"
 """Name of the Record for bytes stored outside of the pickle; its arguments are what torch.save wrote."""
 _KEYS = (str, bool, bytes, type(None), Record)
-"""Types of keys that are kept: an adversary knows the hash of a number, that of a tuple would recurse."""
+"""Types of keys that are kept: an adversary knows the hash of a number, and hashing a tuple would recurse."""
 _PROTOCOL_2_TO_5 = b"(N\x88\x89JKM\x8aGX\x8c\x8dCB]})t\x85\x86\x87c\x93RQhj\x80\x95.0qr\x94ae"
 """Instructions run as they are. A dictionary's entries, states, sets and objects have methods below."""
-
-
 _USUAL = vars(pickle._Unpickler)["dispatch"]
 
 
@@ -133,7 +130,7 @@ class _Unpickler(pickle._Unpickler):
         pickle.SETITEM[0]: put_item,
         pickle.BUILD[0]: set_state,
         pickle.NEWOBJ[0]: _USUAL[pickle.REDUCE[0]],
-        # Sets as lists: to hash what is in them could recurse.
+        # Sets as lists: hashing their items could recurse.
         pickle.EMPTY_SET[0]: _USUAL[pickle.EMPTY_LIST[0]],
         pickle.ADDITEMS[0]: _USUAL[pickle.APPENDS[0]],
         pickle.FROZENSET[0]: _USUAL[pickle.TUPLE[0]],

@@ -17,6 +17,7 @@ from mlm.convert.huggingface import mapping as hf
 from mlm.data.tokenizer import Tokenizer
 from mlm.data.vocabulary_files import UNK
 from mlm.models.backbone import Transformer
+from mlm.models.bert.family import model_problem
 from mlm.models.bert.model import BERT
 from mlm.models.config import ModelConfig
 from mlm.models.shape import is_tied
@@ -105,20 +106,18 @@ def _keys(vocabulary: int, width: int, layers: int, heads: int) -> hf.ConfigKeys
             "is_decoder": (False,),
             "is_causal": (False,),
         },
-        sizes={
-            "vocab_size": hf.SizeKey("vocab_size", vocabulary, 1 << 24),
-            "hidden_size": hf.SizeKey("hidden_size", width, 1 << 20),
-            "num_hidden_layers": hf.SizeKey("num_layers", layers, 10_000),
-            "num_attention_heads": hf.SizeKey("num_heads", heads, 1 << 20),
-            "intermediate_size": hf.SizeKey("ffn_hidden_size", 4 * width, 1 << 24),
-            "max_position_embeddings": hf.SizeKey("max_positions", 512, 1 << 24),
-            "type_vocab_size": hf.SizeKey("token_types", 2, 1 << 16),
-        },
-        numbers={
-            "hidden_dropout_prob": hf.NumberKey("hidden_dropout", 0.1),
-            "attention_probs_dropout_prob": hf.NumberKey("attention_dropout", 0.1),
-            "layer_norm_eps": hf.NumberKey("layer_norm_eps", 1e-12),
-            "initializer_range": hf.NumberKey("init_std", 0.02, below=1e3),
+        fields={
+            "vocab_size": ("vocab_size", vocabulary),
+            "hidden_size": ("hidden_size", width),
+            "num_hidden_layers": ("num_layers", layers),
+            "num_attention_heads": ("num_heads", heads),
+            "intermediate_size": ("ffn_hidden_size", 4 * width),
+            "max_position_embeddings": ("max_positions", 512),
+            "type_vocab_size": ("token_types", 2),
+            "hidden_dropout_prob": ("hidden_dropout", 0.1),
+            "attention_probs_dropout_prob": ("attention_dropout", 0.1),
+            "layer_norm_eps": ("layer_norm_eps", 1e-12),
+            "initializer_range": ("init_std", 0.02),
         },
     )
 
@@ -132,21 +131,19 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
     Raises ConfigError.
     """
     norm: Literal["pre", "post"] = "pre" if config.get("model_type") == "megatron-bert" else "post"
-    values = _KEYS[norm].read(config, path, "BERT")
-    if values["type_vocab_size"] < 2:
-        one = "1 is not what our BERT computes, which reads two segments; supported: 2 or more"
-        raise ConfigError([f"{path}: type_vocab_size={one}"])
-    settings = _KEYS[norm].settings(values)
-    if settings["ffn_hidden_size"] == 4 * settings["hidden_size"]:
-        settings["ffn_hidden_size"] = None
+    model, _ = _KEYS[norm].read(config, path, "BERT", kind="bert", norm=norm, head="none")
+    if problem_of_model := model_problem(model):
+        raise ConfigError([f"{path}: type_vocab_size: {problem_of_model}"])
+    if model.ffn_hidden_size == 4 * model.hidden_size:
+        model = replace(model, ffn_hidden_size=None)
     notes = []
     last = config.get("classifier_dropout")
-    if last is not None and last != values["hidden_dropout_prob"]:
+    if last is not None and last != model.hidden_dropout:
         notes.append(
             f"classifier_dropout={hf.show(last)} is not kept: model.hidden_dropout is one number for all, "
-            f"hidden_dropout_prob={values['hidden_dropout_prob']} is taken"
+            f"hidden_dropout_prob={model.hidden_dropout} is taken"
         )
-    return ModelConfig(**settings, kind="bert", norm=norm, head="none"), notes
+    return model, notes
 
 
 def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
@@ -184,7 +181,7 @@ def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str
         config = replace(model, head=head)
         unused = frozenset(name for name in shapes if name.startswith(f"{_POOLER}."))
         note = f"left out: {_POOLER}, which {architecture(config)} has no use for"
-        return hf.FolderContent(config, left_out=unused, notes=(hf.Note(note),) if unused else ())
+        return hf.FolderContent(config, unused=unused, notes=(hf.Note(note),) if unused else ())
     wanted = {"pooler": _POOLER} | ({"sop_head": _ORDER} if head == "language_model" else {})
     missing = {ours: theirs for ours, theirs in wanted.items() if theirs not in modules}
     notes = [

@@ -207,7 +207,7 @@ def stored_tensor(tensor: Exported, source: Source) -> Tensor:
     location, part = tensor.location, tensor.part
     if not location.stacked:
         return location.to_theirs(source.whole(tensor.ours))[part]
-    place, shape = location.places[part], tensor.form.shape
+    place, shape = location.indices[part], tensor.form.shape
     region = Region((*place, *(0 for _ in shape)), (*(1 for _ in place), *shape))
     return source.read(tensor.ours, region).view(shape)
 

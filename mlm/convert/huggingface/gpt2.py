@@ -46,20 +46,18 @@ _KEYS = hf.ConfigKeys(
         "layer_types": (None,),
         # any reorder_and_upcast_attn: it chooses the precision and order of products, not the function
     },
-    sizes={
-        "vocab_size": hf.SizeKey("vocab_size", 50257, 1 << 24),
-        "n_positions": hf.SizeKey("max_positions", 1024, 1 << 24),
-        "n_embd": hf.SizeKey("hidden_size", 768, 1 << 20),
-        "n_layer": hf.SizeKey("num_layers", 12, 10_000),
-        "n_head": hf.SizeKey("num_heads", 12, 1 << 20),
-        "n_inner": hf.SizeKey("ffn_hidden_size", None, 1 << 24),
-    },
-    numbers={
-        "embd_pdrop": hf.NumberKey("hidden_dropout", 0.1),
-        "resid_pdrop": hf.NumberKey("hidden_dropout", 0.1),
-        "attn_pdrop": hf.NumberKey("attention_dropout", 0.1),
-        "layer_norm_epsilon": hf.NumberKey("layer_norm_eps", 1e-5),
-        "initializer_range": hf.NumberKey("init_std", 0.02, below=1e3),
+    fields={
+        "vocab_size": ("vocab_size", 50257),
+        "n_positions": ("max_positions", 1024),
+        "n_embd": ("hidden_size", 768),
+        "n_layer": ("num_layers", 12),
+        "n_head": ("num_heads", 12),
+        "n_inner": ("ffn_hidden_size", None),
+        "embd_pdrop": ("hidden_dropout", 0.1),
+        "resid_pdrop": ("hidden_dropout", 0.1),
+        "attn_pdrop": ("attention_dropout", 0.1),
+        "layer_norm_epsilon": ("layer_norm_eps", 1e-5),
+        "initializer_range": ("init_std", 0.02),
     },
 )
 _ALIASES = {  # other names that GPT2Config accepts, and takes where both are given
@@ -94,14 +92,14 @@ def locations(model: ModelConfig) -> Iterator[tuple[str, hf.Location]]:
 def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, list[str]]:
     """Return our settings for a GPT2Config, and notes on differences. Raises ConfigError."""
     config = dict(config) | {_ALIASES[k]: v for k, v in config.items() if k in _ALIASES}
-    values = _KEYS.read(config, path, "GPT-2")
-    notes = []
-    if values["embd_pdrop"] != values["resid_pdrop"]:
+    model, _ = _KEYS.read(config, path, "GPT-2")
+    notes, dropout = [], config.get("embd_pdrop", 0.1)
+    if dropout != model.hidden_dropout:
         notes.append(
-            f"embd_pdrop={values['embd_pdrop']} is not kept: model.hidden_dropout is one number for the "
-            f"embeddings and the residual branches, resid_pdrop={values['resid_pdrop']} is taken"
+            f"embd_pdrop={hf.show(dropout)} is not kept: model.hidden_dropout is one number for the "
+            f"embeddings and the residual branches, resid_pdrop={model.hidden_dropout} is taken"
         )
-    return ModelConfig(**_KEYS.settings(values)), notes
+    return model, notes
 
 
 def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:

@@ -40,18 +40,28 @@ def problem(model: ModelConfig) -> str | None:
     if model.head not in ("language_model", "none"):
         return f"its head={model.head} has a bias, which theirs lack: only a language model is exported"
     again, _ = read_config(write_config(model, hf.TokenIds()), "config.json")
-    mine, theirs = LlamaSettings.of(model), LlamaSettings.of(again)
+    name = changed_option(model, again)
+    if name is None:
+        return None
+    value, other = (_option(LlamaSettings.of(config), name) for config in (model, again))
+    return (
+        f"its model.options.{name}={hf.show(value)} is not what {model_type(model)} of transformers "
+        f"computes, which has {hf.show(other)}"
+    )
+
+
+def changed_option(model: ModelConfig, other: ModelConfig) -> str | None:
+    """Return the first option with which two models compute differently; None if there is none."""
+    settings, others = LlamaSettings.of(model), LlamaSettings.of(other)
     for name, leaf in leaves(LlamaSettings).items():
-        is_read = leaf.only_if is None or leaf.only_if.holds(getattr(mine, leaf.only_if.key))
-        value, other = (getattr(settings, name) for settings in (mine, theirs))
-        if name == "router_bias":
-            value, other = mine.has_router_bias, theirs.has_router_bias
-        if is_read and name not in TRAINING_ONLY and value != other:
-            return (
-                f"its model.options.{name}={hf.show(value)} is not what {model_type(model)} of transformers "
-                f"computes, which has {hf.show(other)}"
-            )
+        is_read = leaf.only_if is None or leaf.only_if.holds(getattr(settings, leaf.only_if.key))
+        if is_read and name not in TRAINING_ONLY and _option(settings, name) != _option(others, name):
+            return name
     return None
+
+
+def _option(settings: LlamaSettings, name: str) -> hf.JSON:
+    return settings.has_router_bias if name == "router_bias" else getattr(settings, name)
 
 
 Locations = Iterator[tuple[str, hf.Location]]
@@ -148,76 +158,67 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
     config = {**row.absent, **renamed, **config}
     if isinstance(config.get("quantization_config"), dict):
         raise ConfigError([f"{path}: {QUANTISED}"])
-    values = row.keys.read(config, path, row.classes)
-    layers, positions = values["num_hidden_layers"], values["max_position_embeddings"]
-    latent = "kv_lora_rank" in values
-    options, problems = read_rope(config, path, positions, row.defaults.theta, scales_scores=latent)
-    window, wrong = _window(config, layers, row, path)
-    dense, wrong_layers = _dense_layers(config, layers, row, path)
-    if problems := [*problems, *wrong, *wrong_layers]:
-        raise ConfigError(problems)
-    settings = row.keys.settings(values)
-    heads, width = settings["num_heads"], settings["hidden_size"] // settings["num_heads"]
-    usual = DEFAULTS | {"num_kv_heads": heads, "head_dim": width}
-    options |= {name: settings.pop(name) or usual[name] for name in DEFAULTS if name in settings}
-    options |= {"tied": config.get("tie_word_embeddings", False) is True, "window": window, **row.options}
-    if latent:
-        options["head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+    model, options = row.keys.read(config, path, row.classes, kind="llama", hidden_dropout=0.0)
+    usual = DEFAULTS | {"num_kv_heads": model.num_heads, "head_dim": model.hidden_size // model.num_heads}
+    if latent := "kv_lora_rank" in options:
+        rotated, unrotated = options["rope_head_dim"], options.pop("unrotated_head_dim")
+        options["head_dim"] = rotated + unrotated if type(rotated) is type(unrotated) is int else unrotated
+    options = {name: value or usual[name] for name, value in options.items()}
+    options |= read_rope(config, path, model.max_positions, row.defaults.theta, scales_scores=latent)
+    options |= {"window": _window(config, model.num_layers, row, path), **row.options}
+    options["tied"] = config.get("tie_word_embeddings", False)
     if row.normalises is not None:
-        options["router_normalise"] = config.get("norm_topk_prob", row.normalises) is True
-    options["dense_layers"] = dense
-    if dense >= layers:
+        options["router_normalise"] = config.get("norm_topk_prob", row.normalises)
+    options["dense_layers"] = _dense_layers(config, model.num_layers, row, path)
+    if options["dense_layers"] >= model.num_layers:
         options = {name: value for name, value in options.items() if not is_of_experts(name)}
-    model = ModelConfig(
-        **settings,
-        kind="llama",
-        hidden_dropout=0.0,
-        options={name: value for name, value in options.items() if value != usual[name]},
-    )
+    model = replace(model, options={name: value for name, value in options.items() if value != usual[name]})
     if wrong_model := model_problem(model):
         raise ConfigError([f"{path}: {wrong_model}"])
     has_loss = row.has_experts and config.get("output_router_logits", False)
     return model, [NO_LOSS] if has_loss else []
 
 
-def _window(config: Mapping[str, hf.JSON], layers: int, row: Variant, path: str) -> tuple[int, list[str]]:
-    """Return the sliding window of all layers, 0 for none, and what is wrong with it."""
+def _window(config: Mapping[str, hf.JSON], layers: int, row: Variant, path: str) -> int:
+    """Return the sliding window of all layers, 0 for none. Raises ConfigError if layers differ."""
     is_switched = "use_sliding_window" in row.window_keys
     size = config.get("sliding_window", row.window)
     if is_switched and not config.get("use_sliding_window", False):
         size = None
-    if size is not None and (not 0 < size < 1 << 31 or not row.window_keys):
+    if size is not None and (type(size) is not int or size < 1 or not row.window_keys):
         given = f"sliding_window={hf.show(size)}"
-        return 0, [f"{path}: {given} is not what our {row.classes} computes; supported: null"]
+        raise ConfigError([f"{path}: {given} is not what our {row.classes} computes; supported: null"])
     first = 0 if row.full_layers is None else config.get("max_window_layers", row.full_layers)
+    if type(first) is not int:
+        raise ConfigError([f"{path}: max_window_layers={hf.show(first)} must be a whole number"])
     sliding = 0 if size is None else max(layers - max(first, 0), 0)
     usual = ["full_attention"] * (layers - sliding) + ["sliding_attention"] * sliding
     types = usual if config.get("layer_types") is None else config["layer_types"]
     if types not in (["full_attention"] * layers, ["sliding_attention"] * layers):
-        listed = hf.show(types if types != usual else sorted(set(usual)))
-        return 0, [f"{path}: layer_types={listed}: supported: one type of attention for all {layers} layers"]
+        listed = f"layer_types={hf.show(types if types != usual else sorted(set(usual)))}"
+        raise ConfigError([f"{path}: {listed}: supported: one type of attention for all {layers} layers"])
     is_sliding = types[0] == "sliding_attention"
     if (is_sliding and size is None) or (types != usual and not is_switched):
-        return 0, [f"{path}: layer_types={types[0]} does not go with sliding_window={hf.show(size)}; fix one"]
-    return size if is_sliding else 0, []
+        given = f"sliding_window={hf.show(size)}"
+        raise ConfigError([f"{path}: layer_types={types[0]} does not go with {given}; fix one"])
+    return size or 0 if is_sliding else 0
 
 
-def _dense_layers(
-    config: Mapping[str, hf.JSON], layers: int, row: Variant, path: str
-) -> tuple[int, list[str]]:
-    """Return the first layers without experts, and what is wrong with them."""
+def _dense_layers(config: Mapping[str, hf.JSON], layers: int, row: Variant, path: str) -> int:
+    """Return how many first layers have no experts. Raises ConfigError if others have none."""
     if row.dense_key == "mlp_only_layers":
         only = config.get("mlp_only_layers") or []
-        if only != list(range(len(only))):
-            listed = hf.show(only)
-            return 0, [f"{path}: mlp_only_layers={listed}: supported: the first layers, [0, 1, …], or []"]
-        return min(len(only), layers), []
+        if not isinstance(only, list) or only != list(range(len(only))):
+            given = f"mlp_only_layers={hf.show(only)}"
+            raise ConfigError([f"{path}: {given}: supported: the first layers, [0, 1, …], or []"])
+        return min(len(only), layers)
     if row.dense_key == "first_k_dense_replace":
         first = config.get("first_k_dense_replace", 3)
         if type(first) is not int or first < 0:
-            return 0, [f"{path}: first_k_dense_replace={hf.show(first)} must be a whole number from 0"]
-        return min(first, layers), []
-    return 0, []
+            given = f"first_k_dense_replace={hf.show(first)}"
+            raise ConfigError([f"{path}: {given} must be a whole number from 0"])
+        return min(first, layers)
+    return 0
 
 
 def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
@@ -269,15 +270,15 @@ def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str
         lambda layer: f"layers.{layer}.eh_proj.weight" in shapes, itertools.count(model.num_layers)
     )
     prefixes = tuple(f"layers.{layer}." for layer in numbers)
-    left_out, notes = frozenset(name for name in shapes if name.startswith(prefixes)), tuple[hf.Note, ...]()
-    if left_out:
-        notes = (hf.Note(f"multi-token prediction is left out: {len(left_out)} tensors"),)
+    unused, notes = frozenset(name for name in shapes if name.startswith(prefixes)), tuple[hf.Note, ...]()
+    if unused:
+        notes = (hf.Note(f"multi-token prediction is left out: {len(unused)} tensors"),)
     if "lm_head.weight" in shapes or LlamaSettings.of(model).tied:
-        return hf.FolderContent(model, left_out=left_out, notes=notes)
+        return hf.FolderContent(model, unused=unused, notes=notes)
     note = hf.Note(
         "no lm_head.weight is there, nor tie_word_embeddings=true: the layers alone, without output"
     )
-    return hf.FolderContent(replace(model, head="none"), left_out=left_out, notes=(*notes, note))
+    return hf.FolderContent(replace(model, head="none"), unused=unused, notes=(*notes, note))
 
 
 def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
@@ -299,6 +300,7 @@ MAPPING = hf.HuggingFaceMapping(
     write=write_config,
     locations=locations,
     problem=problem,
+    changed_option=changed_option,
     special_tokens=special_tokens,
     our_outputs=our_outputs,
     hf_outputs=hf_outputs,

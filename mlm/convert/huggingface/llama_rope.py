@@ -11,6 +11,7 @@ from typing import Any
 from mlm.config.fields import Options
 from mlm.convert.huggingface.mapping import JSON, show
 from mlm.models.llama.settings import ROPE_TYPES, LlamaSettings
+from mlm.util.errors import ConfigError
 
 _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _ORIGINAL = "original_max_position_embeddings"
@@ -45,71 +46,64 @@ def read_rope(
     usual_theta: float = 10000.0,
     *,
     scales_scores: bool = False,
-) -> tuple[Options, list[str]]:
-    """Return our settings, and a line for each that is not supported.
+) -> Options:
+    """Return our settings. Raises ConfigError for those that are not supported.
 
-    `positions` are those of the whole context. With `scales_scores` mscale_all_dim is a factor of the scores
-    too, as in DeepSeek-V3.
+    `positions` is the length of the full context. With `scales_scores` mscale_all_dim is a factor of the
+    scores too, as in DeepSeek-V3.
     """
-    names = ("rope_scaling", "rope_parameters")  # of both the first counts in `transformers` too
+    names = ("rope_scaling", "rope_parameters")  # the first counts, as in `transformers`
     name = next((key for key in names if config.get(key)), names[0])
     given = config.get(name) or {}
     if not isinstance(given, dict):
-        return {}, [f"{path}: {name}={show(given)} is no object of settings"]
+        raise ConfigError([f"{path}: {name}={show(given)} is no object of settings"])
     if nested := [key for key, value in given.items() if isinstance(value, dict)]:
-        return {}, [f"{path}: {name}.{show(nested[0])}: settings of some layers alone are not supported"]
+        key = f"{name}.{show(nested[0])}"
+        raise ConfigError([f"{path}: {key}: settings of some layers alone are not supported"])
     scaling = given.get("rope_type", given.get("type", "default"))
     if scaling not in ROPE_TYPES:
-        return {}, [
-            f"{path}: {name}.rope_type={show(scaling)} is not supported; supported: {', '.join(ROPE_TYPES)}"
-        ]
+        listed, key = ", ".join(ROPE_TYPES), f"{name}.rope_type={show(scaling)}"
+        raise ConfigError([f"{path}: {key} is not supported; supported: {listed}"])
     theta: Any = given.get("rope_theta", config.get("rope_theta", usual_theta))
     fraction = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    problems = []
-    if type(theta) not in (int, float) or not 1 < theta < 1 << 31:
-        problems.append(f"{path}: rope_theta={show(theta)} must be a number above 1")
-    if fraction not in (1.0, None):  # these four classes of theirs turn whole heads
-        problems.append(
-            f"{path}: partial_rotary_factor={show(fraction)} is not what theirs computes; supported: 1"
-        )
-    out: Options = {"rope_scaling": scaling}
+    if fraction not in (1.0, None):  # these classes of `transformers` rotate whole heads
+        key = f"partial_rotary_factor={show(fraction)}"
+        raise ConfigError([f"{path}: {key} is not what theirs computes; supported: 1"])
+    options: Options = {"rope_scaling": scaling, "rope_theta": float(theta) if type(theta) is int else theta}
     if scaling != "default":
-        more, wrong = _read_scaling(scaling, _resolved(scaling, given, config, positions), f"{path}: {name}")
-        out, problems = out | more, problems + wrong
+        resolved = _resolved(scaling, given, config, positions)
+        options |= _read_scaling(scaling, resolved, f"{path}: {name}")
         if scales_scores and _is_number(given.get("mscale_all_dim")):
-            out["rope_mscale"] = float(given["mscale_all_dim"])
-    if problems:
-        return {}, problems
-    out["rope_theta"] = float(theta)
-    return out, []
+            options["rope_mscale"] = float(given["mscale_all_dim"])
+    return options
 
 
 def _resolved(
     scaling: str, given: Mapping[str, JSON], config: Mapping[str, JSON], positions: int
 ) -> dict[str, JSON]:
     """Return the settings of a scaling with those that `transformers` takes from elsewhere."""
-    found = dict(given)
+    resolved = dict(given)
     if _ORIGINAL in _THEIRS[scaling]:
         inside = given.get(_ORIGINAL, positions)
-        found[_ORIGINAL] = config.get(_ORIGINAL, inside) if _is_number(inside) else inside
-    original: Any = found.get(_ORIGINAL)
+        resolved[_ORIGINAL] = config.get(_ORIGINAL, inside) if _is_number(inside) else inside
+    original: Any = resolved.get(_ORIGINAL)
     if scaling != "yarn" or not _is_number(original):
-        return found
-    if "factor" in found and found["factor"] is None:
-        found["factor"] = positions / original
-    factor: Any = found.get("factor")
-    scales = [found.get(key) or 0 for key in _MSCALES]
+        return resolved
+    if "factor" in resolved and resolved["factor"] is None:
+        resolved["factor"] = positions / original
+    factor: Any = resolved.get("factor")
+    scales = [resolved.get(key) or 0 for key in _MSCALES]
     if all(_is_number(scale) or scale == 0 for scale in scales) and _is_number(factor):
-        found = {key: value for key, value in found.items() if key not in _MSCALES}
-        if all(scales) and found.get("attention_factor") is None:
+        resolved = {key: value for key, value in resolved.items() if key not in _MSCALES}
+        if all(scales) and resolved.get("attention_factor") is None:
             log = 0.1 * math.log(max(factor, 1.0))
-            found["attention_factor"] = (scales[0] * log + 1.0) / (scales[1] * log + 1.0)
-    return found
+            resolved["attention_factor"] = (scales[0] * log + 1.0) / (scales[1] * log + 1.0)
+    return resolved
 
 
-def _read_scaling(scaling: str, given: Mapping[str, JSON], place: str) -> tuple[Options, list[str]]:
-    """Return our settings of a scaling, and a line for each of theirs that is not supported."""
-    known, out = _THEIRS[scaling], Options()
+def _read_scaling(scaling: str, given: Mapping[str, JSON], place: str) -> Options:
+    """Return our settings of a scaling. Raises ConfigError for each of theirs that is not supported."""
+    known, options = _THEIRS[scaling], Options()
     problems = [
         f"{place}.{key}={show(given[key])} is not supported with {scaling}; remove it"
         for key in sorted(given.keys() - known.keys() - set(_COMMON))
@@ -119,7 +113,7 @@ def _read_scaling(scaling: str, given: Mapping[str, JSON], place: str) -> tuple[
         value: Any = given.get(key)
         is_left_out = key not in given or (key in _BETAS and not value)
         if key == "truncate" and (is_left_out or value is None or type(value) is bool):
-            out[ours] = is_left_out or value is True  # null is false in `transformers`
+            options[ours] = is_left_out or value is True  # null is false in `transformers`
         elif is_left_out or (key == "attention_factor" and value is None):
             if key in _REQUIRED:
                 problems.append(f"{place}.{key} is missing, which {scaling} needs")
@@ -129,8 +123,10 @@ def _read_scaling(scaling: str, given: Mapping[str, JSON], place: str) -> tuple[
         elif key == "factor" and value < 1:
             problems.append(f"{place}.{key}={show(value)} must be 1 or more")
         else:
-            out[ours] = int(value) if key == _ORIGINAL else float(value)
-    return out, problems
+            options[ours] = int(value) if key == _ORIGINAL else float(value)
+    if problems:
+        raise ConfigError(problems)
+    return options
 
 
 def _is_number(value: JSON) -> bool:

@@ -21,25 +21,13 @@ _FIXED = hf.UNSUPPORTED | {
     "attention_multiplier": (None,),
     "attention_bias": (False,),
     "mlp_bias": (False,),
+    "use_sliding_window": (False, True),
+    "norm_topk_prob": (False, True),
 }
 _NO_EXPERTS = {
     **{"num_experts": (None, 0, 1), "num_local_experts": (None, 0, 1)},
     "n_routed_experts": (None, 0),
 }
-_TYPES = hf.TYPES | {
-    "rope_parameters": (dict, hf.NULL),
-    "sliding_window": (int, hf.NULL),
-    "use_sliding_window": (bool,),
-    "max_window_layers": (int,),
-    "mlp_only_layers": (list, hf.NULL),
-    "norm_topk_prob": (bool,),
-}
-_NUMBERS = {
-    "rms_norm_eps": hf.NumberKey("layer_norm_eps", 1e-6),
-    "initializer_range": hf.NumberKey("init_std", 0.02, below=1e3),
-    "attention_dropout": hf.NumberKey("attention_dropout", 0.0),
-}
-_MOST = 1 << 16
 
 
 class Defaults(NamedTuple):
@@ -66,10 +54,8 @@ class Variant:
     defaults: Defaults
     fixed: Mapping[str, tuple[hf.JSON, ...]] = field(default_factory=dict)
     """More keys as in ConfigKeys, written too."""
-    sizes: Mapping[str, hf.SizeKey] = field(default_factory=dict)
+    fields: Mapping[str, tuple[str, hf.JSON]] = field(default_factory=dict)
     """More keys as in ConfigKeys, of options."""
-    numbers: Mapping[str, hf.NumberKey] = field(default_factory=dict)
-    """The same."""
     absent: Mapping[str, hf.JSON] = field(default_factory=dict)
     """Values of keys that are left out, where null means another."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -97,12 +83,12 @@ class Variant:
     @property
     def has_experts(self) -> bool:
         """True for a mixture of experts."""
-        return any(key.ours == "num_experts" for key in self.sizes.values())
+        return any(ours == "num_experts" for ours, _ in self.fields.values())
 
     @property
     def is_all_experts(self) -> bool:
         """True if intermediate_size is the width of experts, which every layer has."""
-        return self.has_experts and "moe_intermediate_size" not in self.sizes
+        return self.has_experts and "moe_intermediate_size" not in self.fields
 
     @cached_property
     def keys(self) -> hf.ConfigKeys:
@@ -110,31 +96,29 @@ class Variant:
         return hf.ConfigKeys(
             activation="hidden_act",
             fixed={**_FIXED, **({} if self.has_experts else _NO_EXPERTS), **self.fixed},
-            sizes={
-                "vocab_size": hf.SizeKey("vocab_size", self.defaults.vocabulary, 1 << 24),
-                "hidden_size": hf.SizeKey("hidden_size", 4096, 1 << 20),
-                "num_hidden_layers": hf.SizeKey("num_layers", 32, 10_000),
-                "num_attention_heads": hf.SizeKey("num_heads", 32, 1 << 20),
-                "num_key_value_heads": hf.SizeKey("num_kv_heads", self.defaults.kv_heads, 1 << 20),
-                "intermediate_size": hf.SizeKey("ffn_hidden_size", self.defaults.ffn, 1 << 24),
-                "max_position_embeddings": hf.SizeKey("max_positions", self.defaults.positions, 1 << 30),
-                "head_dim": hf.SizeKey("head_dim", self.defaults.head_dim, _MOST),
-                **self.sizes,
+            fields={
+                "vocab_size": ("vocab_size", self.defaults.vocabulary),
+                "hidden_size": ("hidden_size", 4096),
+                "num_hidden_layers": ("num_layers", 32),
+                "num_attention_heads": ("num_heads", 32),
+                "num_key_value_heads": ("num_kv_heads", self.defaults.kv_heads),
+                "intermediate_size": ("ffn_hidden_size", self.defaults.ffn),
+                "max_position_embeddings": ("max_positions", self.defaults.positions),
+                "head_dim": ("head_dim", self.defaults.head_dim),
+                "rms_norm_eps": ("layer_norm_eps", 1e-6),
+                "initializer_range": ("init_std", 0.02),
+                "attention_dropout": ("attention_dropout", 0.0),
+                **self.fields,
             },
-            numbers={**_NUMBERS, **self.numbers},
-            types=_TYPES,
         )
 
 
-def _experts(key: str, count: int, per_token: int, width: int | None = None) -> dict[str, hf.SizeKey]:
-    """Keys of a mixture: experts, those of a token, and the width of each if it is not intermediate_size."""
-    sizes = {
-        key: hf.SizeKey("num_experts", count, _MOST),
-        "num_experts_per_tok": hf.SizeKey("experts_per_token", per_token, _MOST),
-    }
-    if width is None:
-        return sizes
-    return sizes | {"moe_intermediate_size": hf.SizeKey("expert_ffn_size", width, 1 << 24)}
+def _experts(
+    key: str, count: int, per_token: int, width: int | None = None
+) -> dict[str, tuple[str, hf.JSON]]:
+    """Keys of a mixture: experts, experts of a token, and the width of each if not intermediate_size."""
+    experts = {key: ("num_experts", count), "num_experts_per_tok": ("experts_per_token", per_token)}
+    return experts if width is None else experts | {"moe_intermediate_size": ("expert_ffn_size", width)}
 
 
 _NO_BIAS: dict[str, tuple[hf.JSON, ...]] = {"attention_bias": (False,)}
@@ -177,7 +161,7 @@ VARIANTS = {
         classes="Mixtral",
         marks=("num_experts",),
         defaults=Defaults(ffn=14336, kv_heads=8, positions=131072, vocabulary=32000, theta=1e6),
-        sizes=_experts("num_local_experts", 8, 2),
+        fields=_experts("num_local_experts", 8, 2),
         fixed={"router_jitter_noise": (0.0, 0)},
         window_keys=_ALL_SLIDE,
         block="block_sparse_moe",
@@ -189,7 +173,7 @@ VARIANTS = {
         options={"qk_norm": True},
         defaults=Defaults(ffn=6144, kv_heads=4, positions=32768, vocabulary=151936),
         aliases={"num_local_experts": "num_experts"},  # since transformers 5
-        sizes=_experts("num_experts", 128, 8, 768),
+        fields=_experts("num_experts", 128, 8, 768),
         fixed=_NO_BIAS | {"decoder_sparse_step": (1,)},
         window_keys=_LAST_SLIDE,
         window=4096,
@@ -201,7 +185,7 @@ VARIANTS = {
         marks=("num_experts", "qk_norm_whole"),
         options={"qk_norm": True, "qk_norm_whole": True},
         defaults=Defaults(ffn=2048, positions=4096, vocabulary=50304),
-        sizes=_experts("num_experts", 64, 8),
+        fields=_experts("num_experts", 64, 8),
         fixed=_NO_BIAS | {"clip_qkv": (None,)},
         writes_head_dim="never",
         normalises=False,
@@ -212,18 +196,18 @@ VARIANTS = {
         options={"router_scores": "sigmoid", "router_bias": True},
         defaults=Defaults(ffn=18432, positions=4096, vocabulary=129280),
         absent={"q_lora_rank": 1536},
-        sizes=_experts("n_routed_experts", 256, 8, 2048)
+        fields=_experts("n_routed_experts", 256, 8, 2048)
         | {
-            "n_shared_experts": hf.SizeKey("shared_experts", 1, _MOST),
-            "n_group": hf.SizeKey("router_groups", 8, _MOST),
-            "topk_group": hf.SizeKey("router_top_groups", 4, _MOST),
-            "kv_lora_rank": hf.SizeKey("kv_lora_rank", 512, 1 << 20),
-            "q_lora_rank": hf.SizeKey("q_lora_rank", None, 1 << 20),
-            "qk_rope_head_dim": hf.SizeKey("rope_head_dim", 64, _MOST),
-            "v_head_dim": hf.SizeKey("v_head_dim", 128, _MOST),
-            "qk_nope_head_dim": hf.SizeKey("", 128, _MOST),
+            "n_shared_experts": ("shared_experts", 1),
+            "n_group": ("router_groups", 8),
+            "topk_group": ("router_top_groups", 4),
+            "kv_lora_rank": ("kv_lora_rank", 512),
+            "q_lora_rank": ("q_lora_rank", None),
+            "qk_rope_head_dim": ("rope_head_dim", 64),
+            "v_head_dim": ("v_head_dim", 128),
+            "qk_nope_head_dim": ("unrotated_head_dim", 128),
+            "routed_scaling_factor": ("router_scale", 2.5),
         },
-        numbers={"routed_scaling_factor": hf.NumberKey("router_scale", 2.5, below=1e6)},
         fixed=_NO_BIAS
         | {
             "rope_interleave": (True,),

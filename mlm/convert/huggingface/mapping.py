@@ -7,16 +7,17 @@ parameter is stored, keys of config.json and what they may be, and the names of 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from mlm.config.build import build
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
-from mlm.util.errors import ConfigError, UserError
+from mlm.util.errors import ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
     from mlm.data.tokenizer import Tokenizer
@@ -42,19 +43,9 @@ UNSUPPORTED: dict[str, tuple[JSON, ...]] = {
     "per_layer_config": (None, {}),
     "text_config": (None,),
     "attention_chunk_size": (None,),
+    "tie_word_embeddings": (True, False),
 }
 """Features that no family has, for `ConfigKeys.fixed`."""
-NULL = type(None)
-TYPES: dict[str, tuple[type, ...]] = {
-    "architectures": (list, NULL),
-    "tie_word_embeddings": (bool,),
-    "use_cache": (bool,),
-    "bos_token_id": (int, NULL),
-    "eos_token_id": (int, list, NULL),
-    "pad_token_id": (int, NULL),
-}
-"""Types of keys of every family, for `ConfigKeys.types`: `transformers` rejects others."""
-_WORDS = {bool: "true or false", int: "a whole number", list: "a list", dict: "an object", NULL: "null"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +73,7 @@ class Location:
         return self == Location(self.names) and len(self.names) == 1
 
     @property
-    def places(self) -> list[tuple[int, ...]]:
+    def indices(self) -> list[tuple[int, ...]]:
         """Index of each tensor in the stack."""
         return list(product(*map(range, self.stacked)))
 
@@ -169,7 +160,7 @@ class FolderContent:
     """Settings with the head that was found."""
     filled: frozenset[str] = frozenset()
     """Our parameters that the folder lacks: they take initial values."""
-    left_out: frozenset[str] = frozenset()
+    unused: frozenset[str] = frozenset()
     """Tensors of the folder that our model has no use for."""
     notes: tuple[Note, ...] = ()
     """Remarks on both for the user."""
@@ -244,6 +235,8 @@ class HuggingFaceMapping:
     """Heads whose classifier has no bias in `transformers`; ours is carried by the norm before it."""
     problem: Callable[[ModelConfig], str | None] = lambda model: None
     """Return why `transformers` has no such model, in a line with the fix."""
+    changed_option: Callable[[ModelConfig, ModelConfig], str | None] = lambda ours, theirs: None
+    """Return the first option of the family with which two models compute differently."""
     pads_with_special_token: bool = False
     """True if an imported padding id is kept only where it is a special token of the tokenizer."""
     special_tokens: "Callable[[Tokenizer, ModelConfig, TokenIds], dict[str, JSON]]"
@@ -288,27 +281,19 @@ def token_ids_to_keep(config: Mapping[str, JSON], model: ModelConfig) -> tuple[T
     if pad is not None and (isinstance(pad, bool) or not isinstance(pad, int) or not 0 <= pad < size):
         notes.append(f"pad_token_id={show(pad)} is not kept: the model reads ids from 0 to {size - 1}")
         pad = None
-    names: tuple[str, ...] = ()
+    names: list[str] = []
     by_number = config.get("id2label")
-    if by_number and not _are_defaults(by_number):
+    numbers = [str(n) for n in range(model.num_labels)]
+    is_dict = isinstance(by_number, dict)
+    if by_number and not (is_dict and all(name == f"LABEL_{n}" for n, name in by_number.items())):
         if model.head != "classification":
             notes.append("id2label is not kept: there is no classifier that it could name the labels of")
-        elif not (names := _names(by_number, model.num_labels)):
+        elif is_dict and by_number.keys() == {*numbers}:
+            names = [name for n in numbers if isinstance(name := by_number[n], str)]
+        if model.head == "classification" and len({*names}) != model.num_labels:
             notes.append(f"id2label is not kept: it does not give {model.num_labels} labels a name each")
-    return TokenIds(pad=pad, labels=names), tuple(Note(note, about="ids") for note in notes)
-
-
-def _are_defaults(by_number: JSON) -> bool:
-    """Return True if all names of an id2label are those that `transformers` gives."""
-    return isinstance(by_number, dict) and all(name == f"LABEL_{n}" for n, name in by_number.items())
-
-
-def _names(by_number: JSON, count: int) -> tuple[str, ...]:
-    """Return the names of an id2label by number; empty unless it has `count` different ones."""
-    if not isinstance(by_number, dict) or by_number.keys() != {str(n) for n in range(count)}:
-        return ()
-    names = [name for n in range(count) if isinstance(name := by_number[str(n)], str)]
-    return tuple(names) if len(set(names)) == count else ()
+            names = []
+    return TokenIds(pad=pad, labels=tuple(names)), tuple(Note(note, about="ids") for note in notes)
 
 
 def label_entries(model: ModelConfig, known: Sequence[str] = ()) -> dict[str, JSON]:
@@ -322,90 +307,67 @@ def label_entries(model: ModelConfig, known: Sequence[str] = ()) -> dict[str, JS
     }
 
 
-class SizeKey(NamedTuple):
-    """A whole number from 1 in a config.json; null too if that is the default."""
-
-    ours: str
-    """Field of ModelConfig, or an option; "" for none."""
-    default: int | None
-    most: int
-
-
-class NumberKey(NamedTuple):
-    """A number in a config.json."""
-
-    ours: str
-    """The same."""
-    default: float
-    least: float = 0.0
-    below: float = 1.0
-
-
 @dataclass(frozen=True)
 class ConfigKeys:
-    """Keys of a family's config.json. The bounds limit the model that a hostile file can make us build."""
+    """Keys of a family's config.json."""
 
     activation: str
     """Key of the activation, which is among `fixed`."""
     fixed: Mapping[str, tuple[JSON, ...]]
     """Key -> supported values; the first is the default."""
-    sizes: Mapping[str, SizeKey]
-    numbers: Mapping[str, NumberKey]
-    """Of two keys for one field the last counts."""
-    types: Mapping[str, tuple[type, ...]] = field(default_factory=lambda: TYPES)
-    """Key -> types of its value, if it is there, for keys that are read elsewhere."""
+    fields: Mapping[str, tuple[str, JSON]]
+    """Key -> our field of ModelConfig, or option of the family, and default. Of two keys for one field the
+    last counts."""
 
-    def settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return our fields and options for the values that `read` returned."""
-        sizes = {key.ours: values[theirs] for theirs, key in self.sizes.items() if key.ours}
-        numbers = {key.ours: float(values[theirs]) for theirs, key in self.numbers.items() if key.ours}
-        name = values[self.activation]
-        activation = next(ours for ours, names in ACTIVATIONS.items() if name in names)
-        return {**sizes, **numbers, "activation": activation}
+    def read(
+        self, config: Mapping[str, JSON], path: str, name: str, **settings: Any
+    ) -> tuple[ModelConfig, dict[str, JSON]]:
+        """Return the model without its options, and the values of keys that are options, unchecked.
+
+        `settings` are further fields. Raises ConfigError with a line for each value that is not supported.
+        """
+        problems = []
+        for key, supported in self.fixed.items():
+            value = config.get(key, supported[0])
+            if not any(type(value) is type(one) and value == one for one in supported):
+                meant = " or ".join(json.dumps(one) for one in supported)
+                problems.append(
+                    f"{path}: {key}={show(value)} is not what our {name} computes; supported: {meant}"
+                )
+        values = {ours: config.get(key, default) for key, (ours, default) in self.fields.items()}
+        chosen = config.get(self.activation, self.fixed[self.activation][0])
+        activation = next((ours for ours, names in ACTIVATIONS.items() if chosen in names), "gelu")
+        of_model = {field.name for field in fields(ModelConfig)}
+        built = {"activation": activation, **{k: v for k, v in values.items() if k in of_model}, **settings}
+        try:
+            model = build(ModelConfig, built, check=_heads_problems)
+        except ConfigError as error:
+            theirs = {ours: key for key, (ours, _) in self.fields.items()}
+            problems += [f"{path}: {theirs[problem.keys[0]]}: {problem}" for problem in error.problems]
+        if problems:
+            raise ConfigError(problems)
+        return model, {ours: value for ours, value in values.items() if ours not in of_model}
 
     def write(self, known: Mapping[str, Any], architecture: str) -> dict[str, JSON]:
         """Return the entries of config.json that any of its classes has; `known` are ours by field."""
         return {
             "architectures": [architecture],
-            **{theirs: known[key.ours] or key.default for theirs, key in self.sizes.items() if key.ours},
-            **{theirs: known[key.ours] for theirs, key in self.numbers.items() if key.ours},
+            **{
+                theirs: known[ours] if isinstance(known[ours], float) else known[ours] or default
+                for theirs, (ours, default) in self.fields.items()
+                if ours in known
+            },
             self.activation: ACTIVATIONS[known["activation"]][0],
             "dtype": "float32",
             "tie_word_embeddings": True,
         }
 
-    def read(self, config: Mapping[str, JSON], path: str, name: str) -> dict[str, Any]:
-        """Return the value of every key. Raises ConfigError with a line for each that is not supported."""
-        problems = []
-        found: dict[str, Any] = {key: config.get(key, allowed[0]) for key, allowed in self.fixed.items()}
-        for key, allowed in self.fixed.items():
-            if not any(type(found[key]) is type(one) and found[key] == one for one in allowed):
-                meant = " or ".join(json.dumps(one) for one in allowed)
-                problems.append(
-                    f"{path}: {key}={show(found[key])} is not what our {name} computes; supported: {meant}"
-                )
-        for key, (_, default, most) in self.sizes.items():
-            value = found[key] = config.get(key, default)
-            if (value is None and default is None) or (type(value) is int and 0 < value <= most):
-                continue
-            problems.append(f"{path}: {key}={show(value)} must be a whole number from 1 to {most}")
-        for key, types in self.types.items():
-            if key in config and type(config[key]) not in types:
-                wanted = " or ".join(_WORDS[kind] for kind in types)
-                problems.append(f"{path}: {key}={show(config[key])} must be {wanted}")
-        for key, (_, standard, least, below) in self.numbers.items():
-            value = found[key] = config.get(key, standard)
-            if type(value) not in (int, float) or not least <= value < below:
-                problems.append(
-                    f"{path}: {key}={show(value)} must be a number, at least {least} and below {below}"
-                )
-        ours = {size.ours: key for key, size in self.sizes.items()}
-        width, heads = ours["hidden_size"], ours["num_heads"]
-        if not problems and found[width] % found[heads]:
-            problems.append(f"{path}: {width}={found[width]} must be a multiple of {heads}={found[heads]}")
-        if problems:
-            raise ConfigError(problems)
-        return found
+
+def _heads_problems(model: ModelConfig) -> list[Problem]:
+    if model.num_heads < 1 or model.hidden_size % model.num_heads == 0:
+        return []
+    problem = f"num_heads={model.num_heads} does not divide hidden_size={model.hidden_size}"
+    return [Problem(("num_heads", "hidden_size"), problem)]
 
 
 def show(value: JSON) -> str:

@@ -94,7 +94,7 @@ class HFTensors:
         if location.stacked:
             target, depth = torch.empty(region.size, dtype=torch.float32), len(location.stacked)
             inner = Region(region.offset[depth:], region.size[depth:])
-            for place, name in zip(location.places, location.names, strict=True):
+            for place, name in zip(location.indices, location.names, strict=True):
                 at = tuple(n - first for n, first in zip(place, region.offset, strict=False))
                 if all(0 <= n < size for n, size in zip(at, region.size, strict=False)):
                     target[at].copy_(self._load(name, inner))
@@ -118,7 +118,7 @@ class HFTensors:
         return target
 
     def _check_names(self) -> dict[str, Location]:
-        model, locations, known = self.model, {}, set(self.model.content.left_out)
+        model, locations, known = self.model, {}, set(self.model.content.unused)
         for ours, location in model.mapping.locations(model.config):  # stops at the first that is missing
             if ours in self.filled:
                 continue

@@ -17,25 +17,14 @@ from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.util.errors import CorruptFileError, UserError
 
-Sizes = Mapping[str, int]
-"""Sizes that the tensors show, by field of ModelConfig. vocab_size is the rows of the token table, padding
-included."""
-
-
-def family_names(last: str = "and") -> str:
-    """Return the names of what is imported, for messages."""
-    *names, final = (mapping.name for mapping in MAPPINGS.values())
-    return f"{', '.join(names)} {last} {final}"
-
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class MegatronOverrides:
     """Settings that the files may not record."""
 
     vocab_size: int | None = None
-    """Tokens without padding; None takes `known`, else a published size where it fits."""
-    known: int | None = None
-    """Tokens of the tokenizer."""
+    """Tokens without padding; None takes `tokenizer_size`, else a published size where it fits."""
+    tokenizer_size: int | None = None
     num_heads: int | None = None
     config: ModelConfig | None = None
     """The model of a folder without arguments."""
@@ -47,7 +36,7 @@ class MegatronArgs:
     def __init__(self, args: Any, path: Path) -> None:
         self.path = path
         self.is_known = args is not None
-        """True if the file holds any; those of 2019 do not."""
+        """True if the file holds any; files of 2019 do not."""
         self.values: Mapping[str, Any] = {}
         if self.is_known:
             try:
@@ -90,22 +79,26 @@ def describe_value(value: Any) -> str:
     """Return a value for a message; one of a type that args do not have is named by its type."""
     if type(value) is int and abs(value) >= 1 << 63:
         return "(a huge number)"
-    plain = value is None or type(value) in (bool, int, float, str)
-    return printable(str(value)) if plain else f"({type(value).__name__})"
+    is_plain = value is None or type(value) in (bool, int, float, str)
+    return printable(str(value)) if is_plain else f"({type(value).__name__})"
 
 
 def unsupported_arguments(args: MegatronArgs, mapping: MegatronMapping) -> list[str]:
-    """Return a line for each argument that makes a model which the family is not."""
-    values = args.values
-    names = [
-        name
-        for name, supported in mapping.args.items()
-        if name in values and not any(_equal(values[name], one) for one in supported)
-    ]
+    """Return a line for each argument with which the model is not one of the family."""
+    values, heads, hidden = args.values, args.number("num_attention_heads"), args.number("hidden_size")
+
+    def is_supported(name: str) -> bool:
+        value = values[name]
+        return any(value is one or (type(value) is type(one) and value == one) for one in mapping.args[name])
+
+    names = [name for name in mapping.args if name in values and not is_supported(name)]
     if args.is_known or mapping.required:
         names += [name for name in mapping.required if name not in values]
-    heads = args.number("num_attention_heads")
-    if not _is_usual_softmax_scale(args, heads):
+    # Scores are divided by the square root of a head's width.
+    width = args.number("kv_channels") or (hidden // heads if hidden and heads else None)
+    scale = values.get("softmax_scale")
+    is_usual = type(scale) is float and width is not None and math.isclose(scale, width**-0.5, rel_tol=1e-6)
+    if scale is not None and not is_usual:
         names.append("softmax_scale")
     is_grouped = values.get("group_query_attention") is True and not mapping.is_grouped
     if is_grouped and args.number("num_query_groups") != heads:
@@ -118,50 +111,28 @@ def unsupported_arguments(args: MegatronArgs, mapping: MegatronMapping) -> list[
     ]
 
 
-def _equal(value: Any, one: Any) -> bool:
-    return value is one or (type(value) is type(one) and bool(value == one))
+def family_names(last: str = "and") -> str:
+    *names, final = (mapping.name for mapping in MAPPINGS.values())
+    return f"{', '.join(names)} {last} {final}"
 
 
-def _is_usual_softmax_scale(args: MegatronArgs, heads: int | None) -> bool:
-    """Return True if attention scores are divided by the square root of a head's width, as ours are."""
-    scale = args.values.get("softmax_scale")
-    if scale is None:
-        return True
-    hidden = args.number("hidden_size")
-    width = args.number("kv_channels") or (hidden // heads if hidden and heads else None)
-    return type(scale) is float and width is not None and math.isclose(scale, width**-0.5, rel_tol=1e-6)
+def shape_config(
+    args: MegatronArgs, kind: str, sizes: Mapping[str, int], num_heads: int | None
+) -> ModelConfig:
+    """Return a model with all shapes of the files, padding included.
 
-
-def check_recorded(args: MegatronArgs, tp: int, pp: int, sizes: Sizes) -> None:
-    """Raise CorruptFileError if the args record another layout or other sizes than the files show."""
-    shown = {
-        ("tensor_model_parallel_size", "model_parallel_size"): tp,
-        ("pipeline_model_parallel_size",): pp,
-        ("num_layers", "encoder_num_layers"): sizes["num_layers"],
-        ("hidden_size",): sizes["hidden_size"],
-        ("ffn_hidden_size",): sizes.get("ffn_hidden_size"),
-        ("max_position_embeddings",): sizes.get("max_positions"),
-    }
-    for names, actual in shown.items():
-        recorded = args.number(*names)
-        if recorded is not None and actual is not None and recorded != actual:
-            raise CorruptFileError(
-                f"{args.path}: args.{names[0]}={recorded}, but there are files of {actual}: "
-                "copy all files of one save"
-            )
-
-
-def shape_config(args: MegatronArgs, kind: str, sizes: Sizes, heads: int | None) -> ModelConfig:
-    """Return a model with all shapes of the files. Raises UserError for one that its family is not."""
-    ffn = sizes.get("ffn_hidden_size")
-    known = {
+    `sizes` are those that the tensors show, by field of ModelConfig. Raises UserError for a model that its
+    family does not have.
+    """
+    mapping, ffn = MAPPINGS[kind], sizes.get("ffn_hidden_size")
+    shapes = {
         **sizes,
-        **MAPPINGS[kind].settings(args.values),
+        **mapping.settings(args.values),
         "ffn_hidden_size": None if ffn == 4 * sizes["hidden_size"] else ffn,
     }
-    grouped = MAPPINGS[kind].is_grouped
-    shape = ModelConfig(kind=kind, num_heads=heads if grouped and heads else 1, **known)
-    if grouped and (problem := family_of(kind).model_problem(shape) or MAPPINGS[kind].problem(shape)):
+    heads = num_heads if mapping.is_grouped and num_heads else 1
+    shape = ModelConfig(kind=kind, num_heads=heads, **shapes)
+    if mapping.is_grouped and (problem := family_of(kind).model_problem(shape) or mapping.problem(shape)):
         raise UserError(f"{args.path}: its args are those of no model of ours: {problem}")
     return shape
 
@@ -198,36 +169,30 @@ def model_config(
     )
 
 
-def true_vocabulary(args: MegatronArgs, mapping: MegatronMapping, rows: int, tp: int, given: Given) -> int:
+def true_vocabulary(
+    args: MegatronArgs, mapping: MegatronMapping, rows: int, tp: int, overrides: MegatronOverrides
+) -> int:
     """Return how many of the token table's rows are tokens.
 
-    Raises UserError if they do not fit the table, or the published would leave out more than padding.
+    Raises UserError if they do not fit the table, or the published size would leave out more than padding.
     """
-    recorded, vocab_size, known = args.number("vocab_size"), given.vocab_size, given.known
-    if vocab_size is None and known is None and recorded is not None and recorded <= rows:
+    recorded, known = args.number("vocab_size"), overrides.tokenizer_size
+    tokens = overrides.vocab_size or known
+    if tokens is None and recorded is not None and recorded <= rows:
         return recorded
-    if vocab_size is None and known is None:
+    if tokens is None:
         quantum = (args.number("make_vocab_size_divisible_by") or 128) * tp
-        for tokens in mapping.vocabularies:
-            if tokens <= rows < tokens + quantum:
-                return tokens
-        published = " or ".join(map(str, mapping.vocabularies)) or "unknown"
+        for published in mapping.vocabularies:
+            if published <= rows < published + quantum:
+                return published
+        listed = " or ".join(map(str, mapping.vocabularies)) or "unknown"
         raise UserError(
-            f"vocab_size=null: the token table has {rows} rows, which {mapping.name}'s {published} tokens do "
+            f"vocab_size=null: the token table has {rows} rows, which {mapping.name}'s {listed} tokens do "
             "not fill: give vocab_size=… (tokens without padding) or tokenizer=…"
         )
-    tokens = vocab_size or known or 0
     if not (known or 0) <= tokens <= rows:
         raise UserError(
             f"vocab_size={tokens}: the token table has {rows} rows, the tokenizer {known or 'no'} tokens: "
             "give the tokenizer of this model, and leave vocab_size out"
         )
     return tokens
-
-
-def notes(args: MegatronArgs, mapping: MegatronMapping) -> tuple[str, ...]:
-    """Return what differs a little from the run that wrote it, one line each."""
-    lines = list(mapping.notes(args.values))
-    if not args.is_known:
-        lines.append("it holds no args: dropout, layer norm epsilon and initial weights take mlm's defaults")
-    return tuple(lines)

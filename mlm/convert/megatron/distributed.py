@@ -2,14 +2,13 @@
 
     metadata.json    {"sharded_backend": "torch_dist", …}
     common.pt        args, iteration and other plain values, a file of torch.save
-    .metadata, __*_*.distcp    tensors, whole over all ranks (mlm/convert/dcp)
+    .metadata, __*_*.distcp    tensors, full over all ranks (mlm/convert/dcp)
 
 Names are those with Transformer Engine. The layers of a usual model are one tensor with the layer as its
 first dim, decoder.layers.mlp.linear_fc1.weight; with other settings, and in fsdp_dtensor, each has a
 number. The rows of a fused gate and input are [gate, up], whatever the tensor-parallel size; fsdp_dtensor
 has them as two tensors, …weight_w and …weight_v, and args and iteration in place of common.pt as items of
-.metadata. Source: NVIDIA/Megatron-LM,
-core/dist_checkpointing, core/transformer/transformer_block.py, mlp.py,
+.metadata. Source: NVIDIA/Megatron-LM, core/dist_checkpointing, core/transformer/transformer_block.py, mlp.py,
 core/transformer/fsdp_dtensor_checkpoint.py, training/checkpointing.py.
 """
 
@@ -23,19 +22,13 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.native.slices import Region
-from mlm.convert.dcp.metadata import (
-    METADATA,
-    MOMENTS,
-    StoredTensor,
-    read_metadata,
-    read_objects,
-)
+from mlm.convert.dcp.metadata import METADATA, MOMENTS, StoredTensor, read_metadata, read_objects
 from mlm.convert.dcp.storage import DCPReader
-from mlm.convert.megatron.args import Given, MegatronArgs
+from mlm.convert.megatron.args import MegatronArgs, MegatronOverrides
 from mlm.convert.megatron.files import TorchFile
 from mlm.convert.megatron.mapping import HEAD
 from mlm.convert.megatron.mappings import MAPPINGS
-from mlm.convert.megatron.model import HeldTensors, MegatronModel, assemble, kind_of, no_part
+from mlm.convert.megatron.model import MegatronModel, MegatronTensors, assemble, kind_of, unknown_name
 from mlm.models.shape import is_tied
 from mlm.util.errors import CorruptFileError
 
@@ -53,100 +46,90 @@ _HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias)\d*)_([wv])")
 _MOMENT = re.compile(r"optimizer\.state\.(?:(exp_avg(?:_sq)?)\.(.+)|(.+)\.(exp_avg(?:_sq)?))")
 MOST_STACKED = 1 << 17
 """Layers of a tensor."""
-Place = tuple[str, tuple[int, ...]]
+Location = tuple[str, tuple[int, ...]]
 """A stored tensor, and an index into its first dims."""
 
 
-class CoreTensors(HeldTensors):
+class CoreTensors(MegatronTensors):
     """The tensors of a distributed checkpoint."""
 
-    def __init__(self, path: Path, reader: DCPReader, places: dict[str, Place]) -> None:
-        super().__init__(path, places)
-        self.reader, self.places = reader, places
-        """Our name -> the stored tensor, and the layer's index in it."""
+    files: DCPReader
+
+    def __init__(self, files: DCPReader, locations: dict[str, Location]) -> None:
+        super().__init__(files.folder, locations)
+        self.files, self.locations = files, locations
 
     def shape(self, name: str, tp_dim: int | None = None) -> tuple[int, ...]:
-        """Return the shape of a tensor, which is stored whole."""
-        stored, index = self.places[self.names[name]]
-        return self.reader.tensors[stored].shape[len(index) :]
+        stored, index = self.locations[self.names[name]]
+        return self.files.tensors[stored].shape[len(index) :]
 
     def load(self, name: str, region: Region) -> Tensor:
-        """Return those elements, float32 on the CPU."""
-        stored, index = self.places[self.names[name]]
+        stored, index = self.locations[self.names[name]]
         part = Region((*index, *region.offset), (*(1 for _ in index), *region.size))
-        return self.reader.read(stored, part, torch.float32).reshape(region.size)
+        return self.files.read(stored, part, torch.float32).reshape(region.size)
 
 
-def is_distributed(folder: Path) -> bool:
-    """Return True for a folder of DCP, torch_dist included."""
-    return (folder / METADATA).is_file()
-
-
-def open_distributed(folder: Path, given: Given) -> MegatronModel:
+def open_distributed(folder: Path, overrides: MegatronOverrides) -> MegatronModel:
     """Open a distributed checkpoint: names, shapes, supported arguments. Its files stay open.
 
     Raises UserError and CorruptFileError.
     """
-    common = read_common(folder)
+    common: Mapping[str, Any]
+    if (folder / COMMON).is_file():
+        common = TorchFile(folder / COMMON).parts
+    else:
+        items = read_objects(folder, ("args", "iteration"))
+        common = {name: TorchFile(folder / METADATA, content).value for name, content in items.items()}
     args = MegatronArgs(common.get("args"), folder / COMMON)
-    tensors = joined(read_metadata(folder, lambda name: not _OTHER.fullmatch(name)))
+    tensors = _join_halves(read_metadata(folder, lambda name: not _OTHER.fullmatch(name)))
     for name, tensor in tensors.items():
         if tensor.dtype not in _FLOATS:
             raise CorruptFileError(
                 f"{folder}: {name} is of {tensor.dtype}: only floating-point numbers are read"
             )
-    theirs = core_names(tensors)
-    kind = kind_of({folder: theirs}, args) if given.config is None else given.config.kind
-    mapping = MAPPINGS[kind]
-    places = {}
-    for name, place in theirs.items():
-        ours = mapping.our_name(name)
-        if ours is None or ours in places:
-            raise no_part(folder, name)
-        places[ours] = place
-    held = CoreTensors(folder, DCPReader(folder, tensors), places)
-    return assemble(held, args, kind, iteration=common.get("iteration"), given=given)
+    stored = _core_names(tensors)
+    kind = kind_of({folder: stored}, args) if overrides.config is None else overrides.config.kind
+    locations: dict[str, Location] = {}
+    for name, location in stored.items():
+        ours = MAPPINGS[kind].our_name(name)
+        if ours is None or ours in locations:
+            raise unknown_name(folder, name)
+        locations[ours] = location
+    held = CoreTensors(DCPReader(folder, tensors), locations)
+    return assemble(held, args, kind, iteration=common.get("iteration"), overrides=overrides)
 
 
 def open_moments(opened: MegatronModel) -> dict[str, MegatronModel]:
-    """Return Adam's moments by name, each read as the parameters are; empty if some are missing or not whole.
+    """Return Adam's moments by name, read as the parameters are; empty if some are missing or in parts.
 
     Whole ones are stored under the names of the parameters: optimizer.state.exp_avg.decoder.…, in
     fsdp_dtensor optimizer.state.module.decoder.….exp_avg. Raises as `open_distributed`.
     """
-    held, found, mapping = opened.held, dict[str, MegatronModel](), MAPPINGS[opened.model.kind]
-    if not isinstance(held, CoreTensors) or not opened.iteration:
+    folder, mapping = opened.tensors.path, MAPPINGS[opened.model.kind]
+    if not isinstance(opened.tensors, CoreTensors) or not opened.iteration:
         return {}
     by_moment: dict[str, dict[str, StoredTensor]] = {moment: {} for moment in MOMENTS}
-    for stored, tensor in read_metadata(held.path, lambda name: bool(_MOMENT.fullmatch(name))).items():
+    for stored, tensor in read_metadata(folder, lambda name: bool(_MOMENT.fullmatch(name))).items():
         before, name_after, name_before, after = _MOMENT.fullmatch(stored).groups()  # type: ignore[union-attr]
         by_moment[before or after][name_after or name_before] = tensor
+    wanted, models = {*opened.shapes} - opened.zeros, {}
     for moment in MOMENTS:
-        tensors = joined(by_moment[moment])
-        places = {mapping.our_name(name): place for name, place in core_names(tensors).items()}
-        if HEAD in places and not is_tied(opened.model):
-            places["output.weight"] = places.pop(HEAD)
-        wanted = {*opened.shapes} - opened.zeros
-        if not wanted <= places.keys():
+        tensors = _join_halves(by_moment[moment])
+        locations = {mapping.our_name(name): location for name, location in _core_names(tensors).items()}
+        if HEAD in locations and not is_tied(opened.model):
+            locations["output.weight"] = locations.pop(HEAD)
+        if not wanted <= locations.keys():
             return {}
-        moments = CoreTensors(held.path, DCPReader(held.path, tensors), {n: places[n] for n in wanted})
-        if any(moments.shape(name) != opened.shapes[name] for name in wanted):
+        held = CoreTensors(DCPReader(folder, tensors), {name: locations[name] for name in wanted})
+        if any(held.shape(name) != opened.shapes[name] for name in wanted):
             return {}
-        found[moment] = replace(opened, held=moments)
-    return found
+        models[moment] = replace(opened, tensors=held)
+    return models
 
 
-def read_common(folder: Path) -> Mapping[str, Any]:
-    """Return args and iteration of a folder, from common.pt or items; empty without. Raises as above."""
-    if (folder / COMMON).is_file():
-        return TorchFile(folder / COMMON).parts
-    saved = read_objects(folder, ("args", "iteration"))
-    return {name: TorchFile(folder / METADATA, content).value for name, content in saved.items()}
-
-
-def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _join_halves(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors with each …weight_w and …weight_v as one, w's rows first."""
-    found = dict(tensors)
+    joined = dict(tensors)
     for name, tensor in tensors.items():
         half = _HALF.fullmatch(name)
         other = tensors.get(f"{half[1]}_v") if half and half[2] == "w" else None
@@ -157,14 +140,14 @@ def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         for piece in other.pieces:
             first, *offset = piece.region.offset
             pieces.append(replace(piece, region=piece.region._replace(offset=(rows + first, *offset))))
-        del found[name], found[f"{half[1]}_v"]
-        found[half[1]] = StoredTensor((2 * rows, *rest), tensor.dtype, tuple(pieces))
-    return found
+        del joined[name], joined[f"{half[1]}_v"]
+        joined[half[1]] = StoredTensor((2 * rows, *rest), tensor.dtype, tuple(pieces))
+    return joined
 
 
-def core_names(tensors: Mapping[str, StoredTensor]) -> dict[str, Place]:
+def _core_names(tensors: Mapping[str, StoredTensor]) -> dict[str, Location]:
     """Return Megatron Core's name of each layer's tensors -> where it is stored."""
-    names: dict[str, Place] = {}
+    names: dict[str, Location] = {}
     for stored, tensor in tensors.items():
         plain = _WRAPPERS.sub("", stored, count=1) if _WRAPPERS.match(stored) else stored
         if not _STACKED.fullmatch(plain):

@@ -30,17 +30,15 @@ from mlm.convert.dcp.torch_file import DAMAGES, check_archive, read_archive
 from mlm.convert.dcp.unpickled import NotDataError
 from mlm.convert.megatron.mapping import THROUGH_HF
 from mlm.util.errors import CorruptFileError, UserError, reading_from
+from mlm.util.files import digest_file
+from mlm.util.terminal import Advance
 
 LATEST = "latest_checkpointed_iteration.txt"
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 STEP_FOLDER = re.compile(r"iter_(\d{7,})|release")
 DISTRIBUTED = ("metadata.json", "common.pt", "*.distcp")
-"""Files of torch_dist, beside a .metadata, and of its predecessor zarr."""
-
-RESAVE = (
-    "save it again in Megatron-LM with --no-save-optim --no-save-rng, and trust no file of unknown origin"
-)
+"""Files of torch_dist, which also has a .metadata, and of its predecessor zarr."""
 
 
 @dataclass(frozen=True)
@@ -54,57 +52,35 @@ class RankFiles:
     tp: int
     pp: int
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.files.values())
+
+    def verify(self, progress: Advance) -> dict[str, str]:
+        """Compare every record with its checksum; return the digest of each file by its path.
+
+        Raises CorruptFileError where a checksum differs, UserError where a file cannot be read.
+        """
+        digests = {}
+        for path in self.files.values():
+            with reading_from(path, COPY_AGAIN):
+                check_records(path)
+                digests[path.relative_to(self.path).as_posix()] = digest_file(path, progress)
+        return digests
+
 
 def find_files(source: str | Path) -> RankFiles:
     """The rank files of a checkpoint folder, of one iteration in it, or of a folder of mp_rank_… folders.
 
     Raises UserError when there are none or it is not clear which, CorruptFileError when one is missing.
     """
-    with reading_from(Path(source), COPY_AGAIN):
-        return _rank_files(find_step(source))
-
-
-def find_step(source: str | Path) -> Path:
-    """The folder of one iteration, whatever its format. Raises UserError when it is not clear which."""
-    with reading_from(Path(source), COPY_AGAIN):
-        return _step_folder(Path(source))
-
-
-def _step_folder(source: Path) -> Path:
-    if not source.is_dir():
-        raise UserError(f"{source}: no such folder: name the folder that holds {LATEST}, or mp_rank_00")
-    if RANK_FOLDER.fullmatch(source.name):
-        raise UserError(f"{source}: one rank of a checkpoint: name its parent, {source.resolve().parent}")
-    if any(RANK_FOLDER.fullmatch(path.name) for path in source.iterdir()):
-        return source
-    steps = sorted(path for path in source.iterdir() if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
-    if (source / LATEST).is_file():
-        return _latest_directory(source)
-    if len(steps) > 1:
-        names = ", ".join(path.name for path in steps[:8])
-        raise UserError(f"{source}: no {LATEST} selects one of {names}: name one, {steps[-1]}")
-    return steps[0] if steps else source
-
-
-def _latest_directory(source: Path) -> Path:
-    file = source / LATEST
-    with open(file, "rb") as f:
-        iteration = f.read(64).strip().decode("ascii", "replace")
-    step = source / (f"iter_{int(iteration):07d}" if iteration.isdecimal() else iteration)
-    if not STEP_FOLDER.fullmatch(step.name) or step.parent != source or not step.is_dir():
-        raise CorruptFileError(
-            f"{file}: names {printable(iteration)!r}, which is not there: copy it too, or name another "
-            f"folder in {source}"
-        )
-    return step
-
-
-def _rank_files(step: Path) -> RankFiles:
-    files: dict[tuple[int, int], Path] = {}
-    for folder in sorted(step.iterdir()):
+    step, files = find_step(source), dict[tuple[int, int], Path]()
+    with reading_from(step, COPY_AGAIN):
+        folders = sorted(step.iterdir())
+    for folder in folders:
         numbers = RANK_FOLDER.fullmatch(folder.name)
         path = next((path for name in MODEL_FILES if (path := folder / name).is_file()), None)
-        if not numbers or path is None:  # the moments of one data-parallel rank lie in folders of their own
+        if not numbers or path is None:  # the moments of a data-parallel rank have folders of their own
             continue
         if numbers[3] is not None:
             raise UserError(f"{folder}: of one expert-parallel rank: {THROUGH_HF}")
@@ -122,15 +98,49 @@ def _rank_files(step: Path) -> RankFiles:
     tp, pp = (1 + max(numbers) for numbers in zip(*files, strict=True))
     for t, p in ((t, p) for t in range(tp) for p in range(pp)):
         if (t, p) not in files:
-            name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "")
-            raise CorruptFileError(
-                f"{step}: {name}/{MODEL_FILES[0]} is missing, of tp={tp} pp={pp} ranks: copy it too"
-            )
+            name = f"{rank_folder(t, p, pp)}/{MODEL_FILES[0]}"
+            raise CorruptFileError(f"{step}: {name} is missing, of tp={tp} pp={pp} ranks: copy it too")
     return RankFiles(step, files, tp, pp)
 
 
+def rank_folder(t: int, p: int, pp: int) -> str:
+    """Return the folder of tensor-parallel rank t and pipeline rank p of pp."""
+    return f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "")
+
+
+def find_step(source: str | Path) -> Path:
+    """The folder of one iteration, whatever its format. Raises UserError when it is not clear which."""
+    source = Path(source)
+    if not source.is_dir():
+        raise UserError(f"{source}: no such folder: name the folder that holds {LATEST}, or mp_rank_00")
+    if RANK_FOLDER.fullmatch(source.name):
+        raise UserError(f"{source}: one rank of a checkpoint: name its parent, {source.resolve().parent}")
+    latest = source / LATEST
+    with reading_from(source, COPY_AGAIN):
+        names = [path.name for path in source.iterdir() if path.is_dir()]
+        iteration = ""
+        if latest.is_file():
+            with open(latest, "rb") as f:
+                iteration = f.read(64).strip().decode("ascii", "replace")
+    if any(RANK_FOLDER.fullmatch(name) for name in names):
+        return source
+    steps = sorted(name for name in names if STEP_FOLDER.fullmatch(name))
+    if latest.is_file():
+        name = f"iter_{int(iteration):07d}" if iteration.isdecimal() else iteration
+        if name not in steps:
+            raise CorruptFileError(
+                f"{latest}: names {printable(iteration)!r}, which is not there: copy it too, or name another "
+                f"folder in {source}"
+            )
+        return source / name
+    if len(steps) > 1:
+        listed = ", ".join(steps[:8])
+        raise UserError(f"{source}: no {LATEST} selects one of {listed}: name one, {source / steps[-1]}")
+    return source / steps[0] if steps else source
+
+
 class TorchFile:
-    """A file of torch.save, or `saved` of one: its value, whose tensors are mapped into memory, not read."""
+    """A file of torch.save, or its bytes: the value, whose tensors are mapped into memory, not read."""
 
     def __init__(self, path: Path, saved: bytes | None = None) -> None:
         """Raises CorruptFileError if the file is damaged, or names anything that is not data."""
@@ -144,7 +154,8 @@ class TorchFile:
                 self._size = f.seek(0, os.SEEK_END)
         except NotDataError as error:
             raise CorruptFileError(
-                f"{path}: {printable(str(error))}; nothing was executed: {RESAVE}"
+                f"{path}: {printable(str(error))}; nothing was executed: save it again in Megatron-LM with "
+                "--no-save-optim --no-save-rng, and trust no file of unknown origin"
             ) from error
         except DAMAGES as error:
             raise damaged_error(path, error) from error
@@ -182,12 +193,11 @@ def check_records(path: Path) -> None:
 
 
 def printable(text: str) -> str:
-    """Words of a file for a message: one line, nothing that a terminal obeys."""
+    """Words of a file for a message: one line, without control characters."""
     return (text if text.isprintable() else ascii(text))[:120]
 
 
 def damaged_error(path: Path, error: Exception) -> CorruptFileError:
-    """Return the error of a file that is damaged or of another format."""
     reason = printable(str(error)) or type(error).__name__
     return CorruptFileError(
         f"{path}: damaged, or not written by torch.save of PyTorch 1.6 or later ({reason}): copy it again, "

@@ -1,13 +1,13 @@
-"""Description of a model family in Megatron-LM's names and arguments, filled in by the family's megatron.py.
+"""Description of a model family in Megatron-LM's names and arguments, filled in by mappings.py.
 
-`mlm.convert.megatron` reads checkpoints by it; shapes and tensor-parallel dims are those of our model.
+Shapes and tensor-parallel dims are those of our model.
 Tables of names have regular expressions of Megatron-LM's names as keys and our names as values, {} where a
 group stands. Three generations are read: `transformer` and `attention` (2019 to 2021), `encoder` and
 `self_attention` (2021 to 2024), and Megatron Core's `decoder.layers.0.self_attention.linear_qkv` in the same
 files. Source: NVIDIA/Megatron-LM, language_model.py, transformer.py and bert_model.py of those years,
 core/models/gpt, core/models/bert, core/transformer; arguments.py from 2020 to 2025.
 
-A tensor of theirs may hold other rows than one of ours: `RowLayouts` says how both consist of pieces.
+A tensor of theirs may hold other rows than one of ours: see `RowLayouts`.
 """
 
 import re
@@ -51,7 +51,7 @@ CORE_OUTER = {
     r"mlm_head\.vocabulary\.bias": "output_layer.bias",
     r"sop_head\.(weight|bias)": "binary_head.{}",
 }
-"""Our names outside the layers -> those of Megatron Core; final_norm is in the part that holds the layers."""
+"""Our names outside the layers -> Megatron Core's; final_norm is in the part that holds the layers."""
 CORE_LAYER = {
     r"attention_norm\.(weight|bias)": "self_attention.linear_qkv.layer_norm_{}",
     r"attention\.qkv\.(weight|bias)": "self_attention.linear_qkv.{}",
@@ -62,7 +62,7 @@ CORE_LAYER = {
     r"mlp\.up\.(weight|bias)": "mlp.linear_fc1.{}",
     r"mlp\.down\.(weight|bias)": "mlp.linear_fc2.{}",
 }
-"""Our names in a layer -> those of Megatron Core with Transformer Engine, which torch_dist always has."""
+"""Our names in a layer -> Megatron Core's with Transformer Engine, which torch_dist always has."""
 THROUGH_HF = (
     "mixtures of experts go to Megatron and back as a folder of Hugging Face, which mlm export hf writes and "
     "mlm import reads: convert it with Megatron Bridge"
@@ -127,9 +127,7 @@ class MegatronMapping:
     summary: str = "layer norm first, learned positions, gelu, biases, tied embeddings"
     """Features of the models that are imported, for messages about others."""
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
-    """Names outside the layers."""
     layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
-    """Names in a layer."""
     args: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: ARGS)
     """Arguments of a run -> supported values; one that is not here changes nothing."""
     required: tuple[str, ...] = ()
@@ -137,8 +135,8 @@ class MegatronMapping:
     is_grouped: bool = False
     """True if heads may share keys and values, and have another width than hidden_size / num_heads."""
     layouts: Callable[[ModelConfig, int], RowLayouts] = lambda model, tp: RowLayouts({}, {})
-    """Return the tensors whose rows lie otherwise than ours, merged from the ranks of a tensor-parallel size.
-    In torch_dist that is 1."""
+    """Return the tensors with rows in another order, merged from the ranks of a tensor-parallel size, which
+    is 1 in torch_dist."""
     layers: str = "decoder"
     """Megatron Core's name of the part that holds the layers."""
     write: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}

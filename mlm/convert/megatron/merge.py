@@ -15,16 +15,15 @@ from torch import Tensor
 
 from mlm.checkpoint.native.slices import Region
 from mlm.convert.dcp.torch_file import DAMAGES
-from mlm.convert.megatron.args import Given, MegatronArgs, describe_value
+from mlm.convert.megatron.args import MegatronArgs, MegatronOverrides, describe_value
 from mlm.convert.megatron.files import RankFiles, TorchFile, printable
 from mlm.convert.megatron.mapping import MegatronMapping
 from mlm.convert.megatron.mappings import MAPPINGS
-from mlm.convert.megatron.model import HeldTensors, MegatronModel, assemble, kind_of, no_part
+from mlm.convert.megatron.model import MegatronModel, MegatronTensors, assemble, kind_of, unknown_name
 from mlm.util.errors import CorruptFileError, UserError
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_MAX_DEPTH, _MAX_NODES = 8, 1 << 17  # of the dictionaries in a file; they may hold themselves
-_VERSIONS = (0, 1.0, 2.0, 3.0)
+_MAX_DEPTH, _MAX_NODES = 8, 1 << 17  # of the dictionaries in a file; they may contain themselves
 
 Named = Mapping[str, Any]
 """Part of the model in a file: Megatron-LM's names -> values."""
@@ -34,15 +33,16 @@ Parts = dict[str, tuple[Tensor, ...]]
 """Our name -> the tensor of each tensor-parallel rank."""
 
 
-class RankTensors(HeldTensors):
+class RankTensors(MegatronTensors):
     """The tensors of all rank files, mapped into memory."""
+
+    files: RankFiles
 
     def __init__(self, files: RankFiles, parts: Parts, *, vp: int, version: float, heads: int | None) -> None:
         super().__init__(files.path, parts, tp=files.tp, pp=files.pp, vp=vp)
         self.files, self.parts, self.version, self.heads = files, parts, version, heads
 
     def shape(self, name: str, tp_dim: int | None) -> tuple[int, ...]:
-        """Return the shape of the tensor of which ranks hold parts or copies."""
         first, *others = self.parts[self.names[name]]
         if any(part.shape != first.shape for part in others):
             raise CorruptFileError(f"{self.path}: {name} differs in shape between tensor-parallel ranks")
@@ -52,10 +52,13 @@ class RankTensors(HeldTensors):
         return tuple(shape)
 
     def check_copies(self) -> None:
-        """Raise CorruptFileError too unless copies in several ranks are equal."""
-        for name, held in self.names.items():
-            first, *others = self.parts[held]
-            if self.tp_dims[name] is None and not all(_same_bits(part, first) for part in others):
+        """Raise CorruptFileError too unless copies in several ranks are equal, NaN included."""
+        for name, stored in self.names.items():
+            first, *others = self.parts[stored]
+            if self.tp_dims[name] is None and not all(
+                part.dtype == first.dtype and torch.equal(part.view(torch.uint8), first.view(torch.uint8))
+                for part in others
+            ):
                 raise CorruptFileError(
                     f"{self.path}: {name} differs between tensor-parallel ranks, which hold copies of it: "
                     "they are of different saves, take another iteration"
@@ -63,7 +66,6 @@ class RankTensors(HeldTensors):
         super().check_copies()
 
     def load(self, name: str, region: Region) -> Tensor:
-        """Return those elements of a tensor, whole over tp, float32 on CPU."""
         parts, dim = self.parts[self.names[name]], self.tp_dims[name]
         target = torch.empty(region.size)
         for t, part in enumerate(parts if dim is not None else parts[:1]):
@@ -89,7 +91,7 @@ class RankTensors(HeldTensors):
         return rows.flatten(0, 2)
 
 
-def open_checkpoint(files: RankFiles, given: Given) -> MegatronModel:
+def open_checkpoint(files: RankFiles, overrides: MegatronOverrides) -> MegatronModel:
     """Open and check every rank file: names, shapes, equal replicas and tied head, supported arguments.
 
     Raises UserError for a model that is not supported, or if something has to be specified; CorruptFileError
@@ -99,32 +101,50 @@ def open_checkpoint(files: RankFiles, given: Given) -> MegatronModel:
     contents = {rank: file.parts for rank, file in opened.items()}
     chunks = {rank: _chunks(files.files[rank], content) for rank, content in contents.items()}
     args = MegatronArgs(contents[0, 0].get("args"), files.files[0, 0])
-    kind = kind_of(
-        {files.files[rank]: [n for part in parts for n in part] for rank, parts in chunks.items()}, args
-    )
-    version = _check_one_save(files, contents, chunks)
-    parts = _merge(files, opened, chunks, MAPPINGS[kind])
-    held = RankTensors(
+    names = {files.files[rank]: [n for part in parts for n in part] for rank, parts in chunks.items()}
+    kind = kind_of(names, args)
+    tensors = RankTensors(
         files,
-        parts,
+        _merge(files, opened, chunks, MAPPINGS[kind]),
         vp=len(chunks[0, 0]),
-        version=version,
-        heads=args.number("num_attention_heads") or given.num_heads,
+        version=_check_one_save(files, contents, chunks),
+        heads=args.number("num_attention_heads") or overrides.num_heads,
     )
-    return assemble(held, args, kind, iteration=contents[0, 0].get("iteration"), given=given)
+    return assemble(tensors, args, kind, iteration=contents[0, 0].get("iteration"), overrides=overrides)
 
 
 def _chunks(path: Path, content: Mapping[str, Any]) -> list[Named]:
     """Return the parts of the model in a file: one, or its virtual stages."""
     if "model" in content:
-        return [flatten_named(path, content["model"])]
+        return [_flatten(path, content["model"])]
     chunks: list[Named] = []
     while (key := f"model{len(chunks)}") in content:
-        chunks.append(flatten_named(path, content[key]))
+        chunks.append(_flatten(path, content[key]))
     if not chunks:
         keys = printable(", ".join(sorted(content)[:6]))
         raise CorruptFileError(f"{path}: holds no model (it has {keys or 'nothing'}): name another iteration")
     return chunks
+
+
+def _flatten(path: Path, chunk: Any) -> dict[str, Any]:
+    """Flatten a dictionary of dictionaries: dotted name -> value, in order. Raises CorruptFileError."""
+    named: dict[str, Any] = {}
+    open_nodes: list[tuple[str, int, Any]] = [("", 0, chunk)]
+    visited = 0
+    while open_nodes:
+        prefix, depth, node = open_nodes.pop()
+        visited += 1
+        if prefix and not isinstance(node, dict):
+            if not prefix.endswith("_extra_state."):  # Transformer Engine's, of FP8 training
+                named[prefix.removesuffix(".")] = node
+            continue
+        too_many = depth > _MAX_DEPTH or visited > _MAX_NODES
+        if too_many or not isinstance(node, dict) or not all(type(key) is str for key in node):
+            raise CorruptFileError(
+                f"{path}: {printable(prefix) or 'model'} is no dictionary of names: copy it again"
+            )
+        open_nodes += [(f"{prefix}{key}.", depth + 1, value) for key, value in reversed(node.items())]
+    return named
 
 
 def _check_one_save(
@@ -147,7 +167,7 @@ def _check_one_save(
                 f"{files.files[rank]}: has other model parts than the first: copy it again"
             )
     version = first.get("checkpoint_version") or 0
-    if version not in _VERSIONS:
+    if version not in (0, 1.0, 2.0, 3.0):
         raise UserError(
             f"{files.files[0, 0]}: checkpoint_version={describe_value(version)}: "
             "0, 1.0, 2.0 and 3.0 are known"
@@ -162,72 +182,43 @@ def _merge(
     mapping: MegatronMapping,
 ) -> Parts:
     """Return what each tensor-parallel rank holds of each parameter."""
-    ranks = []
+    ranks: list[dict[str, Tensor]] = []
     for t in range(files.tp):
-        stages = [(opened[t, p], chunks[t, p][v]) for v in range(len(chunks[t, 0])) for p in range(files.pp)]
-        ranks.append(_stages_of(stages, mapping))
-        if differing := ranks[t].keys() ^ ranks[0].keys():
+        named, first_layer = dict[str, Tensor](), 0
+        for v in range(len(chunks[t, 0])):
+            for p in range(files.pp):
+                first_layer += _add_stage(named, opened[t, p], chunks[t, p][v], first_layer, mapping)
+        ranks.append(named)
+        if differing := named.keys() ^ ranks[0].keys():
             raise CorruptFileError(
                 f"{files.path}: {min(differing)} is not in every rank that should hold it: copy all again"
             )
     return {name: tuple(rank[name] for rank in ranks) for name in ranks[0]}
 
 
-def _stages_of(stages: list[tuple[TorchFile, Named]], mapping: MegatronMapping) -> dict[str, Tensor]:
-    """Return the tensors of a tensor-parallel rank, all stages, under our names."""
-    named: dict[str, Tensor] = {}
-    first_layer = 0
-    for file, part in stages:
-        layers = set[int]()
-        for theirs, value in part.items():
-            ours = mapping.our_name(theirs, first_layer)
-            if ours is None or ours in named:
-                raise no_part(file.path, theirs)
-            named[ours] = _plain(file, theirs, value)
-            if ours.startswith("layers."):
-                layers.add(int(ours.split(".")[1]) - first_layer)
-        if layers != set(range(len(layers))):
+def _add_stage(
+    named: dict[str, Tensor], file: TorchFile, part: Named, first_layer: int, mapping: MegatronMapping
+) -> int:
+    """Add the tensors of a stage under our names; return its number of layers."""
+    layers = set[int]()
+    for theirs, value in part.items():
+        ours = mapping.our_name(theirs, first_layer)
+        if ours is None or ours in named:
+            raise unknown_name(file.path, theirs)
+        try:
+            tensor = file.tensor(value)
+        except DAMAGES:
+            tensor = None
+        if tensor is None or tensor.dtype not in _DTYPES or not 1 <= tensor.ndim <= 2 or not tensor.numel():
             raise CorruptFileError(
-                f"{file.path}: its layers are {sorted(layers)[:8]}, not 0, 1, 2, …: copy it again"
+                f"{file.path}: {printable(theirs)} is not a plain tensor of floating-point numbers: copy it "
+                "again"
             )
-        first_layer += len(layers)
-    return named
-
-
-def flatten_named(path: Path, chunk: Any) -> dict[str, Any]:
-    """Flatten a dictionary of dictionaries: dotted name -> value, in order. Raises CorruptFileError."""
-    named: dict[str, Any] = {}
-    open_nodes: list[tuple[str, int, Any]] = [("", 0, chunk)]
-    visited = 0
-    while open_nodes:
-        prefix, depth, node = open_nodes.pop()
-        visited += 1
-        if prefix and not isinstance(node, dict):
-            if not prefix.endswith("_extra_state."):  # Transformer Engine's, of FP8 training
-                named[prefix.removesuffix(".")] = node
-            continue
-        too_many = depth > _MAX_DEPTH or visited > _MAX_NODES
-        if too_many or not isinstance(node, dict) or not all(type(key) is str for key in node):
-            raise CorruptFileError(
-                f"{path}: {printable(prefix) or 'model'} is no dictionary of names: copy it again"
-            )
-        open_nodes += [(f"{prefix}{key}.", depth + 1, value) for key, value in reversed(node.items())]
-    return named
-
-
-def _plain(file: TorchFile, name: str, value: Any) -> Tensor:
-    """Return a tensor of a file."""
-    try:
-        tensor = file.tensor(value)
-    except DAMAGES:
-        tensor = None
-    if tensor is None or tensor.dtype not in _DTYPES or not 1 <= tensor.ndim <= 2 or not tensor.numel():
+        named[ours] = tensor
+        if ours.startswith("layers."):
+            layers.add(int(ours.split(".")[1]) - first_layer)
+    if layers != set(range(len(layers))):
         raise CorruptFileError(
-            f"{file.path}: {printable(name)} is not a plain tensor of floating-point numbers: copy it again"
+            f"{file.path}: its layers are {sorted(layers)[:8]}, not 0, 1, 2, …: copy it again"
         )
-    return tensor
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return True for copies, NaN included."""
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return len(layers)

@@ -4,11 +4,12 @@ Names and arguments are those of Megatron-LM's defaults, with Transformer Engine
 padded with zeros, as Megatron pads it.
 """
 
+import io
 import json
 import zipfile
 import zlib
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from torch import Tensor
 from mlm.checkpoint.native.compare import row_blocks
 from mlm.checkpoint.native.format import TensorEntry
 from mlm.checkpoint.native.slices import Read, Region
-from mlm.convert.dcp.metadata import DCPTensor
+from mlm.convert.dcp.writer import DCPTensor
 from mlm.convert.megatron.distributed import BACKEND, COMMON
-from mlm.convert.megatron.files import MODEL_FILES
+from mlm.convert.megatron.files import MODEL_FILES, rank_folder
 from mlm.convert.megatron.mapping import THROUGH_HF, MegatronMapping
 from mlm.convert.megatron.mappings import MAPPINGS
 from mlm.convert.megatron.model import stored_parameters
@@ -41,11 +42,11 @@ TABLES = ("token.weight", "output.weight", "mlm_head.vocabulary.bias")
 
 @dataclass(frozen=True)
 class MegatronWriter:
-    """Tensors of Megatron, made of ours as they are read."""
+    """Megatron's tensors, made of ours as they are read."""
 
     model: ModelConfig
     read: Read
-    """Returns elements of a parameter of ours, by its name and shape in `parameters(model)`."""
+    """Returns elements of a parameter, by its name and shape in `parameters(model)`."""
     dtype: torch.dtype
     tp: int = 1
     pp: int = 1
@@ -56,8 +57,8 @@ class MegatronWriter:
         mapping = MAPPINGS.get(self.model.kind)
         if mapping is None:
             raise UserError(f"model.kind={self.model.kind}: Megatron has no such model")
-        if architecture_of(self.model).experts:
-            raise UserError(f"model.options.num_experts={architecture_of(self.model).experts}: {THROUGH_HF}")
+        if experts := architecture_of(self.model).experts:
+            raise UserError(f"model.options.num_experts={experts}: {THROUGH_HF}")
         if problem := mapping.problem(self.model):
             raise UserError(f"Megatron Core has no such model: {problem}")
         return mapping
@@ -70,16 +71,22 @@ class MegatronWriter:
     def tensors(self) -> dict[str, TensorEntry]:
         """Return the tensors by our names for Megatron's, padded."""
         stored = stored_parameters(self.model, self.mapping.layouts(self.model, self.tp))
-        return {
-            name: TensorEntry((self.rows, *one.shape[1:]), one.dtype, one.split) if name in TABLES else one
-            for name, one in stored.items()
-        }
+        for name in stored.keys() & TABLES:
+            entry = stored[name]
+            stored[name] = TensorEntry((self.rows, *entry.shape[1:]), entry.dtype, entry.split)
+        return stored
 
     def load(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a whole tensor of that shape."""
+        """Return a full tensor of that shape."""
         layouts = self.mapping.layouts(self.model, self.tp)
+
+        def load_ours(part: str) -> Tensor:
+            rows = layouts.ours[short_name(part)].rows
+            rest = () if part.endswith("bias") else (self.model.hidden_size,)
+            return self.read(part, Region.whole((rows, *rest)))
+
         if short_name(name) in layouts.theirs:
-            return reorder_rows(name, layouts.ours, layouts.theirs, self._load_ours).to(self.dtype)
+            return reorder_rows(name, layouts.ours, layouts.theirs, load_ours).to(self.dtype)
         if name not in TABLES:
             return self.read(name, Region.whole(shape)).to(self.dtype)
         padded = torch.zeros(shape, dtype=self.dtype)
@@ -87,73 +94,64 @@ class MegatronWriter:
             padded[region.within(Region.whole(shape))] = self.read(name, region)
         return padded
 
-    def _load_ours(self, name: str) -> Tensor:
-        """Return a whole parameter of ours that is part of a layout tensor."""
-        layouts = self.mapping.layouts(self.model, self.tp)
-        rows = layouts.ours[short_name(name)].rows
-        shape = (rows,) if name.endswith("bias") else (rows, self.model.hidden_size)
-        return self.read(name, Region.whole(shape))
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of a run that has this model."""
-        model = self.model
-        return {
-            "num_layers": model.num_layers,
-            "hidden_size": model.hidden_size,
-            "ffn_hidden_size": model.ffn_size,
-            "num_attention_heads": model.num_heads,
-            "max_position_embeddings": model.max_positions,
-            "seq_length": model.max_positions,
-            "hidden_dropout": model.hidden_dropout,
-            "attention_dropout": model.attention_dropout,
-            "init_method_std": model.init_std,
-            "norm_epsilon": model.layer_norm_eps,
-            "layernorm_epsilon": model.layer_norm_eps,
-            "vocab_size": model.vocab_size,
-            "padded_vocab_size": self.rows,
-            "make_vocab_size_divisible_by": model.vocab_multiple,
-            "tensor_model_parallel_size": self.tp,
-            "pipeline_model_parallel_size": self.pp,
-            "add_position_embedding": True,
-            **self.mapping.write(model),
-        }
-
     def common(self) -> dict[str, Any]:
-        """Return what every file of ranks, or common.pt, holds beside tensors."""
-        return {"args": Namespace(**self.arguments()), "iteration": 0, "checkpoint_version": 3.0}
+        """Return what every rank file, or common.pt, holds in addition to tensors."""
+        model = self.model
+        args = Namespace(
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            ffn_hidden_size=model.ffn_size,
+            num_attention_heads=model.num_heads,
+            max_position_embeddings=model.max_positions,
+            seq_length=model.max_positions,
+            hidden_dropout=model.hidden_dropout,
+            attention_dropout=model.attention_dropout,
+            init_method_std=model.init_std,
+            norm_epsilon=model.layer_norm_eps,
+            layernorm_epsilon=model.layer_norm_eps,
+            vocab_size=model.vocab_size,
+            padded_vocab_size=self.rows,
+            make_vocab_size_divisible_by=model.vocab_multiple,
+            tensor_model_parallel_size=self.tp,
+            pipeline_model_parallel_size=self.pp,
+            add_position_embedding=True,
+            **self.mapping.write(model),
+        )
+        return {"args": args, "iteration": 0, "checkpoint_version": 3.0}
 
 
-def core_tensors(
-    writer: MegatronWriter, *, stacked: bool
-) -> tuple[dict[str, DCPTensor], Callable[[str, Region], Tensor]]:
+def core_tensors(writer: MegatronWriter, *, stacked: bool) -> tuple[dict[str, DCPTensor], Read]:
     """Return Megatron Core's tensors for a DCP folder, an item for each layer, and what reads them.
 
     `stacked` makes one tensor of all layers, as torch_dist has them; else each has a number.
     """
+    # Megatron's name -> index of the layer, () for none -> our name and entry
     sources: dict[str, dict[tuple[int, ...], tuple[str, TensorEntry]]] = {}
-    for name, tensor in writer.tensors().items():
+    for name, entry in writer.tensors().items():
         theirs, layer = writer.mapping.core_name(name)
-        key = theirs if layer is None else theirs.replace(".{}", "") if stacked else theirs.format(layer)
-        index = (layer,) if stacked and layer is not None else ()
-        sources.setdefault(key, {})[index] = name, tensor
-    forms: dict[str, DCPTensor] = {}
-    for key, held in sources.items():
-        shape, counts = next(iter(held.values()))[1].shape, [1 + number for number in max(held)]
-        rows = [Region((*n, *(0 for _ in shape)), (*(1 for _ in n), *shape)) for n in sorted(held)]
-        forms[key] = DCPTensor((*counts, *shape), writer.dtype, tuple(rows))
+        if stacked and layer is not None:
+            sources.setdefault(theirs.replace(".{}", ""), {})[layer,] = name, entry
+        else:
+            sources[theirs.format(layer)] = {(): (name, entry)}
+    tensors: dict[str, DCPTensor] = {}
+    for key, layers in sources.items():
+        shape, counts = next(iter(layers.values()))[1].shape, [1 + number for number in max(layers)]
+        rows = [Region((*n, *(0 for _ in shape)), (*(1 for _ in n), *shape)) for n in sorted(layers)]
+        tensors[key] = DCPTensor((*counts, *shape), writer.dtype, tuple(rows))
 
     def read(key: str, region: Region) -> Tensor:
         depth = len(next(iter(sources[key])))
-        name, tensor = sources[key][region.offset[:depth]]
-        return writer.load(name, tensor.shape).reshape(region.size)
+        name, entry = sources[key][region.offset[:depth]]
+        return writer.load(name, entry.shape).reshape(region.size)
 
-    return forms, read
+    return tensors, read
 
 
 def write_common(folder: Path, writer: MegatronWriter) -> None:
     """Write common.pt and metadata.json of a torch_dist folder."""
-    with open(folder / COMMON, "xb") as f:
-        torch.save(writer.common(), f)
+    common = io.BytesIO()
+    torch.save(writer.common(), common)
+    write_atomic(folder / COMMON, common.getvalue())
     backend = {
         "sharded_backend": "torch_dist",
         "sharded_backend_version": 1,
@@ -167,40 +165,34 @@ def write_common(folder: Path, writer: MegatronWriter) -> None:
 class RankFile:
     """A file of the classic format: the tensors of a tensor-parallel and a pipeline rank."""
 
-    folder: str
-    """mp_rank_01 or mp_rank_01_002."""
+    path: str
+    """mp_rank_01/model_optim_rng.pt, in the folder of the iteration."""
     t: int
-    held: tuple[tuple[str, str, TensorEntry], ...]
-    """Megatron's name, ours for it, and the whole tensor."""
-
-    @property
-    def path(self) -> str:
-        """Path of the file in the folder of the iteration."""
-        return f"{self.folder}/{MODEL_FILES[0]}"
+    tensors: tuple[tuple[str, str, TensorEntry], ...]
+    """Megatron's name, ours for it, and the full tensor."""
 
 
 def rank_files(writer: MegatronWriter) -> Iterator[RankFile]:
     """Yield the files of tp * pp ranks. Raises UserError if the model cannot be split so."""
-    model = writer.model
-    kv_heads = architecture_of(model).kv_heads
+    model, kv_heads = writer.model, architecture_of(writer.model).kv_heads
     if model.num_heads % writer.tp or kv_heads % writer.tp or model.ffn_size % writer.tp:
         raise UserError(
             f"tp={writer.tp} does not divide the {kv_heads} heads of keys, or ffn={model.ffn_size}"
         )
-    tensors = writer.tensors()
+    entries = writer.tensors()
     for p, stage in enumerate(split_layers(model.num_layers, writer.pp)):
-        held = []
-        for name, tensor in tensors.items():
-            home = tensor.split.stage
+        tensors = []
+        for name, entry in entries.items():
+            home = entry.split.stage
             is_here = home in stage.layers if isinstance(home, int) else getattr(stage, f"is_{home}")
             theirs, layer = writer.mapping.core_name(name)
             if is_here:
-                held.append((theirs.format(None if layer is None else layer - stage.layers[0]), name, tensor))
+                number = None if layer is None else layer - stage.layers[0]
+                tensors.append((theirs.format(number), name, entry))
         if stage.is_last and not stage.is_first and is_tied(model):
-            held.append(("output_layer.weight", "token.weight", tensors["token.weight"]))
+            tensors.append(("output_layer.weight", "token.weight", entries["token.weight"]))
         for t in range(writer.tp):
-            number = f"mp_rank_{t:02d}" + (f"_{p:03d}" if writer.pp > 1 else "")
-            yield RankFile(number, t, tuple(held))
+            yield RankFile(f"{rank_folder(t, p, writer.pp)}/{MODEL_FILES[0]}", t, tuple(tensors))
 
 
 def write_rank_file(path: Path, file: RankFile, writer: MegatronWriter, progress: Advance) -> None:
@@ -211,14 +203,14 @@ def write_rank_file(path: Path, file: RankFile, writer: MegatronWriter, progress
 
     # torch.save leaves room for tensors of which no page is touched; they are written there one by one.
     empty = {}
-    for theirs, _, one in file.held:
-        shape = shard(torch.empty(one.shape, device="meta"), one.split.tp_dim).shape
+    for theirs, _, entry in file.tensors:
+        shape = shard(torch.empty(entry.shape, device="meta"), entry.split.tp_dim).shape
         empty[theirs] = torch.empty(shape, dtype=writer.dtype)
     with open(path, "xb") as f, torch.serialization.skip_data():
         torch.save({**writer.common(), "model": empty}, f)
     with open(path, "r+b") as out, zipfile.ZipFile(out, "a") as records:
-        for number, (_, name, one) in enumerate(file.held):
-            tensor = shard(writer.load(name, one.shape), one.split.tp_dim).contiguous()
+        for number, (_, name, entry) in enumerate(file.tensors):
+            tensor = shard(writer.load(name, entry.shape), entry.split.tp_dim).contiguous()
             content = tensor.reshape(-1).view(torch.uint8).numpy().data
             record = records.getinfo(f"archive/data/{number}")
             assert len(content) == record.file_size, "not what was announced"

@@ -183,7 +183,7 @@ def test_bfloat16_is_the_rounded_source(llama: Path, tmp_path: Path) -> None:
 
 def test_difference_is_found(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that exchanges gates and inputs is seen, and nothing is published."""
-    write = conversion.write
+    write = conversion.write_target
 
     def spoil(config: Any, source: Any, folder: Path, *rest: Any) -> None:
         write(config, source, folder, *rest)
@@ -192,7 +192,7 @@ def test_difference_is_found(llama: Path, tmp_path: Path, monkeypatch: pytest.Mo
         content[-9] ^= 1
         file.write_bytes(content)
 
-    monkeypatch.setattr(conversion, "write", spoil)
+    monkeypatch.setattr(conversion, "write_target", spoil)
     with pytest.raises(UserError, match="differs from"):
         converted(llama, tmp_path / "out", "hf")
     assert not (tmp_path / "out").exists()
@@ -252,7 +252,7 @@ def test_a_mixture_of_megatron_comes_by_the_hugging_face_folder(tmp_path: Path, 
         stored["model"]["decoder.layers.0.mlp.router.weight"] = torch.zeros(8, 32)
     torch.save(stored, path)
     with pytest.raises(UserError, match="Megatron Bridge") as raised:
-        conversion.open_(ConvertConfig(source=str(ranks), out=str(tmp_path / "x"), to="native"))
+        conversion.open_for_conversion(ConvertConfig(source=str(ranks), out=str(tmp_path / "x"), to="native"))
     assert "\n" not in str(raised.value)
 
 

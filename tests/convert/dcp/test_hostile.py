@@ -38,9 +38,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor, by way of every check."""
     tensors = read_metadata(folder, lambda name: True)
-    with DCPReader(folder, tensors) as reader:
-        found = {name: reader.read(name, Region((0,) * len(t.shape), t.shape)) for name, t in tensors.items()}
-        reader.verify()
+    reader = DCPReader(folder, tensors)
+    found = {name: reader.read(name, Region.whole(tensor.shape)) for name, tensor in tensors.items()}
+    reader.verify()
     return found
 
 

@@ -109,7 +109,7 @@ def test_what_our_model_cannot_express_is_rejected_by_key_and_value(
     with pytest.raises(ConfigError) as caught:
         read_model(folder)
     (problem,) = caught.value.problems
-    assert f"{key}=" in problem
+    assert key in problem
     assert "config.json" in problem
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mlm.convert.megatron.args import Given
+from mlm.convert.megatron.args import MegatronOverrides
 from mlm.convert.megatron.files import find_files
 from mlm.convert.megatron.merge import MegatronModel, open_checkpoint
 from mlm.util.errors import ConfigError, UserError
@@ -19,7 +19,7 @@ from tests.convert.megatron.written import (
 
 
 def opened(folder: Path, **settings: Any) -> MegatronModel:
-    return open_checkpoint(find_files(folder), Given(**({"vocab_size": VOCAB} | settings)))
+    return open_checkpoint(find_files(folder), MegatronOverrides(**({"vocab_size": VOCAB} | settings)))
 
 
 UNSUPPORTED = dict.fromkeys(
@@ -100,11 +100,11 @@ def test_gelu_is_the_one_it_was_trained_with(tmp_path: Path, gelu: dict[str, Any
         (50257, {}, 50257),
         (50385, {}, None),  # 50257 would have been padded to 50304
         (50048, {}, None),
-        (64, {"known": 60}, 60),
-        (64, {"known": 65}, None),
-        (64, {"vocab_size": 64, "known": 60}, 64),
+        (64, {"tokenizer_size": 60}, 60),
+        (64, {"tokenizer_size": 65}, None),
+        (64, {"vocab_size": 64, "tokenizer_size": 60}, 64),
         (64, {"vocab_size": 65}, None),
-        (64, {"vocab_size": 62, "known": 63}, None),
+        (64, {"vocab_size": 62, "tokenizer_size": 63}, None),
     ],
 )
 def test_vocabulary_is_reported_or_gpt2s(
