@@ -6,7 +6,6 @@ Shapes: S sequence, B micro-batch, H hidden, N heads, D head_dim, t = tensor-par
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mlm.models.blocked_attention import FUSED, causal_attention_in_blocks, pays_in_blocks
-from mlm.models.cache import Reading, merge_heads, split_heads
+from mlm.models.cache import Reading, merge_heads
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans, packed_attention
 from mlm.models.family import family_of
@@ -81,6 +80,38 @@ class SelfAttention(nn.Module):
         )
         self.qkv.fused_rows = FusedRows(3, self.head_dim, are_heads=True)
 
+    def forward(
+        self,
+        x: Tensor,
+        stream: DropoutStream | None,
+        spans: Spans | None = None,
+        reading: Reading | None = None,
+        rotary: Rotary | None = None,
+    ) -> Tensor:
+        """[S, B, H] -> [S, B, H], or [S/t, B, H] with sequence parallelism; S/c tokens over c = cp ranks.
+
+        `stream` is None without dropout (evaluation). With `spans` each document attends to itself alone, or
+        no token to padding; with `reading` tokens attend to the cached ones of their sequences. `rotary`
+        rotates queries and keys by their positions.
+        """
+        if reading is not None:
+            attended = self.attend_cached(x, rotary, reading)
+        else:
+            qkv = self.project(x, rotary)  # [S, B, 3H/t]: all of S, also with sequence parallelism
+            if self.cp.size > 1:
+                assert self.causal
+                assert spans is None, "checked with the configuration"
+                attended = self._across_ranks(qkv, stream)
+            elif stream is None or self.dropout == 0:
+                attended = self._fused(qkv, 0.0, spans)
+            elif qkv.is_cpu:
+                attended = self._unfused(qkv, stream, spans)
+            else:
+                attended = self._with_drawn_masks(qkv, stream, spans)
+            attended = self.values(attended)
+        y: Tensor = self.out(attended)
+        return y
+
     def project(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         """Return queries, keys and values in one tensor, of all S also with sequence parallelism."""
         qkv: Tensor = self.qkv(x)
@@ -88,10 +119,11 @@ class SelfAttention(nn.Module):
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of `project`, each [B, heads, S, D]."""
-        return split_heads(qkv, self.head_dim)
+        q, k, v = qkv.unflatten(-1, (-1, 3, self.head_dim)).permute(3, 1, 2, 0, 4).unbind(0)
+        return q, k, v
 
     def parts(self, qkv: Tensor, count: int) -> tuple[Tensor, ...]:
-        """`project` as each of `count` tp ranks would have it."""
+        """Split `project` into the shares of `count` tp ranks."""
         return qkv.chunk(count, dim=-1)
 
     def fused(self, qkv: Tensor, p: float, bias: Tensor | None, causal: bool) -> Tensor:
@@ -106,43 +138,12 @@ class SelfAttention(nn.Module):
         """Attention with `drop` of the probabilities."""
         return unfused_attention(qkv, self.head_dim, drop, bias, causal)
 
-    def forward(
-        self,
-        x: Tensor,
-        stream: DropoutStream | None,
-        spans: Spans | None = None,
-        reading: Reading | None = None,
-        rotary: Rotary | None = None,
-    ) -> Tensor:
-        """[S, B, H] -> [S, B, H], or [S/t, B, H] with sequence parallelism; S/c tokens over c = cp ranks.
-
-        `stream` is None without dropout (evaluation). With `spans` each document attends to itself alone, or
-        no token to padding; with `reading` tokens attend to the cached ones of their sequences. `rotary`
-        turns queries and keys by their positions.
-        """
-        if reading is not None:
-            y: Tensor = self.out(self.attend_cached(x, rotary, reading))
-            return y
-        qkv = self.project(x, rotary)  # [S, B, 3H/t]: all of S, also with sequence parallelism
-        if self.cp.size > 1:
-            assert self.causal
-            assert spans is None, "checked with the configuration"
-            attended = self._across_ranks(qkv, stream)
-        elif stream is None or self.dropout == 0:
-            attended = self._fused(qkv, 0.0, spans)
-        elif qkv.device.type == "cpu":
-            attended = self._unfused(qkv, stream, spans)
-        else:
-            attended = self._with_drawn_masks(qkv, stream, spans)
-        y = self.out(self.values(attended))
-        return y
-
     def attend_cached(self, x: Tensor, rotary: Rotary | None, reading: Reading) -> Tensor:
         """Attention of the tokens of a pass to those before them: [S, B, H] -> the input of `out`."""
         return reading.attend(self.layer, *self.heads(self.project(x, rotary)), self.window)
 
     def values(self, attended: Tensor) -> Tensor:
-        """Return the input of `out` for what the kernels return, [S, B, N/t D]."""
+        """Return the input of `out` for the output of the kernels, [S, B, N/t D]."""
         return attended
 
     @skip_compile  # communication that is waited for later is not traced
@@ -166,29 +167,11 @@ class SelfAttention(nn.Module):
         return merge_heads(context_attention(q, k, v, self.cp, window=self.window, drop=drops))
 
     def _fused(self, qkv: Tensor, p: float, spans: Spans | None) -> Tensor:
-        # its masks do not depend on the place in a sample
+        # the kernel's masks do not depend on the row in a sample
         def attention(qkv: Tensor, bias: Tensor | None = None, causal: bool = True, **_: int) -> Tensor:
             return self.fused(qkv, p, bias, causal)
 
         return self._attend_spans(spans, attention, qkv)
-
-    def _attend_spans(self, spans: Spans | None, attention: Callable[..., Tensor], qkv: Tensor) -> Tensor:
-        """`attention` to all tokens before (to all, if not causal) within each token's span.
-
-        It is told the sample and the first row of a part of one (documents).
-        """
-        if spans is None:
-            return attention(qkv, causal=self.causal)
-        if spans.packing is not None:  # of kernels without dropout
-            return packed_attention(qkv, self.head_dim, spans.packing, self.causal)
-        if spans.bias is not None:
-            return attention(qkv, bias=spans.bias, causal=False)
-
-        def inside(part: Tensor, sample: int, first: int) -> Tensor:
-            return attention(part, causal=self.causal, sample=sample, first_row=first)
-
-        y: Tensor = spans.each(inside, qkv)
-        return y
 
     @skip_compile  # a compiler would draw from the generator in its own way
     def _with_drawn_masks(self, qkv: Tensor, stream: DropoutStream, spans: Spans | None) -> Tensor:
@@ -201,18 +184,16 @@ class SelfAttention(nn.Module):
 
     def _unfused(self, qkv: Tensor, stream: DropoutStream, spans: Spans | None) -> Tensor:
         """Attention with dropout on a CPU, for which PyTorch has no fused kernel."""
-        length = qkv.shape[0]
+        drop = partial(
+            stream.probabilities,
+            p=self.dropout,
+            site_key=self.dropout_keys[0],
+            length=qkv.shape[0],
+            first_head=self.first_head,
+        )
 
-        def attention(qkv: Tensor, bias: Tensor | None = None, causal: bool = True, **part: Any) -> Tensor:
-            drop = partial(
-                stream.probabilities,
-                p=self.dropout,
-                site_key=self.dropout_keys[0],
-                length=length,
-                first_head=self.first_head,
-                **part,
-            )
-            return self.unfused(qkv, drop, bias, causal)
+        def attention(qkv: Tensor, bias: Tensor | None = None, causal: bool = True, **part: int) -> Tensor:
+            return self.unfused(qkv, partial(drop, **part), bias, causal)
 
         def core(qkv: Tensor) -> Tensor:
             return self._attend_spans(spans, attention, qkv)
@@ -223,16 +204,33 @@ class SelfAttention(nn.Module):
             return y
         return core(qkv)
 
+    def _attend_spans(self, spans: Spans | None, attention: Callable[..., Tensor], qkv: Tensor) -> Tensor:
+        """`attention` within each token's span: to all tokens before it, or to all if not causal.
+
+        `attention` receives the sample and the first row of a document in it.
+        """
+        if spans is None:
+            return attention(qkv, causal=self.causal)
+        if spans.packing is not None:  # of kernels without dropout
+            return packed_attention(qkv, self.head_dim, spans.packing, self.causal)
+        if spans.bias is not None:
+            return attention(qkv, bias=spans.bias, causal=False)
+
+        def inside(document: Tensor, sample: int, first: int) -> Tensor:
+            return attention(document, causal=self.causal, sample=sample, first_row=first)
+
+        return spans.attend(inside, qkv)
+
 
 def fused_attention(
     qkv: Tensor, head_dim: int, p: float, bias: Tensor | None = None, causal: bool = True
 ) -> Tensor:
     """Attention by PyTorch's best kernel: [S, B, 3H/t] -> [S, B, H/t].
 
-    Causal or not; `bias`, [B, 1, S, S] or [B, 1, 1, S], is added to the scores of what is not causal.
+    `bias`, [B, 1, S, S] or [B, 1, 1, S], is added to the scores if not causal.
     """
     s, b, _ = qkv.shape
-    # split before turned: backward writes the three gradients once, in the order of the qkv product
+    # split before transposed: backward writes the three gradients once, in the order of the qkv product
     parts = qkv.view(s, b, -1, 3, head_dim).unbind(3)  # each [S, B, N/t, D]
     q, k, v = (x.permute(1, 2, 0, 3) for x in parts)  # each [B, N/t, S, D]
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p, is_causal=causal)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
-from mlm.models.heads import PlainLinear, gather_outputs
+from mlm.models.heads import GatherOutputs, PlainLinear
 from mlm.models.norms import LayerNorm
 from mlm.models.rotary import Rotary
 from mlm.models.shape import architecture_of, is_tied
@@ -34,9 +34,9 @@ class Inputs:
     lengths: Tensor
     """[B] int64: tokens before the padding, at least 1."""
     token_types: Tensor | None = None
-    """[B, S] int64: kind of each token's segment; None for a model that knows none."""
+    """[B, S] int64: type of each token's segment; None for a model without segment types."""
     spans: Spans | None = None
-    """Hides the padding where attention is not causal; None where there is none."""
+    """Hides the padding where attention is not causal; None without padding."""
 
 
 class LearnedTable(nn.Module):
@@ -48,7 +48,7 @@ class LearnedTable(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, hidden_size))
 
     def forward(self, rows: range | Tensor) -> Tensor:
-        """[len(rows), 1, H]; of rows int64 [S, B], each sample's own, [S, B, H]."""
+        """[len(rows), 1, H], the same rows for all samples, or [S, B, H] for int64 rows [S, B]."""
         if isinstance(rows, Tensor):
             return embedding_lookup(rows, self.weight)
         return self.weight[rows.start : rows.stop].unsqueeze(1)
@@ -65,7 +65,7 @@ class Transformer(nn.Module):
     pools: ClassVar[bool] = False
     """True if head=classification reads the first token by way of a pooler, else the last token."""
     layer_type: ClassVar[type[TransformerLayer]] = TransformerLayer
-    """Class of its layers; those of a family of your own may derive from it."""
+    """Class of its layers; a custom family may derive its layers from it."""
     dropout_keys: Tensor
     """Keys of the dropout masks after the embeddings and before the classifier, int32 [2, 2]."""
 
@@ -88,9 +88,8 @@ class Transformer(nn.Module):
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.learns_positions = architecture_of(config).learned_positions
         self.stage = stage = stage or split_layers(config.num_layers, 1)[0]
-        # from numbers alone: of tensors on the meta device, stacking loads the compiler, seconds of a start
-        keys = site_keys([(-1, "embedding"), (config.num_layers, "classifier")])
-        self.register_buffer("dropout_keys", keys, persistent=False)
+        dropout_keys = site_keys([(-1, "embedding"), (config.num_layers, "classifier")])
+        self.register_buffer("dropout_keys", dropout_keys, persistent=False)
         h, std = config.hidden_size, config.init_std
         if stage.is_first or (stage.is_last and is_tied(config)):
             self.token = VocabParallelEmbedding(
@@ -128,7 +127,7 @@ class Transformer(nn.Module):
             self._add_head()
 
     def _add_head(self) -> None:
-        """Add the modules after the layers; models add the heads that they are pretrained with."""
+        """Add the modules after the layers; families add their pretraining heads."""
         config = self.config
         h, std = config.hidden_size, config.init_std
         if config.norm == "pre":
@@ -146,10 +145,7 @@ class Transformer(nn.Module):
         return length // ranks, batch, self.config.hidden_size
 
     def local_positions(self, length: int, positions: Tensor | None, device: torch.device) -> Tensor | None:
-        """Positions of this cp rank's tokens, [B or 1, S/c]; `positions` themselves where there is one rank.
-
-        They are those of all S = `length` tokens; None for 0 … S - 1.
-        """
+        """Positions of this cp rank's tokens, [B or 1, S/c], of `positions` [B, S]; None for 0 … S - 1."""
         if self.cp.size == 1:
             return positions
         if positions is None:
@@ -171,23 +167,16 @@ class Transformer(nn.Module):
         positions = self.local_positions(tokens.shape[1], positions, tokens.device)
         tokens = local_tokens(tokens, self.cp, 1)
         first = self.tp.rank * rows if self.sequence_parallel else 0
-        mine = slice(first, first + rows)
+        shard = slice(first, first + rows)
         x = self.token(tokens.t())
         if self.learns_positions:
-            x = x + self.position(range(first, first + rows) if positions is None else positions.t()[mine])
+            x = x + self.position(range(first, first + rows) if positions is None else positions.t()[shard])
         if token_types is not None:
-            x = x + self.token_type(token_types.t()[mine])
+            x = x + self.token_type(token_types.t()[shard])
         x = x.to(self.dtype)
         if self.config.norm == "post":
             x = self.embedding_norm(x)
         return x if stream is None else stream.hidden(x, self.config.hidden_dropout, self.dropout_keys[0])
-
-    def rotary(self, x: Tensor, positions: Tensor | None) -> Rotary | None:
-        """Return what turns the queries and keys of hidden states `x`; None in a model that turns none.
-
-        `positions` are [B or 1, S], of this cp rank's tokens; None for 0 … S - 1.
-        """
-        return None
 
     def run_layers(
         self,
@@ -199,23 +188,30 @@ class Transformer(nn.Module):
         """Hidden states after this stage's layers, normed in the last stage of a model with norm=pre."""
         length = x.shape[0] * self.cp.size * (self.tp.size if self.sequence_parallel else 1)
         rotary = self.rotary(x, self.local_positions(length, positions, x.device))
-        turns = () if rotary is None else (rotary,)  # a family without them has layers that take none
+        angles = () if rotary is None else (rotary,)  # layers of a custom family may take none
         for layer in self.layers.values():
             if self.recompute == "full" and torch.is_grad_enabled():
                 # masks are functions of the stream and the layer: no generator state to stash and restore
                 x = checkpoint(
-                    layer, x, stream, spans, None, *turns, use_reentrant=False, preserve_rng_state=False
+                    layer, x, stream, spans, None, *angles, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                x = layer(x, stream, spans, None, *turns)
-        return self.normed(x) if self.stage.is_last and self.config.norm == "pre" else x
+                x = layer(x, stream, spans, None, *angles)
+        return self.apply_final_norm(x) if self.stage.is_last and self.config.norm == "pre" else x
 
-    def normed(self, x: Tensor) -> Tensor:
+    def rotary(self, x: Tensor, positions: Tensor | None) -> Rotary | None:
+        """Return the angles of the queries and keys of hidden states `x`; None without rotary positions.
+
+        `positions` are [B or 1, S], of this cp rank's tokens; None for 0 … S - 1.
+        """
+        return None
+
+    def apply_final_norm(self, x: Tensor) -> Tensor:
         """Hidden states for the output layer: the last norm, in muP divided by the width's factor.
 
-        Table 8 of arXiv:2203.03466 is the form for an output layer that is the token table: initial values
-        and rate are those of an input layer at each width, and a multiplier of 1 / width is before it. Here
-        one that is not tied has them too.
+        Table 8 of arXiv:2203.03466 is the form for an output layer tied to the token table: initial values
+        and rate of an input layer at each width, and a multiplier of 1 / width before it. Here untied ones
+        have them too.
         """
         y: Tensor = self.final_norm(x)
         return y if self.config.mup_base_width is None else y / self.config.width_factor
@@ -230,22 +226,22 @@ class Transformer(nn.Module):
         """Return the outputs of head=classification|span, on every tp rank; else hidden states.
 
         Returns:
-            classification: [B, num_labels], from [CLS] by way of the pooler (arXiv:1810.04805, section 4), in
-                a GPT-2 from the last token. span: [B, S, 2], where an answer begins and where it ends.
+            classification: [B, num_labels], from the pooled [CLS] (arXiv:1810.04805, section 4), in a GPT-2
+                from the last token. span: [B, S, 2], where an answer begins and where it ends.
         """
         h = self.encode(inputs, stream, x)
         if not self.stage.is_last:
             return h
         if self.config.head == "span":
-            return self.whole(self.classifier(h)).transpose(0, 1)
+            return self.gather_outputs(self.classifier(h)).transpose(0, 1)
         if self.pools:
             pooled = self.pool(h)
             if stream is not None:
                 pooled = stream.replicated(pooled, self.config.hidden_dropout, self.dropout_keys[1])
-            return self.whole(self.classifier(pooled))[0]
+            return self.gather_outputs(self.classifier(pooled))[0]
         rows = torch.arange(len(inputs.lengths), device=h.device)
-        if self.sequence_parallel:  # a row's last token is on any one of the ranks
-            return self.whole(self.classifier(h))[inputs.lengths - 1, rows]
+        if self.sequence_parallel:  # any of the ranks has a row's last token
+            return self.gather_outputs(self.classifier(h))[inputs.lengths - 1, rows]
         y: Tensor = self.classifier(h[inputs.lengths - 1, rows])
         return y
 
@@ -256,6 +252,8 @@ class Transformer(nn.Module):
         """
         return torch.tanh(self.pooler(h[:1]))
 
-    def whole(self, y: Tensor) -> Tensor:
-        """Gather results of each rank's rows on every rank: [S/t, …] -> [S, …]."""
-        return gather_outputs(y, self.tp) if self.sequence_parallel else y
+    def gather_outputs(self, y: Tensor) -> Tensor:
+        """Gather results of each rank's rows on every rank with sequence parallelism: [S/t, …] -> [S, …]."""
+        if self.sequence_parallel:
+            y = GatherOutputs.apply(y, self.tp)  # type: ignore[no-untyped-call]
+        return y

@@ -1,8 +1,8 @@
 """Causal attention of a CPU in blocks of queries, by batched products of several heads.
 
 PyTorch's fused kernel multiplies tiles of 32 queries of one head, with 50 to 75 GFLOP/s on a Zen 4 core whose
-products of bfloat16 reach 220. Here a block of queries of several heads meets all keys up to its end in one
-product; of what the mask hides only the block's own triangle is computed.
+products of bfloat16 reach 220. Here one product multiplies a block of queries of several heads by all keys up
+to its end; of the masked scores only the block's triangle is computed.
 
 Scores are float32, also those of bfloat16 queries, as in the fused kernel: rounded to bfloat16 they would be
 off by 2^-9 of themselves, and probabilities by exp(2^-9 s). Nothing of size S * S outlives a block: backward
@@ -13,7 +13,6 @@ keys of b samples at a time, r rows of queries in a block, e keys up to its end.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,38 +72,30 @@ class _Blocks:
         self.factor = 1 / math.sqrt(self.width)
         per_head = self.queries * self.rows * self.length
         most = max(1, BUFFER_BYTES // (4 * per_head))
-        self.some_heads, self.some_samples = min(most, self.heads), max(1, most // self.heads)
-        size = min(self.some_heads * self.some_samples, self.batch * self.heads) * per_head
-        self.wide, self.narrow = torch.empty(size), torch.empty(size, dtype=x.dtype)
+        heads, samples = min(most, self.heads), max(1, most // self.heads)
+        # heads of a range of samples are computed side by side
+        self.sample_ranges = [slice(n, n + samples) for n in range(0, self.batch, samples)]
+        self.head_ranges = [slice(n, n + heads) for n in range(0, self.heads, heads)]
+        # the last block of queries first: it needs all keys, so that it begins their sums
+        firsts = reversed(range(0, self.length, self.rows))
+        self.query_ranges = [slice(first, min(first + self.rows, self.length)) for first in firsts]
+        size = min(heads * samples, self.batch * self.heads) * per_head
+        self.scores, self.rounded_scores = torch.empty(size), torch.empty(size, dtype=x.dtype)
         self.future = torch.full((self.rows, self.rows), -math.inf).triu_(1)
-
-    def samples(self) -> Iterator[slice]:
-        """Ranges of samples whose heads lie side by side while they are computed with."""
-        for first in range(0, self.batch, self.some_samples):
-            yield slice(first, first + self.some_samples)
-
-    def groups(self) -> Iterator[slice]:
-        """Ranges of heads of keys."""
-        for first in range(0, self.heads, self.some_heads):
-            yield slice(first, first + self.some_heads)
-
-    def blocks(self) -> Iterator[slice]:
-        """Ranges of queries, the last first: it meets all keys, so that it begins their sums."""
-        for first in reversed(range(0, self.length, self.rows)):
-            yield slice(first, min(first + self.rows, self.length))
 
     def probabilities(self, q: Tensor, k: Tensor, rows: slice) -> Tensor:
         """Softmax of a block's scores: q [c, g, S, D] scaled, k [c, S, D], float32 -> [c, g r, e]."""
         c, g, end = k.shape[0], q.shape[1], rows.stop
         r = end - rows.start
-        p = self.wide[: c * g * r * end].view(c, g * r, end)
+        p = self.scores[: c * g * r * end].view(c, g * r, end)
         torch.bmm(q[:, :, rows].flatten(1, 2), k[:, :end].transpose(1, 2), out=p)
         p.view(c, g, r, end)[..., rows].add_(self.future[:r, :r])
         return torch.softmax(p, -1, out=p)
 
-    def rounded(self, x: Tensor) -> Tensor:
-        """`x` in the dtype of the inputs, in a buffer of its own where that is another."""
-        return x if x.dtype == self.narrow.dtype else self.narrow[: x.numel()].view(x.shape).copy_(x)
+    def round(self, x: Tensor) -> Tensor:
+        """Return scores `x` in the dtype of the inputs."""
+        y = self.rounded_scores
+        return x if x.dtype == y.dtype else y[: x.numel()].view(x.shape).copy_(x)
 
 
 class _BlockedAttention(torch.autograd.Function):
@@ -114,20 +105,20 @@ class _BlockedAttention(torch.autograd.Function):
         ctx.save_for_backward(x)
         blocks = _Blocks(x, layout)
         y = x.new_empty(*x.shape[:2], blocks.heads * blocks.queries, blocks.width)
-        for samples in blocks.samples():
-            near = x[:, samples].transpose(0, 1).contiguous()  # [b, S, heads, D]
-            near_y = near.new_empty(*near.shape[:2], *y.shape[2:])
-            out = near_y.transpose(1, 2).unflatten(1, (blocks.heads, -1))  # [b, K, g, S, D]
-            queries, keys, values = layout.split(near)
-            for heads in blocks.groups():
+        for samples in blocks.sample_ranges:
+            local_x = x[:, samples].transpose(0, 1).contiguous()  # [b, S, heads, D]
+            local_y = local_x.new_empty(*local_x.shape[:2], *y.shape[2:])
+            out = local_y.transpose(1, 2).unflatten(1, (blocks.heads, -1))  # [b, K, g, S, D]
+            queries, keys, values = layout.split(local_x)
+            for heads in blocks.head_ranges:
                 q = (queries[:, heads].float() * blocks.factor).flatten(0, 1)  # [c, g, S, D]
                 k, v = keys[:, heads].float().flatten(0, 1), values[:, heads].flatten(0, 1)
                 target = out[:, heads]
-                for rows in blocks.blocks():
-                    p = blocks.rounded(blocks.probabilities(q, k, rows))
+                for rows in blocks.query_ranges:
+                    p = blocks.round(blocks.probabilities(q, k, rows))
                     part = torch.bmm(p, v[:, : rows.stop])
                     target[..., rows, :] = part.view(*target.shape[:3], -1, blocks.width)
-            y[:, samples] = near_y.transpose(0, 1)
+            y[:, samples] = local_y.transpose(0, 1)
         return y
 
     @staticmethod
@@ -135,17 +126,17 @@ class _BlockedAttention(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         layout: HeadLayout = ctx.layout
         blocks, dx = _Blocks(x, layout), torch.empty_like(x)
-        for samples in blocks.samples():
-            near, near_dy = (t[:, samples].transpose(0, 1).contiguous() for t in (x, dy))
-            near_dx = torch.empty_like(near)
-            out = near_dy.transpose(1, 2).unflatten(1, (blocks.heads, -1))
-            inputs, outputs = layout.split(near), layout.split(near_dx)
-            for heads in blocks.groups():
+        for samples in blocks.sample_ranges:
+            local_x, local_dy = (t[:, samples].transpose(0, 1).contiguous() for t in (x, dy))
+            local_dx = torch.empty_like(local_x)
+            out = local_dy.transpose(1, 2).unflatten(1, (blocks.heads, -1))
+            inputs, outputs = layout.split(local_x), layout.split(local_dx)
+            for heads in blocks.head_ranges:
                 queries, keys, values = (t[:, heads] for t in inputs)
                 gradients = _gradients(blocks, queries, keys, values, out[:, heads])
                 for t, gradient in zip(outputs, gradients, strict=True):
                     t[:, heads] = gradient.view(t[:, heads].shape)
-            dx[:, samples] = near_dx.transpose(0, 1)
+            dx[:, samples] = local_dx.transpose(0, 1)
         return dx, None
 
 
@@ -156,19 +147,19 @@ def _gradients(
 
     `out` [b, h, g, S, D] is the gradient of their output; the others are as `HeadLayout.split` gives them.
     """
-    narrow_q, k, v, dy = queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), out.flatten(0, 1)
-    q, wide_k = narrow_q.float() * blocks.factor, k.float()
-    dq, dk, dv = torch.empty_like(narrow_q), wide_k, wide_k  # the first block begins the sums
-    for rows in blocks.blocks():
+    q, k, v, dy = queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), out.flatten(0, 1)
+    scaled_q, k32 = q.float() * blocks.factor, k.float()
+    dq, dk, dv = torch.empty_like(q), k32, k32  # the first block begins the sums
+    for rows in blocks.query_ranges:
         end, is_first = rows.stop, rows.stop == blocks.length
-        p = blocks.probabilities(q, wide_k, rows)  # [c, g r, e] float32
+        p = blocks.probabilities(scaled_q, k32, rows)  # [c, g r, e] float32
         g = dy[:, :, rows].flatten(1, 2)  # [c, g r, D]
-        dv = _add_product(None if is_first else dv, blocks.rounded(p), g)
-        ds = torch.bmm(g, v[:, :end].transpose(1, 2)).float()
-        torch._softmax_backward_data(ds, p, -1, torch.float32, grad_input=ds)
-        narrow_ds = blocks.rounded(ds.mul_(blocks.factor))
-        dq[:, :, rows] = torch.bmm(narrow_ds, k[:, :end]).view(dq[:, :, rows].shape)
-        dk = _add_product(None if is_first else dk, narrow_ds, narrow_q[:, :, rows].flatten(1, 2))
+        dv = _add_product(None if is_first else dv, blocks.round(p), g)
+        ds32 = torch.bmm(g, v[:, :end].transpose(1, 2)).float()
+        torch._softmax_backward_data(ds32, p, -1, torch.float32, grad_input=ds32)
+        ds = blocks.round(ds32.mul_(blocks.factor))
+        dq[:, :, rows] = torch.bmm(ds, k[:, :end]).view(dq[:, :, rows].shape)
+        dk = _add_product(None if is_first else dk, ds, q[:, :, rows].flatten(1, 2))
     return dq, dk, dv
 
 
@@ -176,9 +167,9 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """Add left^T right to the first e rows of `total` [c, S, D] in float32: [c, g r, e], [c, g r, D]."""
     if total is None:
         return torch.bmm(left.transpose(1, 2), right).float()
-    some = total[:, : left.shape[2]]
+    rows = total[:, : left.shape[2]]
     if left.dtype == total.dtype:
-        some.baddbmm_(left.transpose(1, 2), right)
+        rows.baddbmm_(left.transpose(1, 2), right)
     else:
-        some += torch.bmm(left.transpose(1, 2), right)
+        rows += torch.bmm(left.transpose(1, 2), right)
     return total

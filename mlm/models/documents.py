@@ -4,10 +4,10 @@ A document ends with its end-of-document token. Megatron-LM's three switches, ea
 --reset-position-ids, --reset-attention-mask and --eod-mask-loss (`_get_ltor_masks_and_position_ids` in
 megatron/core/datasets/gpt_dataset.py says what they do; this is our own code for it).
 
-A bias on the scores that hides padding, or other documents, forbids flash kernels. With a `Packing` the
-tokens that count are gathered, sequence by sequence, and the kernel is given where each begins: it computes
-the squares of the lengths rather than of S, and padding goes through no kernel. Gathering and putting back
-move 18 bytes for each element of H and token forward, and 22 backward, in half precision.
+A bias on the scores that hides padding, or other documents, rules out flash kernels. With a `Packing` the
+tokens that count are gathered, sequence by sequence, and the kernel receives where each begins: it computes
+the squares of the lengths rather than of S, and no padding. Gathering and scattering move 18 bytes for each
+element of H and token forward, and 22 backward, in half precision.
 
 Shapes: S sequence, B micro-batch, H hidden, N heads, D head_dim, t = tensor-parallel size, T tokens that
 count.
@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ _switch: list[bool] = []
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Places of the sequences of a micro-batch, packed."""
+    """Rows of the sequences of a micro-batch, packed."""
 
     rows: Tensor
     """int64 [T]: rows of the flattened [S * B, ...], sequence by sequence; each once."""
@@ -42,7 +43,7 @@ class Packing:
 
 
 def pack_sequences(on: bool) -> None:
-    """Let the spans of this process be packed, or not: a choice of kernels, as in mlm/training/kernels.py."""
+    """Switch packing on or off in this process: a choice of kernels, as in mlm/training/kernels.py."""
     _switch[:] = [True] if on else []
 
 
@@ -52,44 +53,27 @@ def packs(device: torch.device) -> bool:
 
 
 def build_packing(lengths: Sequence[Sequence[int]], device: torch.device) -> Packing:
-    """Packing of sequences one after the other in each sample; what follows the last is padding.
-
-    `lengths` has those of each of the B samples.
-    """
+    """Packing of the consecutive sequences of each of B samples, by their lengths; the rest is padding."""
     samples = len(lengths)
-    rows = [torch.arange(sum(each)) * samples + b for b, each in enumerate(lengths)]  # row s * B + b
-    flat = [length for each in lengths for length in each]
+    rows = [torch.arange(sum(tokens)) * samples + b for b, tokens in enumerate(lengths)]  # row s * B + b
+    flat = [length for tokens in lengths for length in tokens]
     begins = torch.tensor([0, *accumulate(flat)], dtype=torch.int32)
     return Packing(to_device(torch.cat(rows), device), to_device(begins, device), max(flat))
 
 
-class _Take(torch.autograd.Function):
-    """Some rows of a matrix, each once; the gradient of the others is zero."""
+class _SelectRows(torch.autograd.Function):
+    """Rows of a matrix, each at most once: unlike index_select's, its backward copies and needs no sums."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, rows: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.size = len(x)  # type: ignore[attr-defined]
+        ctx.size = len(x)
         return x.index_select(0, rows)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, dy: Tensor) -> tuple[Tensor, None]:
-        (rows,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return dy.new_zeros(ctx.size, dy.shape[1]).index_copy_(0, rows, dy), None  # type: ignore[attr-defined]
-
-
-class _Put(torch.autograd.Function):
-    """The reverse: rows of a matrix of zeros."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, rows: Tensor, size: int) -> Tensor:
-        ctx.save_for_backward(rows)
-        return x.new_zeros(size, x.shape[1]).index_copy_(0, rows, x)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, dy: Tensor) -> tuple[Tensor, None, None]:
-        (rows,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return dy.index_select(0, rows), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        return dy.new_zeros(ctx.size, dy.shape[1]).index_copy_(0, rows, dy), None
 
 
 @skip_compile  # the number of tokens differs from batch to batch: each would be compiled anew
@@ -98,21 +82,14 @@ def packed_attention(qkv: Tensor, head_dim: int, packing: Packing, causal: bool)
     from torch.nn.attention.varlen import varlen_attn  # loads the kernels' registration
 
     s, b, _ = qkv.shape
-    tokens: Tensor = _Take.apply(qkv.view(s * b, -1), packing.rows)  # type: ignore[no-untyped-call]
+    tokens: Tensor = _SelectRows.apply(qkv.view(s * b, -1), packing.rows)  # type: ignore[no-untyped-call]
     q, k, v = tokens.view(len(packing.rows), -1, 3, head_dim).unbind(2)  # each [T, N/t, D]
-    y = varlen_attn(
-        q,
-        k,
-        v,
-        packing.begins,
-        packing.begins,
-        packing.longest,
-        packing.longest,
-        window_size=(-1, 0) if causal else (-1, -1),
-    )
+    begins, longest = packing.begins, packing.longest
+    window = (-1, 0) if causal else (-1, -1)
+    y = varlen_attn(q, k, v, begins, begins, longest, longest, window_size=window)
     assert isinstance(y, Tensor)  # no auxiliary results were asked for
-    whole: Tensor = _Put.apply(y.flatten(1), packing.rows, s * b)  # type: ignore[no-untyped-call]
-    return whole.view(s, b, -1)
+    y = y.flatten(1)
+    return y.new_zeros(s * b, y.shape[1]).index_copy(0, packing.rows, y).view(s, b, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,21 +102,21 @@ class Spans:
     """[B, 1, S, S] or [B, 1, 1, S]: 0 where a token attends, -inf elsewhere, in the dtype of activations. One
     kernel for the whole micro-batch is faster on a GPU."""
     packing: Packing | None = None
-    """Places of the documents for a kernel that takes several lengths, in place of a bias."""
+    """Rows of the documents for a kernel that takes several lengths, in place of a bias."""
 
     @skip_compile  # lengths differ from batch to batch: each would be recompiled
-    def each(self, attention: Callable[[Tensor, int, int], Tensor], qkv: Tensor) -> Tensor:
+    def attend(self, attention: Callable[[Tensor, int, int], Tensor], qkv: Tensor) -> Tensor:
         """`attention` within each document: [S, B, 3H/t] -> [S, B, H/t].
 
-        attention(its qkv [s, 1, 3H/t], sample, its first token's place in it) gives [s, 1, H/t]. Costs the
-        squares of the documents' lengths rather than that of S: on a CPU faster than a mask.
+        attention(qkv [s, 1, 3H/t] of a document, its sample, its first token's row) gives [s, 1, H/t]. Costs
+        the squares of the documents' lengths rather than of S: on a CPU faster than a mask.
         """
-        rows = []
-        for sample, (whole, lengths) in enumerate(zip(qkv.split(1, dim=1), self.lengths, strict=True)):
+        samples = []
+        for sample, (tokens, lengths) in enumerate(zip(qkv.split(1, dim=1), self.lengths, strict=True)):
             firsts = accumulate(lengths, initial=0)
-            parts = zip(whole.split(lengths), firsts, strict=False)
-            rows.append(torch.cat([attention(part, sample, first) for part, first in parts]))
-        return torch.cat(rows, dim=1)
+            parts = zip(tokens.split(lengths), firsts, strict=False)
+            samples.append(torch.cat([attention(part, sample, first) for part, first in parts]))
+        return torch.cat(samples, dim=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +124,7 @@ class Documents:
     """Documents of a micro-batch, as a model reads them."""
 
     positions: Tensor | None
-    """[B, S] int64: each token's place in its document; None counts through the sample."""
+    """[B, S] int64: each token's position in its document; None counts through the sample."""
     spans: Spans | None
     """None lets a token attend to all before it in the sample."""
 
@@ -172,16 +149,16 @@ class Boundaries:
         return cls(data.eod_id, *switches)
 
     def scored(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Labels [B, S], without those an end-of-document token would have to foresee."""
+        """Labels [B, S] without the predictions that follow an end-of-document token."""
         return labels.masked_fill(tokens == self.eod_id, IGNORE_INDEX) if self.mask_eod_loss else labels
 
     def documents(
         self, tokens: Tensor, dtype: torch.dtype, on_host: Tensor | None = None
     ) -> Documents | None:
-        """The documents of tokens [B, S], on their device; `dtype` is that of activations.
+        """The documents of tokens [B, S], on their device; `dtype` is the activations'.
 
-        Waits for the device only where that is the CPU. `on_host` are the same tokens there: lengths that a
-        kernel is to be given are counted in them.
+        `on_host` are the same tokens on the host, where the lengths for a packing kernel are counted without
+        waiting for the device.
         """
         if not (self.reset_positions or self.reset_attention):
             return None
@@ -196,26 +173,25 @@ class Boundaries:
 
 def document_positions(ends: Tensor) -> Tensor:
     """Tokens between each token and the beginning of its document or sample: bool [B, S] -> int64 [B, S]."""
-    places = torch.arange(ends.shape[1], device=ends.device)
-    begins = torch.where(_document_begins(ends), places, 0).cummax(dim=1).values  # of each token's document
-    return places - begins
+    positions = torch.arange(ends.shape[1], device=ends.device)
+    begins = (
+        torch.where(_document_begins(ends), positions, 0).cummax(dim=1).values
+    )  # of each token's document
+    return positions - begins
 
 
 def document_spans(ends: Tensor, dtype: torch.dtype) -> Spans:
     """The documents that `ends`, bool [B, S], marks the last token of."""
-    if ends.device.type == "cpu":
-        return Spans(tuple(map(_lengths, _document_begins(ends))))
-    return Spans((), document_bias(ends, dtype))
+    if ends.device.type != "cpu":
+        return Spans((), document_bias(ends, dtype))
+    edges = [[0, *begins.nonzero().flatten().tolist(), len(begins)] for begins in _document_begins(ends)]
+    return Spans(tuple(tuple(end - begin for begin, end in pairwise(sample)) for sample in edges))
 
 
 def padding_spans(lengths: Tensor, width: int, dtype: torch.dtype, device: torch.device) -> Spans | None:
-    """Return spans that hide the padding after sequences; None if there is none.
+    """Return spans that hide the padding after sequences; None if there is no padding.
 
-    Args:
-        lengths: [B] int64 on the host.
-        width: S, padding included.
-        dtype: of activations.
-        device: of activations.
+    `lengths` are [B] int64 on the host, `width` is S, `dtype` and `device` are the activations'.
     """
     if int(lengths.min()) == width:
         return None
@@ -227,9 +203,9 @@ def padding_spans(lengths: Tensor, width: int, dtype: torch.dtype, device: torch
 
 
 def document_bias(ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 for each token and those not after it in its document, else -inf: bool [B, S] -> [B, 1, S, S]."""
-    number = _document_begins(ends).cumsum(dim=1)  # of each token's document in its sample
-    attends = (number[:, :, None] == number[:, None, :]).tril()
+    """0 for each token and those before it in its document, else -inf: bool [B, S] -> [B, 1, S, S]."""
+    numbers = _document_begins(ends).cumsum(dim=1)  # of each token's document in its sample
+    attends = (numbers[:, :, None] == numbers[:, None, :]).tril()
     bias = torch.zeros(attends.shape, dtype=dtype, device=ends.device)
     return bias.masked_fill_(~attends, -math.inf).unsqueeze(1)
 
@@ -239,9 +215,3 @@ def _document_begins(ends: Tensor) -> Tensor:
     begins = ends.roll(1, dims=1)
     begins[:, 0] = False
     return begins
-
-
-def _lengths(begins: Tensor) -> tuple[int, ...]:
-    """Lengths of a sample's documents, from where the second and later ones begin: bool [S]."""
-    edges = [0, *begins.nonzero().flatten().tolist(), len(begins)]
-    return tuple(end - begin for begin, end in pairwise(edges))

@@ -1,6 +1,6 @@
 """Model families: one object holds all that the rest of the toolkit knows of a family.
 
-`model.kind` names a shipped family (gpt2, bert, llama), or one of the user's own by its import path,
+`model.kind` names a shipped family (gpt2, bert, llama), or a custom one by its import path,
 `my_package.my_family:FAMILY`. A variation of a shipped one takes the rest from it:
 
     FAMILY = replace(gpt2.FAMILY, model=MyGPT2)
@@ -63,7 +63,6 @@ class Architecture:
 
     @property
     def values_dim(self) -> int:
-        """Width of the values of one head."""
         return self.value_dim or self.head_dim
 
     def attended(self, seq_length: int) -> float:
@@ -73,11 +72,6 @@ class Architecture:
         """
         w = min(self.window or seq_length, seq_length)
         return w * (2 - w / seq_length)
-
-
-def usual_architecture(model: ModelConfig) -> Architecture:
-    """The parts and sizes of GPT-2 and BERT."""
-    return Architecture(head_dim=model.hidden_size // model.num_heads, kv_heads=model.num_heads)
 
 
 class SampleSource(Protocol):
@@ -98,15 +92,12 @@ class SampleSource(Protocol):
         cache: Path | None,
     ) -> "Dataset":
         """Return training samples 0 to num_samples of an indexed corpus; `cache` keeps their order."""
-        ...
 
     def validation(self, data: "DataConfig", prefix: Path, tokenizer: "Tokenizer | None") -> "Dataset":
-        """Return what of an indexed corpus is scored, each once and the same whatever the run's seed."""
-        ...
+        """Return the scored samples of an indexed corpus, each once and the same whatever the run's seed."""
 
     def synthetic(self, data: "DataConfig", vocab_size: int, num_samples: int, seed: int) -> "Dataset":
         """Return random samples of data.seq_length tokens."""
-        ...
 
 
 class Objective(Protocol[C_in, B_in]):
@@ -123,38 +114,26 @@ class Objective(Protocol[C_in, B_in]):
     def counts(self, batch: B_in) -> Sequence[int]:
         """Return the number of terms in each part of a micro-batch: scored tokens, samples. On the host.
 
-        Over cp ranks those of all of them; `output` and `sums` add up this rank's.
+        Over cp ranks the number on all of them; `output` and `sums` add up this rank's.
         """
-        ...
 
     def output(
-        self,
-        chunk: C_in,
-        batch: B_in,
-        scale: "Tensor",
-        stream: "DropoutStream | None",
-        x: "Tensor | None",
+        self, chunk: C_in, batch: B_in, scale: "Tensor", stream: "DropoutStream | None", x: "Tensor | None"
     ) -> "Tensor":
         """Return a stage's hidden states, or in the last stage `scale` [k] times each part's sum.
 
         The latter is [k], of which the losses are differentiable. `x` are the hidden states of the stage
         before, None in the first.
         """
-        ...
 
     def sums(self, chunk: C_in, batch: B_in, x: "Tensor | None") -> "Tensor":
         """Return the same without dropout, gradients and scale: [k] float64."""
-        ...
-
-
-def no_problem(*_: object) -> None:
-    """Settings that need no check."""
 
 
 class LazyImport(Generic[T]):
-    """Field of a dataclass, given as a value or as its import path, which is followed when the field is read.
+    """Field of a dataclass, given as a value or as its import path, which is imported when the field is read.
 
-    Settings are checked by what a family knows of them; its modules, and torch with them, take a second.
+    Checks of settings read other fields of a family: its modules, and torch with them, take a second.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -170,23 +149,23 @@ class LazyImport(Generic[T]):
         if isinstance(value, str):
             module, _, name = value.partition(":")
             value = instance.__dict__[self.name] = reduce(getattr, name.split("."), import_module(module))
-        found: T = value
-        return found
+        return value  # type: ignore[no-any-return]
+
+
+def no_problem(*_: object) -> None:
+    """Default of checks that a family does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily:
-    """A model family.
-
-    A `LazyImport` takes a value or its import path, "my_package.my_model:MyModel".
-    """
+    """A model family. A `LazyImport` takes a value or its import path, "my_package.my_model:MyModel"."""
 
     model: LazyImport[type[Any]] = LazyImport()
-    """Module of one pipeline stage, or of the whole model."""
+    """Module of one pipeline stage, or of the full model."""
     causal: bool
-    """True if a token attends only to itself and to the tokens before it: such a model generates text, looks
-    at no padding on the right, and is finetuned on texts that end with the end-of-document token. Others read
-    both ways, and sequences framed by [CLS] and [SEP]."""
+    """True if a token attends only to itself and to the tokens before it: such a model generates text,
+    ignores padding on the right, and is finetuned on texts that end with the end-of-document token. Others
+    are bidirectional and read sequences framed by [CLS] and [SEP]."""
     objective: "LazyImport[Callable[[DataConfig, ParallelContext, torch.dtype], Objective[Any, Any]]]" = (
         LazyImport()
     )
@@ -203,14 +182,16 @@ class ModelFamily:
     """True if its attention takes packed sequences in place of a bias (mlm/models/documents.py)."""
     data_keys: tuple[str, ...] = ()
     """Keys of data.* that shape the samples of this family and not of others."""
-    architecture: Callable[[ModelConfig], Architecture] = usual_architecture
+    architecture: Callable[[ModelConfig], Architecture] = lambda model: Architecture(
+        head_dim=model.hidden_size // model.num_heads, kv_heads=model.num_heads
+    )
     """Return parts and sizes of a model: heads of keys, gates, biases, what is tied."""
     head_products: Callable[[ModelConfig, int], float]
     """Weights that a token of pretraining is multiplied with after the layers, at a tp: an average."""
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
-    """Names of its own settings, model.options.NAME, with their defaults."""
+    """Names of settings that only this family has, model.options.NAME, with their defaults."""
     settings: type | None = None
-    """Dataclass of those that declare what they apply to."""
+    """Dataclass of the options that declare what they apply to."""
     dense_twin: Callable[[ModelConfig], ModelConfig | None] = no_problem
     """Return the dense model that a mixture of experts can start from; None for other models. Raises
     ConfigError for experts that are no copies of an MLP."""
@@ -221,7 +202,7 @@ class ModelFamily:
     model_problem: Callable[[ModelConfig], Problem | None] = no_problem
     """Return the problem of a model's settings."""
     warning: Callable[[ModelConfig], str | None] = no_problem
-    """Return a line on settings of a model that pretraining accepts, and says what they cost."""
+    """Return a line on settings of a model that pretraining accepts, and what they cost."""
     data_problem: "Callable[[DataConfig], Problem | None]" = no_problem
     """Return the problem of data settings that samples cannot be made with."""
     corpus_problems: Callable[[ModelConfig, Sequence[Path], Path | None], list[Problem]] = lambda *_: []
@@ -232,15 +213,16 @@ class ModelFamily:
 
 def family_of(kind: str) -> ModelFamily:
     """Return the family that model.kind names. Raises OwnCodeError (a UserError) if there is none."""
-    if kind in KINDS:
-        shipped: ModelFamily = import_module(f"mlm.models.{kind}.family").FAMILY
-        return shipped
-    family: ModelFamily = imported("model.kind", kind, KINDS, ModelFamily)
+    family: ModelFamily = (
+        import_module(f"mlm.models.{kind}.family").FAMILY
+        if kind in KINDS
+        else imported("model.kind", kind, KINDS, ModelFamily)
+    )
     return family
 
 
 def option(model: ModelConfig, name: str) -> bool | int | float | str:
-    """Value of a setting of the family's own, from `options` or its default."""
+    """Value of model.options.NAME, or its default in the family."""
     return model.options.get(name, family_of(model.kind).options[name])
 
 
@@ -275,7 +257,7 @@ def pretraining_problem(config: Any) -> Problem | None:
 def data_problem(config: Any) -> Problem | None:
     """Return the problem of data settings that the model's samples cannot be made with."""
     try:
-        found: Problem | None = family_of(config.model.kind).data_problem(config.data)
-    except OwnCodeError:
+        problem: Problem | None = family_of(config.model.kind).data_problem(config.data)
+    except OwnCodeError:  # reported by `model_problem`
         return None
-    return found
+    return problem

@@ -1,7 +1,7 @@
-"""Small modules after the last layer. They are replicated over tp.
+"""Small modules after the last layer, replicated over tp.
 
-With sequence parallelism a tp rank computes them for its own rows of the sequence, so its gradients of their
-weights are of those rows, like those of all replicated parameters, and are summed over tp.
+With sequence parallelism a tp rank computes them for its rows of the sequence, and their weight gradients are
+summed over tp, as of all replicated parameters.
 
 Shapes: S sequence, B micro-batch, H hidden, R rows (tokens), V padded vocabulary, t = tensor-parallel size.
 """
@@ -31,16 +31,15 @@ class PlainLinear(ComputesInHalf):
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
 
     def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
-        """Weight and bias: the product gives their gradients itself."""
+        """Weight and bias: the product itself returns their gradients."""
         return {"weight": False, "bias": False}
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., I] -> [..., O]."""
         return linear(x, self.weight, self.bias, self.compute)
 
 
 class VocabularyBias(nn.Module):
-    """A number per token of the vocabulary, split like the rows of the token table; `true_rows` as there."""
+    """A number per token of the vocabulary, split like the rows of the token table."""
 
     tp_dims: ClassVar[dict[str, int]] = {"bias": 0}
 
@@ -70,7 +69,12 @@ class MaskedTokenHead(nn.Module):
         return y
 
 
-class _GatherOutputs(torch.autograd.Function):
+class GatherOutputs(torch.autograd.Function):
+    """Gather outputs of each tp rank's rows, for a loss that every rank computes: [S/t, …] -> [S, …].
+
+    Each rank keeps the gradient of its own rows, where `gather_sequence` would count it t times.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
         ctx.tp, ctx.rows = tp, x.shape[0]
@@ -79,13 +83,3 @@ class _GatherOutputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return dy[ctx.tp.rank * ctx.rows : (ctx.tp.rank + 1) * ctx.rows], None
-
-
-def gather_outputs(x: Tensor, tp: Axis) -> Tensor:
-    """Outputs of each tp rank's rows, on all of them: [S/t, …] -> [S, …].
-
-    For what every rank then computes alike, a loss: each keeps the gradient of its own rows, where
-    `gather_sequence` would count it t times.
-    """
-    y: Tensor = x if tp.size == 1 else _GatherOutputs.apply(x, tp)  # type: ignore[no-untyped-call]
-    return y

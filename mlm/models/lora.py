@@ -1,6 +1,6 @@
 """Layers of a model that have low-rank adapters, and the model that trains these alone."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -18,65 +18,53 @@ from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import ParameterShard, parameter_shards
 from mlm.util.errors import ConfigError, Problem, format_value
 
-HEADS = ("classifier.", "pooler.")
-"""Modules of a finetuning head, which are trained with the adapters."""
-
-
 LayerNames: TypeAlias = Mapping[str, tuple[str, ...]]
-"""Our linear layer -> what `transformers` calls it, several names if it is several layers there."""
-
-
-def adapted_rows(name: str, theirs: tuple[str, ...], targets: tuple[str, ...]) -> AdaptedRows | None:
-    """Return the parts of a layer's weight that `targets` name; None if they name none.
-
-    A weight here that is several in `transformers` has those as parts.
-    """
-    whole = ALL_LINEAR in targets or any(_ends(name, target) for target in targets)
-    adapted = [n for n, part in enumerate(theirs) if whole or any(_ends(part, target) for target in targets)]
-    if len(theirs) < 2:
-        return AdaptedRows() if whole or adapted else None
-    return AdaptedRows(len(theirs), tuple(adapted)) if adapted else None
-
-
-def _ends(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
+"""Our linear layer -> its names in `transformers`, several if it is several layers there."""
 
 
 def add_adapters(chunk: Transformer, lora: LoraConfig, names: LayerNames) -> None:
-    """Add adapters beside the layers that `lora.targets` name, with parameters of the default dtype."""
+    """Add adapters to the layers that `lora.targets` name, with parameters of the default dtype."""
     for number, layer in chunk.layers.items():
-        added: list[LowRankAdapter] = []
+        adapters: list[LowRankAdapter] = []
         for inner, module in list(layer.named_modules()):
             name = f"layers.{number}.{inner}"
-            if isinstance(module, Experts) and any(_ends(name, target) for target in lora.targets):
+            if isinstance(module, Experts) and _is_named(name, lora.targets):
                 module.lora = ExpertAdapter(module, rank=lora.rank, scale=lora.scale)
             if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 continue
-            rows = adapted_rows(name, names.get(name, ()), lora.targets)
-            if rows is not None:
-                module.lora = LowRankAdapter(
-                    module,
-                    rank=lora.rank,
-                    scale=lora.scale,
-                    rows=rows,
-                    dropout=lora.dropout,
-                    dora=lora.dora,
-                    site=(int(number), f"{inner} adapter"),
-                    cp=chunk.cp,
-                )
-                added.append(module.lora)
+            # a weight that is several in `transformers` has these as parts, each adapted or not
+            parts = names.get(name, ())
+            is_full = ALL_LINEAR in lora.targets or _is_named(name, lora.targets)
+            adapted = [n for n, part in enumerate(parts) if is_full or _is_named(part, lora.targets)]
+            if not (is_full or adapted):
+                continue
+            module.lora = LowRankAdapter(
+                module,
+                rank=lora.rank,
+                scale=lora.scale,
+                rows=AdaptedRows(len(parts), tuple(adapted)) if len(parts) > 1 else AdaptedRows(),
+                dropout=lora.dropout,
+                dora=lora.dora,
+                site=(int(number), f"{inner} adapter"),
+                cp=chunk.cp,
+            )
+            adapters.append(module.lora)
         if lora.dropout:
-            layer.register_forward_pre_hook(partial(_hand_stream, added))
+            layer.register_forward_pre_hook(partial(_set_stream, adapters))
 
 
-def _hand_stream(adapters: list[LowRankAdapter], layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+def _is_named(name: str, targets: Iterable[str]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _set_stream(adapters: list[LowRankAdapter], layer: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Give a layer's adapters the masks of each pass, recomputed ones too."""
     for adapter in adapters:
         adapter.stream = inputs[1]
 
 
 def freeze_base(chunk: Transformer, dtype: torch.dtype) -> None:
-    """Leave adapters and a finetuning head alone to be trained, in `dtype` as are routers.
+    """Train only adapters and a finetuning head, in `dtype`, which routers keep too.
 
     Rounded routers would choose other experts.
     """
@@ -88,32 +76,27 @@ def freeze_base(chunk: Transformer, dtype: torch.dtype) -> None:
 
 
 def is_trained(name: str) -> bool:
-    """True for a parameter that is trained beside a frozen base."""
-    return ".lora." in name or name.startswith(HEADS)
+    """True for a parameter that is trained with a frozen base: of an adapter or a finetuning head."""
+    return ".lora." in name or name.startswith(("classifier.", "pooler."))
 
 
 def adapter_shards(
     model: ModelConfig, lora: LoraConfig, names: LayerNames
 ) -> Iterator[tuple[ParameterShard, LowRankAdapter | ExpertAdapter]]:
-    """Yield the parameters of a model's adapters, whole and without memory, each with its adapter."""
+    """Yield the full parameters of a model's adapters, without memory, each with its adapter."""
     for shard in parameter_shards(adapted_on_meta(model, lora, names), Axis("tp")):
         if isinstance(shard.module, LowRankAdapter | ExpertAdapter):
             yield shard, shard.module
 
 
 def adapted_on_meta(model: ModelConfig, lora: LoraConfig, names: LayerNames) -> Transformer:
-    """Return a whole model with adapters, without memory for its parameters. Raises ConfigError.
+    """Return a full model with adapters, without memory for its parameters.
 
-    A target that names no layer is an error.
+    Raises ConfigError for a target that names no layer.
     """
     with torch.device("meta"):
         chunk: Transformer = family_of(model.kind).model(model, tp=Axis("tp"))
         add_adapters(chunk, lora, names)
-    _check_targets(chunk, lora, names)
-    return chunk
-
-
-def _check_targets(chunk: Transformer, lora: LoraConfig, names: LayerNames) -> None:
     known = list[str]()
     for name, module in chunk.layers.named_modules(prefix="layers"):
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
@@ -121,37 +104,37 @@ def _check_targets(chunk: Transformer, lora: LoraConfig, names: LayerNames) -> N
         elif isinstance(module, Experts):
             known.append(name)
     for target in lora.targets or ("",):
-        if target != ALL_LINEAR and not any(_ends(name, target) for name in known):
+        if target != ALL_LINEAR and not any(_is_named(name, (target,)) for name in known):
             ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in known))
             problem = (
                 f"lora.targets={format_value(list(lora.targets))}: no layer is named {target or 'there'}"
             )
             raise ConfigError([Problem(("lora.targets",), problem, f"use {ends} or {ALL_LINEAR}")])
+    return chunk
 
 
 def merged_changes(
     model: ModelConfig, lora: LoraConfig, names: LayerNames, adapters: Mapping[str, Tensor]
 ) -> dict[str, Callable[[], WeightChange]]:
-    """Return by name of a weight what computes its change, whole, from whole float32 adapters by name."""
+    """Return functions that compute the full change of each weight by name, from full float32 `adapters`."""
+
+    def experts_change(adapter: ExpertAdapter, weight: str) -> WeightChange:
+        a, b = adapters[f"{weight}_a"], adapters[f"{weight}_b"]
+        return WeightChange(adapter.scale * torch.einsum("e...or,eri->e...oi", b, a))
+
+    def layer_change(adapter: LowRankAdapter, layer: str) -> WeightChange:
+        a, b = adapters[f"{layer}.lora.a"], adapters[f"{layer}.lora.b"]
+        norms = adapters.get(f"{layer}.lora.magnitude")
+        change = weight_change(a, b, adapter.scale, adapter.rows, adapter.size)
+        return WeightChange(change, None if norms is None else adapter.in_order(norms))
+
     changes = dict[str, Callable[[], WeightChange]]()
     for shard, adapter in adapter_shards(model, lora, names):
         if isinstance(adapter, ExpertAdapter):
             if shard.name.endswith("_a"):
                 weight = shard.name.removesuffix("_a")
-                pair = adapters[f"{weight}_b"], adapters[shard.name]
-                changes[weight.replace(".lora.", ".")] = partial(_change_of_experts, adapter, *pair)
+                changes[weight.replace(".lora.", ".")] = partial(experts_change, adapter, weight)
         elif shard.name.endswith(".a"):
             layer = shard.name.removesuffix(".lora.a")
-            pair = adapters[shard.name], adapters[f"{layer}.lora.b"]
-            norms = adapters.get(f"{layer}.lora.magnitude")
-            changes[f"{layer}.weight"] = partial(_change_of_layer, adapter, *pair, norms)
+            changes[f"{layer}.weight"] = partial(layer_change, adapter, layer)
     return changes
-
-
-def _change_of_experts(adapter: ExpertAdapter, b: Tensor, a: Tensor) -> WeightChange:
-    return WeightChange(adapter.scale * torch.einsum("e...or,eri->e...oi", b, a))
-
-
-def _change_of_layer(adapter: LowRankAdapter, a: Tensor, b: Tensor, norms: Tensor | None) -> WeightChange:
-    change = weight_change(a, b, adapter.scale, adapter.rows, adapter.size)
-    return WeightChange(change, None if norms is None else adapter.in_order(norms))

@@ -1,4 +1,4 @@
-"""Layer norm and RMSNorm whose weights are float32 and whose activations may be narrower.
+"""Layer norm and RMSNorm whose weights are float32 and whose activations may be of half precision.
 
 Shapes: x [..., H], weight and bias [H].
 """
@@ -18,21 +18,19 @@ class LayerNorm(ComputesInHalf, nn.LayerNorm):
     """Layer norm whose float32 weights serve activations of any dtype. Replicated over tp."""
 
     def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
-        """Weight and bias, but on a CPU, which reads them as they are."""
-        is_wide = self.weight.device.type == "cpu" and dtype in HALF
-        return {} if is_wide else {"weight": True, "bias": True}
+        """Weight and bias, except on a CPU, which reads them in float32."""
+        return {} if self.weight.is_cpu and dtype in HALF else {"weight": True, "bias": True}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of x."""
-        if x.device.type == "cpu" and x.dtype in HALF and not torch.compiler.is_compiling():
-            y: Tensor = _WideSums.apply(x, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
+        if x.is_cpu and x.dtype in HALF and not torch.compiler.is_compiling():
+            y: Tensor = _Float32Sums.apply(x, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
             return y
         weight, bias = self.in_dtype("weight", x.dtype), self.in_dtype("bias", x.dtype)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-class _WideSums(torch.autograd.Function):
-    """The same on a CPU, whose own kernel sums the gradients of weight and bias in the activations' dtype.
+class _Float32Sums(torch.autograd.Function):
+    """Layer norm on a CPU, whose kernel sums the gradients of weight and bias in the activations' dtype.
 
     In bfloat16 that sum stops growing: over 8,192 rows it was 10 to 24 % off.
     """
@@ -50,8 +48,7 @@ class _WideSums(torch.autograd.Function):
             dy, x, x.shape[-1:], mean, scale, weight.float(), bias.float(), [True, False, False]
         )
         rows = tuple(range(x.dim() - 1))
-        normed = (x.float() - mean).mul_(scale)
-        dw = normed.mul_(dy).sum(rows).to(weight.dtype)
+        dw = (x.float() - mean).mul_(scale).mul_(dy).sum(rows).to(weight.dtype)
         return dx, dw, dy.sum(rows, dtype=torch.float32).to(bias.dtype), None
 
 
@@ -65,13 +62,12 @@ class RMSNorm(ComputesInHalf, nn.RMSNorm):
         super().__init__(size, eps=eps)
 
     def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
-        """The weight, on a GPU; a CPU reads it as it is."""
-        return {"weight": True} if self.weight.device.type == "cuda" else {}
+        """The weight, on a GPU; a CPU reads it in float32."""
+        return {"weight": True} if self.weight.is_cuda else {}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of x."""
         assert self.eps is not None
-        if x.device.type == "cuda" or torch.compiler.is_compiling():
+        if x.is_cuda or torch.compiler.is_compiling():
             weight = self.in_dtype("weight", x.dtype)
             y: Tensor = F.rms_norm(x, self.normalized_shape, weight, self.eps)
             return y
@@ -80,15 +76,15 @@ class RMSNorm(ComputesInHalf, nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The same where PyTorch has no kernel of one pass: a number per row is kept besides x."""
+    """RMSNorm where PyTorch has no one-pass kernel: a number per row is kept besides x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x if x.dtype == torch.float64 else x.float()
-        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        x32 = x if x.dtype == torch.float64 else x.float()
+        squares = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_()
         scale = squares.div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]
         ctx.save_for_backward(x, weight, scale)
-        y: Tensor = (wide * scale).mul_(weight.to(wide.dtype)).to(x.dtype)
+        y: Tensor = (x32 * scale).mul_(weight.to(x32.dtype)).to(x.dtype)
         return y
 
     @staticmethod
@@ -96,16 +92,16 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         needs_weight = ctx.needs_input_grad[1]
         if x.dtype == weight.dtype == scale.dtype:
-            # layer norm's, as if the mean were 0; it takes the mean of the gradient out, which is put back
+            # layer norm's, as if the mean were 0; it subtracts the mean of the gradient, which is added again
             dy, zero, outputs = dy.contiguous(), torch.zeros_like(scale), [True, needs_weight, False]
             dx, dw, _ = torch.ops.aten.native_layer_norm_backward(
                 dy, x.contiguous(), x.shape[-1:], zero, scale, weight, None, outputs
             )
-            taken = torch.mv(dy.flatten(0, -2), weight).view_as(scale).mul_(scale).div_(x.shape[-1])
-            return dx.add_(taken), dw, None
-        normed = x.to(scale.dtype) * scale
+            mean = torch.mv(dy.flatten(0, -2), weight).view_as(scale).mul_(scale).div_(x.shape[-1])
+            return dx.add_(mean), dw, None
+        unit_x = x.to(scale.dtype) * scale
         dy = dy.to(scale.dtype)
-        dw = (dy * normed).flatten(0, -2).sum(0).to(weight.dtype) if needs_weight else None
+        dw = (dy * unit_x).flatten(0, -2).sum(0).to(weight.dtype) if needs_weight else None
         g = dy * weight.to(scale.dtype)
-        mean = torch.linalg.vecdot(g, normed).unsqueeze(-1) / x.shape[-1]
-        return g.addcmul_(normed, mean, value=-1).mul_(scale).to(x.dtype), dw, None
+        mean = torch.linalg.vecdot(g, unit_x).unsqueeze(-1) / x.shape[-1]
+        return g.addcmul_(unit_x, mean, value=-1).mul_(scale).to(x.dtype), dw, None

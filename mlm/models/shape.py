@@ -23,10 +23,10 @@ def is_tied(model: ModelConfig) -> bool:
 
 
 def build_on_meta(model: ModelConfig) -> "nn.Module":
-    """Return a whole model in one process, without memory. Raises OwnCodeError as `family_of`."""
+    """Return a full model in one process, without memory. Raises OwnCodeError as `family_of`."""
     with import_module("torch").device("meta"):
-        whole: nn.Module = family_of(model.kind).model(model)
-    return whole
+        full: nn.Module = family_of(model.kind).model(model)
+    return full
 
 
 def parameters_by_name(model: ModelConfig) -> "dict[str, Tensor]":
@@ -35,49 +35,50 @@ def parameters_by_name(model: ModelConfig) -> "dict[str, Tensor]":
 
 
 def count_parameters(model: ModelConfig, *, with_state: bool = False) -> int:
-    """Parameters of a model, counted in its modules on the meta device; padding rows and copies not.
+    """Parameters of a model, counted in its modules on the meta device, without padding rows and copies.
 
-    `with_state` counts those that no gradient moves too: what routers know of the loads of experts.
-    Raises OwnCodeError (a UserError) if there is no such family.
+    `with_state` includes those without gradients: the routers' running loads of experts. Raises OwnCodeError
+    (a UserError) if there is no such family.
     """
     return _sum_over_layers(model, lambda _, p: p.numel() if with_state or p.requires_grad else 0)
 
 
 def count_active_parameters(model: ModelConfig) -> int:
-    """Parameters that a token goes through: of each layer's experts those that it chooses."""
-    return _sum_over_layers(model, lambda name, p: _active(model, name, p) if p.requires_grad else 0)
+    """Parameters that a token goes through: of each layer's experts only those that it chooses."""
+    return _sum_over_layers(model, lambda name, p: _active_size(model, name, p) if p.requires_grad else 0)
 
 
 def layer_weights(model: ModelConfig) -> float:
     """Elements of the matrices of a layer that a token goes through, the mean over the layers."""
 
     def size(name: str, p: "Tensor") -> int:
-        return _active(model, name, p) if name.startswith("layers.") and p.dim() > 1 else 0
+        return _active_size(model, name, p) if name.startswith("layers.") and p.dim() > 1 else 0
 
     return _sum_over_layers(model, size) / model.num_layers
 
 
-def _active(model: ModelConfig, name: str, p: "Tensor") -> int:
+def _active_size(model: ModelConfig, name: str, p: "Tensor") -> int:
     """Elements of a parameter that a token goes through."""
     parts = architecture_of(model)
     return p.numel() * parts.experts_per_token // parts.experts if ".experts." in name else p.numel()
 
 
 def _sum_over_layers(model: ModelConfig, size: "Callable[[str, Tensor], int]") -> int:
-    """Sum of `size(name, parameter)`. Of layers that are alike two are built, however many a file claims."""
+    """Sum of `size(name, parameter)`. Of equal layers two are built, however many a file claims."""
 
     def total(num_layers: int) -> int:
-        return sum(size(*each) for each in parameters_by_name(replace(model, num_layers=num_layers)).items())
+        parameters = parameters_by_name(replace(model, num_layers=num_layers))
+        return sum(size(name, p) for name, p in parameters.items())
 
-    built = count_distinct(model)
-    if model.num_layers <= built + 1:
+    distinct = num_distinct_layers(model)
+    if model.num_layers <= distinct + 1:
         return total(model.num_layers)
-    one, two = total(built), total(built + 1)
-    return one + (model.num_layers - built) * (two - one)
+    once, twice = total(distinct), total(distinct + 1)
+    return once + (model.num_layers - distinct) * (twice - once)
 
 
-def count_distinct(model: ModelConfig) -> int:
-    """First layers of a model of which the last is like all after it: all of those of a user's own family."""
+def num_distinct_layers(model: ModelConfig) -> int:
+    """Number of first layers after which all equal the last of them; all layers of a user's family."""
     layers, first = model.num_layers, architecture_of(model).dense_layers
     return min(layers, first + 1) if model.kind in KINDS else layers
 

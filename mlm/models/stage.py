@@ -43,13 +43,13 @@ def parameter_home(name: str) -> int | str:
 
     A table that both ends hold is at home in the first.
     """
-    if found := re.match(r"layers\.(\d+)\.", name):
-        return int(found[1])
+    if match := re.match(r"layers\.(\d+)\.", name):
+        return int(match[1])
     return "last" if name.split(".")[0] in HEAD_MODULES else "first"
 
 
 def assign_stages(num_layers: int, pp: int, vp: int) -> dict[int | str, int]:
-    """Return the pipeline rank of each layer, "first" and "last": that of stage number s is s modulo pp."""
+    """Return the pipeline rank of each layer, "first" and "last". Stage number s is on rank s modulo pp."""
     ranks: dict[int | str, int] = {"first": 0, "last": pp - 1}
     for number, stage in enumerate(split_layers(num_layers, pp * vp)):
         ranks.update(dict.fromkeys(stage.layers, number % pp))

@@ -24,49 +24,32 @@ from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis, ExpertAxes
 
 
-class _ReLUSquared(torch.autograd.Function):
-    """relu(x)^2, of which relu(x) is kept: its derivative is 2 relu(x)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        root = F.relu(x)
-        ctx.save_for_backward(root)
-        return root.square()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        root: Tensor = ctx.saved_tensors[0]
-        return (dy * root).mul_(2)
-
-
-GELU_LINEAR, GELU_CUBIC = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
-"""GELU's tanh form is x s(x (a + b x^2)) with these a and b, s the logistic function."""
-GELU_ELEMENTS = 1 << 18
-"""Elements in float32 at a time: more leave the cache, fewer wait for calls."""
-
-
 class _TanhGELU(torch.autograd.Function):
     """GELU's tanh form in half precision on a CPU, whose kernels spend their time on tanh, twice.
 
-    The derivative is computed at once and kept in place of x, rounded to its dtype.
+    y = x s(x (a + b x^2)), s the logistic function. The derivative is computed at once and kept in place of
+    x, rounded to its dtype.
     """
+
+    a, b = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
+    block = 1 << 18  # elements in float32 at a time: more leave the cache, fewer wait for calls
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        x, needs_slope = x.contiguous(), ctx.needs_input_grad[0]
+        x, needs_slope, block = x.contiguous(), ctx.needs_input_grad[0], _TanhGELU.block
         y, slope = torch.empty_like(x), torch.empty_like(x) if needs_slope else x
-        buffers = torch.empty(3, min(x.numel(), GELU_ELEMENTS), dtype=torch.float32)
-        a, less_twice_a, one = torch.tensor([GELU_LINEAR, -2 * GELU_LINEAR, 1.0])
-        parts = (t.view(-1).split(GELU_ELEMENTS) for t in (x, y, slope))
-        for narrow, y_part, slope_part in zip(*parts, strict=True):
-            wide, inner, s = buffers[:, : len(narrow)].unbind()
-            wide.copy_(narrow)
-            torch.addcmul(a, wide, wide, value=GELU_CUBIC, out=inner)  # a + b x^2
-            torch.mul(wide, inner, out=s).sigmoid_()
-            y_part.copy_(wide.mul_(s))
+        buffers = torch.empty(3, min(x.numel(), block), dtype=torch.float32)
+        a, minus_twice_a, one = torch.tensor([_TanhGELU.a, -2 * _TanhGELU.a, 1.0])
+        blocks = (t.view(-1).split(block) for t in (x, y, slope))
+        for half_x, half_y, half_slope in zip(*blocks, strict=True):
+            x32, inner, s = buffers[:, : len(half_x)].unbind()
+            x32.copy_(half_x)
+            torch.addcmul(a, x32, x32, value=_TanhGELU.b, out=inner)  # a + b x^2
+            torch.mul(x32, inner, out=s).sigmoid_()
+            half_y.copy_(x32.mul_(s))
             if needs_slope:  # s + y (1 - s) (a + 3 b x^2)
-                wide.mul_(torch.add(less_twice_a, inner, alpha=3, out=inner))
-                slope_part.copy_(torch.lerp(s, one, wide, out=s))
+                x32.mul_(torch.add(minus_twice_a, inner, alpha=3, out=inner))
+                half_slope.copy_(torch.lerp(s, one, x32, out=s))
         ctx.save_for_backward(slope)
         return y
 
@@ -78,14 +61,11 @@ class _TanhGELU(torch.autograd.Function):
 
 def activate(x: Tensor, activation: str) -> Tensor:
     """GELU of model.activation (arXiv:1606.08415), or ReLU squared (arXiv:2109.08668)."""
-    if activation == "gelu_tanh" and x.is_cpu and x.dtype in HALF and not torch.compiler.is_compiling():
-        gelu: Tensor = _TanhGELU.apply(x)  # type: ignore[no-untyped-call]
-        return gelu
     if activation == "relu2":
-        if torch.compiler.is_compiling():  # it decides what to keep
-            return F.relu(x).square()
-        squared: Tensor = _ReLUSquared.apply(x)  # type: ignore[no-untyped-call]
-        return squared
+        return F.relu(x).square()
+    if activation == "gelu_tanh" and x.is_cpu and x.dtype in HALF and not torch.compiler.is_compiling():
+        y: Tensor = _TanhGELU.apply(x)  # type: ignore[no-untyped-call]
+        return y
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
@@ -115,14 +95,14 @@ class MLP(nn.Module):
             bias=sizes.bias,
         )
 
-    def inner(self, y: Tensor) -> Tensor:
-        """Return the input of W2 for the output of W1."""
-        return activate(y, self.activation)
-
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, H]."""
         y: Tensor = self.down(self.inner(self.up(x)))
         return y
+
+    def inner(self, y: Tensor) -> Tensor:
+        """Return the input of W2 for the output of W1."""
+        return activate(y, self.activation)
 
 
 class TransformerLayer(nn.Module):
@@ -151,9 +131,8 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.dropout, self.norms_first = config.hidden_dropout, config.norm == "pre"
-        self.register_buffer(
-            "dropout_keys", site_keys([(layer, "attention out"), (layer, "mlp out")]), persistent=False
-        )
+        dropout_keys = site_keys([(layer, "attention out"), (layer, "mlp out")])
+        self.register_buffer("dropout_keys", dropout_keys, persistent=False)
         self.attention_norm = self.norm_type(config.hidden_size, eps=config.layer_norm_eps)
         self.attention = self.attention_type(
             config,
@@ -178,7 +157,7 @@ class TransformerLayer(nn.Module):
         cp: Axis | None,
         experts: ExpertAxes | None,
     ) -> nn.Module:
-        """Return what follows attention: [S, B, H] -> [S, B, H]. `experts` are the axes of a mixture's."""
+        """Return the module after attention: [S, B, H] -> [S, B, H]. `experts` are axes of a mixture."""
         return self.mlp_type(config, tp=tp, sequence_parallel=sequence_parallel)
 
     def forward(
@@ -192,17 +171,15 @@ class TransformerLayer(nn.Module):
         """[S, B, H] -> [S, B, H].
 
         With `spans` no document attends to another; with `reading` earlier tokens are in its cache; `rotary`
-        turns queries and keys by their positions.
+        rotates queries and keys by their positions.
         """
-        if not self.norms_first:
-            y = self.attention(x, stream, spans, reading, rotary)
-            x = self.attention_norm(x + self.drop(y, stream, 0))
-            x = self.mlp_norm(x + self.drop(self.mlp(x), stream, 1))
-            return x
-        y = self.attention(self.attention_norm(x), stream, spans, reading, rotary)
-        x = x + self.drop(y, stream, 0)
-        return x + self.drop(self.mlp(self.mlp_norm(x)), stream, 1)
 
-    def drop(self, y: Tensor, stream: DropoutStream | None, branch: int) -> Tensor:
-        """Dropout on the output of attention (0) or the MLP (1)."""
-        return y if stream is None else stream.hidden(y, self.dropout, self.dropout_keys[branch])
+        def drop(y: Tensor, branch: int) -> Tensor:
+            return y if stream is None else stream.hidden(y, self.dropout, self.dropout_keys[branch])
+
+        if not self.norms_first:
+            x = self.attention_norm(x + drop(self.attention(x, stream, spans, reading, rotary), 0))
+            y: Tensor = self.mlp_norm(x + drop(self.mlp(x), 1))
+            return y
+        x = x + drop(self.attention(self.attention_norm(x), stream, spans, reading, rotary), 0)
+        return x + drop(self.mlp(self.mlp_norm(x)), 1)

@@ -20,7 +20,7 @@ from torch.distributed import HashStore, ProcessGroup
 
 from mlm.data.sampler import MicroBatch
 from mlm.models.family import family_of
-from mlm.models.shape import count_distinct
+from mlm.models.shape import num_distinct_layers
 from mlm.models.stage import PipelineStage, parameter_home
 from mlm.optim.adamw import moments
 from mlm.parallel.config import ParallelConfig
@@ -118,7 +118,7 @@ class LayerCounts:
     def kinds(self) -> tuple[int, ...]:
         """Of each layer the first that is like it: of parameters of the same names and shapes."""
         model, firsts = self.run.model, dict[object, int]()
-        built = count_distinct(model)
+        built = num_distinct_layers(model)
         with without_numbers(self.run), META:
             module = family_of(model.kind).model(model, stage=PipelineStage(range(built), False, False))
         kinds = [firsts.setdefault(signature(layer), int(n)) for n, layer in module.layers.items()]

@@ -13,7 +13,7 @@ def test_gelu_in_half_precision_is_rounded_once_and_its_gradient_twice(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, ulp: float
 ) -> None:
     """In parts of which the last is smaller; `ulp` is half of the distance of two numbers next to 1."""
-    monkeypatch.setattr(transformer, "GELU_ELEMENTS", 1000)
+    monkeypatch.setattr(transformer._TanhGELU, "block", 1000)
     x = torch.linspace(-12, 12, 4097).to(dtype).requires_grad_()
     dy = torch.randn(4097, generator=torch.Generator().manual_seed(0)).to(dtype)
     y = activate(x, "gelu_tanh")

@@ -15,7 +15,7 @@ from mlm.convert.huggingface.llama_rope import read_rope, write_rope
 from mlm.convert.huggingface.llama_variants import VARIANTS, Variant, model_type
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
-from mlm.models.llama.settings import DEFAULTS, LlamaSettings, is_of_experts, model_problem, num_blocks
+from mlm.models.llama.settings import DEFAULTS, EXPERT_OPTIONS, LlamaSettings, model_problem, num_blocks
 from mlm.util.errors import ConfigError, UserError
 
 PREFIX = "model."
@@ -171,7 +171,7 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
         options["router_normalise"] = config.get("norm_topk_prob", row.normalises)
     options["dense_layers"] = _dense_layers(config, model.num_layers, row, path)
     if options["dense_layers"] >= model.num_layers:
-        options = {name: value for name, value in options.items() if not is_of_experts(name)}
+        options = {name: value for name, value in options.items() if name not in EXPERT_OPTIONS}
     model = replace(model, options={name: value for name, value in options.items() if value != usual[name]})
     if wrong_model := model_problem(model):
         raise ConfigError([f"{path}: {wrong_model}"])

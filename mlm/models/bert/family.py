@@ -15,10 +15,7 @@ from mlm.models.family import ModelFamily
 from mlm.util.errors import Problem, UserError
 
 SHORTEST = 8
-"""Tokens of a BERT sample at the least: [CLS], two [SEP] and some text."""
-VALIDATION_SEED = 0
-"""Of the masks of samples that are scored."""
-DOCUMENT_SWITCHES = ("reset_positions", "reset_attention", "mask_eod_loss")
+"""Least tokens of a BERT sample: [CLS], two [SEP] and some text."""
 
 
 class SentencePairs:
@@ -34,7 +31,6 @@ class SentencePairs:
         seed: int,
         cache: Path | None,
     ) -> BERTDataset:
-        """Return training samples of a corpus. Raises UserError as BERTDataset does."""
         return BERTDataset(
             IndexedDataset(prefix),
             seq_length=data.seq_length,
@@ -49,17 +45,15 @@ class SentencePairs:
 
     def validation(self, data: DataConfig, prefix: Path, tokenizer: Tokenizer | None) -> BERTDataset:
         """Return one pass over a corpus, masked in one way whatever the run's seed."""
-        once = self.train(data, prefix, tokenizer, 1, seed=VALIDATION_SEED, cache=None)
-        once.num_samples = once.epoch_samples
-        return once
+        samples = self.train(data, prefix, tokenizer, 1, seed=0, cache=None)
+        samples.num_samples = samples.epoch(0).shape[1]
+        return samples
 
     def synthetic(self, data: DataConfig, vocab_size: int, num_samples: int, seed: int) -> Dataset:
-        """Return random samples."""
         return SyntheticBERT(vocab_size, data.seq_length, num_samples, seed)
 
 
 def bert_vocab(tokenizer: Tokenizer | None) -> BERTVocab:
-    """Return what BERT samples depend on of the run's tokenizer. Raises UserError."""
     if tokenizer is None:
         raise UserError(
             "data.tokenizer=null, and no tokenizer.json is beside the corpus: BERT samples need the ids of "
@@ -71,7 +65,6 @@ def bert_vocab(tokenizer: Tokenizer | None) -> BERTVocab:
 
 
 def corpus_problems(model: ModelConfig, prefixes: Sequence[Path], tokenizer: Path | None) -> list[Problem]:
-    """Return the problem of making BERT samples of these corpora, at most one."""
     try:
         size = len(bert_vocab(None if tokenizer is None else Tokenizer.load(tokenizer)).word_starts)
     except UserError as error:
@@ -89,7 +82,6 @@ def corpus_problems(model: ModelConfig, prefixes: Sequence[Path], tokenizer: Pat
 
 
 def model_problem(model: ModelConfig) -> Problem | None:
-    """Return the problem of a model's settings."""
     if model.activation in ("silu", "relu2"):
         owner = "llama" if model.activation == "silu" else "gpt2"
         problem = f"model.activation={model.activation} is {owner}'s, and model.kind={model.kind} has a GELU"
@@ -101,8 +93,7 @@ def model_problem(model: ModelConfig) -> Problem | None:
 
 
 def data_problem(data: DataConfig) -> Problem | None:
-    """Return the problem of a setting that BERT samples do not have, or that they cannot be made with."""
-    for name in DOCUMENT_SWITCHES:
+    for name in ("reset_positions", "reset_attention", "mask_eod_loss"):
         if getattr(data, name):
             key = f"data.{name}"
             problem = f"{key}=true is for samples of several documents, and a BERT sample is of one"
@@ -114,7 +105,7 @@ def data_problem(data: DataConfig) -> Problem | None:
 
 
 def head_products(model: ModelConfig, tp: int) -> float:
-    """Return those of masked tokens alone: their transform, and the vocabulary projection."""
+    """Weights of the transform and the vocabulary projection, which only masked tokens go through."""
     if model.head != "language_model":
         return 0.0
     h = model.hidden_size

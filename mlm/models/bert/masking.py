@@ -21,13 +21,6 @@ from mlm.parallel.config import IGNORE_INDEX
 from mlm.util.errors import UserError
 from mlm.util.splitmix import Bits, below, draw, uniform
 
-COLUMN_BITS = np.uint64(20)
-"""Bits of a sort key that hold a place in the sample: sequences are shorter than 2**20 tokens."""
-MASKED, RANDOM = 0.8, 0.1
-"""Shares of chosen tokens that become [MASK], and a random token."""
-TOO_LONG = np.int64(1 << 32)
-"""Length of what is no n-gram: it fits no budget."""
-
 Ids = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
@@ -47,14 +40,14 @@ class BERTVocab:
     def of(cls, tokenizer: Tokenizer) -> "BERTVocab":
         """Raises UserError when the tokenizer lacks one of the four special tokens."""
         ids = {CLS: tokenizer.cls_id, SEP: tokenizer.sep_id, MASK: tokenizer.mask_id, PAD: tokenizer.pad_id}
-        found = [id for id in ids.values() if id is not None]
-        if len(found) < len(ids):
+        special = [id for id in ids.values() if id is not None]
+        if len(special) < len(ids):
             missing = ", ".join(name for name, id in ids.items() if id is None)
             raise UserError(
                 f"the tokenizer has no {missing}, which BERT samples need: use BERT's, or train one with "
                 "`mlm data tokenizer kind=wordpiece`"
             )
-        cls_id, sep_id, mask_id, pad_id = found
+        cls_id, sep_id, mask_id, pad_id = special
         return cls(cls_id, sep_id, mask_id, pad_id, tokenizer.is_word_start)
 
     @cached_property
@@ -93,23 +86,28 @@ def mask_tokens(
 ) -> tuple[Ids, Ids]:
     """Masked tokens and labels, int64 [n, S] each; labels are IGNORE_INDEX where nothing is predicted.
 
-    tokens   int64 [n, S]: cls, sep and padding in place
+    tokens   int64 [n, S]: with cls, sep and padding
     lengths  int64 [n]: tokens without padding; max(1, round(masked_lm_prob * length)) are predicted at most
     states   uint64 [n]: the samples' random streams, of which draws 4 to 6 are used
     """
-    grams = cut_grams(tokens, vocab, draw(states, 4), max_ngram)
+    grams = split_grams(tokens, vocab, draw(states, 4), max_ngram)
     budgets = np.maximum(1, np.rint(masked_lm_prob * lengths).astype(np.int64))
     chosen = choose_grams(grams, budgets, draw(states, 5))
-    places = grams.tokens[np.repeat(chosen, grams.lengths)]
+    places = grams.tokens[np.repeat(chosen, grams.lengths)]  # flat in [n, S]
+    originals = tokens.flat[places]
     labels = np.full_like(tokens, IGNORE_INDEX)
-    labels.flat[places] = tokens.flat[places]
+    labels.flat[places] = originals
+    # 80 % become [MASK], 10 % a random token
+    streams = draw(draw(states, 6)[places // tokens.shape[1]], places % tokens.shape[1])
+    share = uniform(streams)
+    random = vocab.ordinary[below(draw(streams, 0), len(vocab.ordinary))]
     masked = tokens.copy()
-    masked.flat[places] = replacements(tokens, places, vocab, draw(states, 6))
+    masked.flat[places] = np.select([share < 0.8, share < 0.9], [vocab.mask_id, random], originals)
     return masked, labels
 
 
-def cut_grams(tokens: Ids, vocab: BERTVocab, states: Bits, max_ngram: int) -> Grams:
-    """Cut every run of words into n-grams. A run ends at a special token, so no n-gram leaves its segment.
+def split_grams(tokens: Ids, vocab: BERTVocab, states: Bits, max_ngram: int) -> Grams:
+    """Split runs of words into n-grams. A run ends at a special token, so no n-gram leaves its segment.
 
     The k-th n-gram of a run has the size drawn for the run's k-th word, or what is left of the run.
     """
@@ -149,15 +147,15 @@ def draw_sizes(bits: Bits, max_ngram: int) -> Ids:
 def choose_grams(grams: Grams, budgets: Ids, states: Bits) -> Flags:
     """Take n-grams in random order, passing over those that no longer fit: bool [G]."""
     count = int(grams.columns.max(initial=-1)) + 1
-    # The low bits of a key are its column: keys differ, and sorting them sorts the columns along.
-    low = (np.uint64(1) << COLUMN_BITS) - np.uint64(1)
+    # The low bits of a key are its column, below 2**20: keys differ, and sorting them sorts the columns too.
+    low = np.uint64((1 << 20) - 1)
     keys = np.full((len(budgets), count), ~np.uint64(0))
     columns = grams.columns.astype(np.uint64)
     keys[grams.rows, grams.columns] = (draw(states[grams.rows], columns) & ~low) | columns
     keys.sort(axis=1)
-    # The places that pad a row sort last; they stand for its last column, which is then no n-gram either.
+    # Padding of a row sorts last, as its last column, then no n-gram: its length is above any budget.
     order = np.minimum(keys & low, np.uint64(max(0, count - 1))).astype(np.int64)
-    lengths = np.full((len(budgets), count), TOO_LONG)
+    lengths = np.full((len(budgets), count), np.int64(1 << 32))
     lengths[grams.rows, grams.columns] = grams.lengths
     in_order = fill(np.take_along_axis(lengths, order, axis=1), budgets)
     taken = np.zeros((len(budgets), count), dtype=bool)
@@ -166,11 +164,11 @@ def choose_grams(grams: Grams, budgets: Ids, states: Bits) -> Flags:
 
 
 def fill(lengths: Ids, budgets: Ids) -> Flags:
-    """From left to right take what fits the rest of a row's budget: bool [n, k] for int64 [n, k] and [n]."""
+    """Take lengths that fit the rest of a row's budget, from the left: bool [n, k] for int64 [n, k], [n]."""
     taken = np.zeros(lengths.shape, dtype=bool)
     rows, rest = np.arange(len(lengths)), budgets
     while len(rows):
-        # Up to the first that does not fit with those before it: it never will; later ones are tried again.
+        # Up to the first that does not fit after the ones before: it never will; later ones are tried again.
         fits = (lengths <= rest[:, None]) & ~taken[rows]
         sums = np.cumsum(np.where(fits, lengths, 0), axis=1)
         new = fits & (sums <= rest[:, None])
@@ -179,12 +177,3 @@ def fill(lengths: Ids, budgets: Ids) -> Flags:
         again = (fits & ~new).any(axis=1) & (rest > 0)
         rows, rest, lengths = rows[again], rest[again], lengths[again]
     return taken
-
-
-def replacements(tokens: Ids, places: Ids, vocab: BERTVocab, states: Bits) -> Ids:
-    """Replacement of each chosen token: int64, as `places` (flat in [n, S])."""
-    streams = draw(states[places // tokens.shape[1]], places % tokens.shape[1])
-    kind = uniform(streams)
-    random = vocab.ordinary[below(draw(streams, 0), len(vocab.ordinary))]
-    kept = tokens.flat[places]
-    return np.where(kind < MASKED, vocab.mask_id, np.where(kind < MASKED + RANDOM, random, kept))

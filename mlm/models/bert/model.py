@@ -1,13 +1,14 @@
-"""BERT: a transformer that reads both ways, trained to guess masked tokens and the order of two segments.
+"""BERT: a bidirectional transformer, trained to predict masked tokens and the order of two segments.
 
-With norm=pre it is the BERT that grows (arXiv:1909.08053, section 5.3, figure 7b; in transformers
-MegatronBertForPreTraining), with norm=post the first one (arXiv:1810.04805; BertForPreTraining).
+With norm=pre it is Megatron-LM's BERT (arXiv:1909.08053, section 5.3, figure 7b; in transformers
+MegatronBertForPreTraining), with norm=post the original (arXiv:1810.04805; BertForPreTraining).
 
 Shapes: S sequence, B micro-batch, H hidden, V padded vocabulary, R masked tokens, t = tensor-parallel size.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -27,7 +28,7 @@ from mlm.parallel.mesh import ParallelContext
 
 PARTS = ("mlm_loss", "sop_loss", "mlm_accuracy", "sop_accuracy")
 """Parts of the objective: cross-entropy of masked tokens (nats per masked token) and of the order of the
-segments (nats per sample), and how many of each the model has right. The first two are trained for."""
+segments (nats per sample), both minimised, and the number of correct predictions of each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,18 +36,18 @@ class MaskedTargets:
     """Targets of a micro-batch, on the device. Only masked tokens go through the head."""
 
     places: Tensor
-    """[R] int64: s * B + b for the masked token s of text b. With sequence parallelism those among this tp
-    rank's rows of the sequence, as many on each rank."""
+    """[R] int64: s * B + b for the masked token s of text b. With sequence parallelism of this tp rank's rows
+    of the sequence, padded to equal numbers."""
     labels: Tensor
-    """[R] int64, or [t * R] with sequence parallelism, one tp rank after the other; IGNORE_INDEX fills up."""
+    """[R] int64, or [t * R] with sequence parallelism, by tp rank; padded by IGNORE_INDEX."""
     is_swapped: Tensor
     """[B] int64: 1 where the second segment comes first in its document, −100 where that is not scored."""
 
 
 def masked_targets(labels: Tensor, is_swapped: Tensor, *, parts: int = 1, part: int = 0) -> MaskedTargets:
-    """Targets of labels [B, S], IGNORE_INDEX where nothing is masked; `parts` is t with sequence parallelism.
+    """Targets of labels [B, S] on the host, IGNORE_INDEX where nothing is masked.
 
-    Places are found where the labels are: on the host, no device has to be waited for.
+    `parts` is t and `part` the tp rank with sequence parallelism.
     """
     rows = labels.t().reshape(parts, -1)  # [parts, S / parts * B]
     is_masked = rows != IGNORE_INDEX
@@ -54,13 +55,13 @@ def masked_targets(labels: Tensor, is_swapped: Tensor, *, parts: int = 1, part: 
     places = torch.zeros(parts, most, dtype=torch.int64)
     targets = torch.full((parts, most), IGNORE_INDEX, dtype=torch.int64)
     for p in range(parts):
-        found = is_masked[p].nonzero().flatten()
-        places[p, : len(found)], targets[p, : len(found)] = found, rows[p, found]
+        masked = is_masked[p].nonzero().flatten()
+        places[p, : len(masked)], targets[p, : len(masked)] = masked, rows[p, masked]
     return MaskedTargets(places[part], targets.flatten(), is_swapped)
 
 
 class BERT(Transformer):
-    """BERT with its pretraining heads, with one for finetuning (`outputs`), or with none."""
+    """BERT with its pretraining heads, a finetuning head (`outputs`), or none."""
 
     pools: ClassVar[bool] = True
 
@@ -93,10 +94,7 @@ class BERT(Transformer):
 
     @torch.no_grad()
     def sums(self, inputs: Inputs, targets: MaskedTargets, x: Tensor | None = None) -> Tensor:
-        """Return PARTS summed over masked tokens and over samples, without dropout: [4] float64.
-
-        Stages before the last return hidden states.
-        """
+        """Last stage: PARTS summed over masked tokens and samples, [4] float64. Others: hidden states."""
         h = self.encode(inputs, None, x)
         if not self.stage.is_last:
             return h
@@ -108,10 +106,10 @@ class BERT(Transformer):
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, x: Tensor | None = None) -> Tensor:
-        """Return the logits of the masked-LM head at each token. Without dropout or sequence parallelism.
+        """Last stage: logits of the masked-LM head at each token, on every tp rank. Others: hidden states.
 
-        Sequences are whole, of one segment (token type 0). Last stage: tokens [B, S] -> [B, S, vocab_size],
-        float32 (float64 for float64), on every tp rank. Others: hidden states.
+        tokens [B, S] of one segment (token type 0), without padding -> [B, S, vocab_size], float32 (float64
+        for float64). Without dropout or sequence parallelism.
         """
         assert not self.sequence_parallel
         lengths = torch.full((tokens.shape[0],), tokens.shape[1], device=tokens.device)
@@ -124,14 +122,13 @@ class BERT(Transformer):
 
     def token_logits(self, rows: Tensor) -> Tensor:
         """Logits of the masked-LM head for hidden states [R, H]: [R, vocab_size], on every tp rank."""
-        bias = self.mlm_head.vocabulary.bias
-        whole = bias if self.tp.size == 1 else gather_rows(bias, self.tp)
-        y = full_logits(self.mlm_head(rows), self.token)
-        return y + whole[: self.config.vocab_size]
+        local_bias = self.mlm_head.vocabulary.bias
+        bias = local_bias if self.tp.size == 1 else gather_rows(local_bias, self.tp)
+        return full_logits(self.mlm_head(rows), self.token) + bias[: self.config.vocab_size]
 
     def _order(self, h: Tensor, is_swapped: Tensor) -> tuple[Tensor, Tensor]:
         """Each sample's loss of sentence-order prediction, and 1 where the prediction is right: [B] each."""
-        logits = self.whole(self.sop_head(self.pool(h)))[0]
+        logits = self.gather_outputs(self.sop_head(self.pool(h)))[0]
         logits = logits.to(loss_dtype(logits.dtype))
         losses = F.cross_entropy(logits, is_swapped, ignore_index=IGNORE_INDEX, reduction="none")
         return losses, (logits.detach().argmax(-1) == is_swapped).to(losses.dtype)
@@ -149,20 +146,15 @@ class MaskedTokens:
 
     def inputs(self, chunk: BERT, batch: BERTBatch) -> tuple[Inputs, MaskedTargets]:
         """Inputs and targets of a micro-batch, on the device."""
-        device = self.ctx.device
-        spans = padding_spans(batch.lengths, batch.tokens.shape[1], self.dtype, device)
+        to = partial(to_device, device=self.ctx.device)
+        spans = padding_spans(batch.lengths, batch.tokens.shape[1], self.dtype, self.ctx.device)
+        inputs = Inputs(to(batch.tokens), to(batch.lengths), to(batch.token_types), spans)
         shard = {"parts": self.ctx.tp.size, "part": self.ctx.tp.rank} if chunk.sequence_parallel else {}
+        # on the host, where finding the masked tokens waits for no device
         targets = masked_targets(batch.labels, batch.is_swapped, **shard)
-        places, labels, is_swapped = (
-            to_device(t, device) for t in (targets.places, targets.labels, targets.is_swapped)
-        )
-        tokens, lengths, token_types = (
-            to_device(t, device) for t in (batch.tokens, batch.lengths, batch.token_types)
-        )
-        return Inputs(tokens, lengths, token_types, spans), MaskedTargets(places, labels, is_swapped)
+        return inputs, MaskedTargets(to(targets.places), to(targets.labels), to(targets.is_swapped))
 
     def counts(self, batch: BERTBatch) -> Sequence[int]:
-        """Masked tokens and samples, for the losses and for the accuracies."""
         masked = int((batch.labels != IGNORE_INDEX).sum())
         samples = int((batch.is_swapped != IGNORE_INDEX).sum())
         return masked, samples, masked, samples

@@ -1,13 +1,12 @@
 """Sentences of a BERT sample, and its segments A and B.
 
-A sample is a run of consecutive sentences of one document, split as by Megatron-LM's build_mapping. From
-the front of a document, a run ends with the sentence that brings it to its target length, if it then has two
-sentences or more and leaves two or more; else with the document. A document of one sentence gives no sample.
+A sample is a run of consecutive sentences of one document, as in Megatron-LM's build_mapping. From the front
+of a document, a run ends with the sentence that brings it to its target length, if it then has two sentences
+or more and leaves two or more; else with the document. A document of one sentence gives no sample.
 
 Sentences are the sequences of the corpus that hold tokens. Shapes: n samples.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +16,7 @@ from mlm.data.indexed import IndexedDataset
 from mlm.util.splitmix import Bits, below, draw, uniform
 
 CHUNK = 1 << 22
-"""Sentences whose places are held at a time, while documents are shorter."""
+"""Sentences in memory at a time, or one document's."""
 
 Ids = NDArray[np.int64]
 
@@ -43,36 +42,29 @@ class TargetLengths:
 def find_spans(indexed: IndexedDataset, targets: TargetLengths) -> tuple[Ids, Ids]:
     """First sequence of each sample and the one after its last, in corpus order: int64 [n] and [n]."""
     documents = np.array(indexed.document_indices)
-    spans = [np.empty((2, 0), dtype=np.int64)]
-    for first, last in document_chunks(documents):
+    spans, first, count = [np.empty((2, 0), dtype=np.int64)], 0, len(documents) - 1
+    while first < count:
+        reach = int(np.searchsorted(documents, documents[first] + CHUNK, side="right")) - 1
+        last = min(count, max(first + 1, reach))
         low, high = int(documents[first]), int(documents[last])
         filled = np.flatnonzero(indexed.lengths[low:high])
         # A copy: the index file's numbers are unaligned, so every search would make one.
         places = indexed.pointers[low:high][filled] // indexed.dtype.itemsize
         bounds = np.searchsorted(filled, documents[first : last + 1] - low)
         numbers = filled + low  # of each sentence among the corpus's sequences
-        begins, ends = cut_documents(places, bounds, numbers, targets)
+        begins, ends = split_documents(places, bounds, numbers, targets)
         spans.append(np.stack([numbers[begins], numbers[ends - 1] + 1]))
+        first = last
     begins, ends = np.concatenate(spans, axis=1)
     # Samples do not overlap, so sorting both alike keeps them together.
     return np.sort(begins), np.sort(ends)
 
 
-def document_chunks(documents: Ids) -> Iterator[tuple[int, int]]:
-    """Runs of documents that hold CHUNK sequences at most, or are one document."""
-    first, count = 0, len(documents) - 1
-    while first < count:
-        reach = int(np.searchsorted(documents, documents[first] + CHUNK, side="right")) - 1
-        last = min(count, max(first + 1, reach))
-        yield first, last
-        first = last
+def split_documents(places: Ids, bounds: Ids, numbers: Ids, targets: TargetLengths) -> tuple[Ids, Ids]:
+    """Split documents into samples: first sentences and the ones after the last, int64 [n] each, unordered.
 
-
-def cut_documents(places: Ids, bounds: Ids, numbers: Ids, targets: TargetLengths) -> tuple[Ids, Ids]:
-    """Samples of documents: sentence k begins at token places[k], document d has those from bounds[d] on.
-
-    `numbers` says which sequence of the corpus each sentence is. Returns begins and ends among `places`,
-    int64 [n] each, in no order.
+    Sentence k begins at token places[k] and is the corpus's sequence numbers[k]; document d begins with
+    sentence bounds[d].
     """
     counts = np.diff(bounds)
     limits = np.repeat(bounds[1:], counts)  # the end of each sentence's document
@@ -85,8 +77,8 @@ def cut_documents(places: Ids, bounds: Ids, numbers: Ids, targets: TargetLengths
         begins.append(cursors)
         reached = ends[cursors]
         cursors = reached[reached < limits[cursors]]
-    found = np.concatenate(begins)
-    return found, ends[found]
+    firsts = np.concatenate(begins)
+    return firsts, ends[firsts]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +96,7 @@ class Pairs:
 
 
 def make_pairs(indexed: IndexedDataset, begins: Ids, ends: Ids, targets: Ids, states: Bits) -> Pairs:
-    """Cut each sample at a sentence chosen evenly, swap with probability 1/2, shorten to its target.
+    """Split each sample at a random sentence, swap with probability 1/2, shorten to its target.
 
     begins, ends, targets  int64 [n]; the first and the last sequence of a sample hold tokens
     states                 uint64 [n]: the samples' random streams, of which draws 0 to 3 are used

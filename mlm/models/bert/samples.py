@@ -4,8 +4,8 @@ Sources: arXiv:1909.08053 (v1) and Megatron-LM's BERT dataset; the guide Data li
 holds a sequence for each sentence.
 
 One pass over the corpus is an epoch: every sentence of every document of two sentences or more lies in
-exactly one of its samples (pairs.py), which are served in an order shuffled within the epoch. Sample i
-is a function of (corpus, settings, seed, i) alone, whatever num_samples is and whichever process reads it.
+exactly one of its samples (pairs.py), which are shuffled within the epoch. Sample i is a function of (corpus,
+settings, seed, i) alone, whatever num_samples is and whichever process reads it.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,10 +34,6 @@ BATCH = 1 << 17
 """Tokens made at a time: larger arrays leave the processor's caches."""
 TARGETS, SAMPLES = 0, 1
 """Draws of the seed's stream: states of the epochs' target lengths, and of the samples."""
-ORDER_STREAM = 2  # 0 and 1 are GPTDataset's
-SYNTHETIC_MASKED, SYNTHETIC_SHORT = 0.15, 0.1
-"""Share of tokens that are to be predicted, and of samples shorter than seq_length."""
-RULE = 1  # number of the sampling rule; part of the cache key
 
 Ids = NDArray[np.int64]
 
@@ -62,26 +58,17 @@ class BERTSamples:
         return len(self.tokens)
 
     def __getitem__(self, rows: "slice | Ids") -> "BERTSamples":
-        """Some of the samples."""
         return BERTSamples(*(getattr(self, f.name)[rows] for f in fields(self)))
 
-    @staticmethod
-    def joined(parts: "Sequence[BERTSamples]") -> "BERTSamples":
-        """Concatenate samples."""
-        names = [f.name for f in fields(BERTSamples)]
+    def followed_by(self, others: "Sequence[BERTSamples]") -> "BERTSamples":
+        parts, names = [self, *others], [f.name for f in fields(self)]
         return BERTSamples(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
-    def followed_by(self, others: "Sequence[BERTSamples]") -> "BERTSamples":
-        """These samples and others after them."""
-        return self.joined([self, *others])
-
     def batch(self, first_sample: int, tensor: "Callable[[Ids], Tensor]") -> "BERTBatch":
-        """All of them as a micro-batch."""
-        named = {f.name: tensor(getattr(self, f.name)) for f in fields(self)}
-        return BERTBatch(**named, first_sample=first_sample)
+        tensors = {f.name: tensor(getattr(self, f.name)) for f in fields(self)}
+        return BERTBatch(**tensors, first_sample=first_sample)
 
     def unscored_from(self, first: int) -> "BERTSamples":
-        """The same samples, of which those from `first` on are not scored."""
         labels, is_swapped = self.labels.copy(), self.is_swapped.copy()
         labels[first:] = is_swapped[first:] = IGNORE_INDEX
         return BERTSamples(self.tokens, self.token_types, self.lengths, labels, is_swapped)
@@ -89,18 +76,13 @@ class BERTSamples:
 
 @dataclass(frozen=True, eq=False)
 class BERTBatch:
-    """One micro-batch of BERT samples; see BERTSamples."""
+    """One micro-batch of BERTSamples: [B, S], and [B] of lengths and is_swapped, int64."""
 
     tokens: "Tensor"
-    """[B, S] int64: masked, padded on the right."""
     token_types: "Tensor"
-    """[B, S] int64."""
     lengths: "Tensor"
-    """[B] int64: tokens before the padding."""
     labels: "Tensor"
-    """[B, S] int64: the true token where one is to be predicted, else -100."""
     is_swapped: "Tensor"
-    """[B] int64: 1 where the second segment comes first in its document; -100 is not scored."""
     first_sample: int
     """Number of the first sample in the whole run."""
 
@@ -158,26 +140,17 @@ class BERTDataset:
         """Passes over the corpus in all samples, as if each were full."""
         return self.num_samples * self.seq_length / self.indexed.num_tokens
 
-    @property
-    def epoch_samples(self) -> int:
-        """Samples of the first pass over the corpus."""
-        return int(self.epoch(0).shape[1])
-
     def gather(self, sample_ids: ArrayLike) -> BERTSamples:
         """Samples in bulk. The ids must be in range. Raises UserError on a token outside the vocabulary."""
         ids = np.asarray(sample_ids, dtype=np.int64)
         assert ids.size == 0 or (ids.min() >= 0 and ids.max() < self.num_samples), "sample id out of range"
         rows = max(1, BATCH // self.seq_length)
-        return BERTSamples.joined(
-            [self._gather(ids[at : at + rows]) for at in range(0, max(1, len(ids)), rows)]
-        )
+        first, *others = (self._gather(ids[n : n + rows]) for n in range(0, max(1, len(ids)), rows))
+        return first.followed_by(others)
 
     def epoch(self, number: int) -> Ids:
-        """First sequence of each of the epoch's samples and the one after its last, as served: int64 [2, w].
-
-        From memory, from the cache, or built.
-        """
-        # How many samples an epoch has is known once it is built.
+        """First sequence of each of an epoch's samples and the one after its last, shuffled: int64 [2, n]."""
+        # an estimate: the number of samples is known once they are built
         size = self.indexed.num_documents + self.indexed.num_tokens // self.seq_length
         return self._epochs.get(number, is_large=size >= self.cache_from)
 
@@ -213,9 +186,9 @@ class BERTDataset:
         begins, ends, targets = np.empty((3, len(ids)), dtype=np.int64)
         epochs = np.searchsorted(self._firsts, ids, side="right") - 1
         for epoch in np.unique(epochs).tolist():
-            mine = epochs == epoch
-            begins[mine], ends[mine] = self.epoch(epoch)[:, ids[mine] - self._firsts[epoch]]
-            targets[mine] = self.targets(epoch).of(begins[mine])
+            rows = epochs == epoch
+            begins[rows], ends[rows] = self.epoch(epoch)[:, ids[rows] - self._firsts[epoch]]
+            targets[rows] = self.targets(epoch).of(begins[rows])
         return begins, ends, targets
 
     def _read(self, pairs: Pairs) -> Ids:
@@ -234,14 +207,16 @@ class BERTDataset:
 
     def _build(self, number: int) -> Ids:
         spans = np.stack(find_spans(self.indexed, self.targets(number)))
-        return spans[:, permutation(spans.shape[1], self.seed, number, stream=ORDER_STREAM)]
+        # streams 0 and 1 are GPTDataset's
+        return spans[:, permutation(spans.shape[1], self.seed, number, stream=2)]
 
     def _key(self) -> str:
-        return f"{RULE} {self.indexed.digest} {self.seq_length} {self.short_seq_prob!r} {self.seed}"
+        rule = 1  # number of the sampling rule
+        return f"{rule} {self.indexed.digest} {self.seq_length} {self.short_seq_prob!r} {self.seed}"
 
 
 class SyntheticBERT:
-    """Random BERT samples, a tenth of them short, in place of a corpus. Sample i: a function of (seed, i)."""
+    """Random BERT samples, a tenth of them short. Sample i is a function of (seed, i)."""
 
     def __init__(self, vocab_size: int, seq_length: int, num_samples: int, seed: int) -> None:
         self.vocab_size, self.seq_length, self.num_samples = vocab_size, seq_length, num_samples
@@ -253,13 +228,12 @@ class SyntheticBERT:
         return self.num_samples
 
     def gather(self, sample_ids: ArrayLike) -> BERTSamples:
-        """Samples in bulk: as BERTDataset's, of random tokens."""
         s, draws = self.seq_length, self._draws.gather(sample_ids) / (1 << 20)  # [n, S + 4], below 1
-        lengths = np.where(draws[:, s] < SYNTHETIC_SHORT, 8 + draws[:, s + 1] * (s - 8), s).astype(np.int64)
+        lengths = np.where(draws[:, s] < 0.1, 8 + draws[:, s + 1] * (s - 8), s).astype(np.int64)
         second = (1 + draws[:, s + 2] * (lengths - 1)).astype(np.int64)  # where the second segment begins
         columns = np.arange(s)
         inside = columns < lengths[:, None]
-        is_masked = (inside & (draws[:, :s] < SYNTHETIC_MASKED)) | (columns == 1)  # one at least
+        is_masked = (inside & (draws[:, :s] < 0.15)) | (columns == 1)  # one at least
         return BERTSamples(
             tokens=np.where(inside, self._tokens.gather(sample_ids)[:, :s], 0),
             token_types=(inside & (columns >= second[:, None])).astype(np.int64),

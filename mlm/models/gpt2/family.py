@@ -25,26 +25,17 @@ class Windows:
         seed: int,
         cache: Path | None,
     ) -> Dataset:
-        """Return training samples of a corpus."""
-        return GPTDataset(
-            IndexedDataset(prefix),
-            seq_length=data.seq_length,
-            num_samples=num_samples,
-            seed=seed,
-            cache_dir=cache,
-        )
+        indexed, length = IndexedDataset(prefix), data.seq_length
+        return GPTDataset(indexed, seq_length=length, num_samples=num_samples, seed=seed, cache_dir=cache)
 
     def validation(self, data: DataConfig, prefix: Path, tokenizer: Tokenizer | None) -> Dataset:
-        """Return the windows of a corpus that score each of its tokens once."""
         return EvalWindows(IndexedDataset(prefix), seq_length=data.seq_length)
 
     def synthetic(self, data: DataConfig, vocab_size: int, num_samples: int, seed: int) -> Dataset:
-        """Return random samples."""
         return SyntheticDataset(vocab_size, data.seq_length, num_samples, seed)
 
 
 def model_problem(model: ModelConfig) -> Problem | None:
-    """Return the problem of a model's settings."""
     if model.activation == "silu":
         problem = f"model.activation=silu is llama's, and model.kind={model.kind} has a GELU or relu2"
         return Problem(("model.activation", "model.kind"), problem, "use model.activation=gelu")
@@ -52,7 +43,7 @@ def model_problem(model: ModelConfig) -> Problem | None:
 
 
 def decoder_problem(model: ModelConfig) -> Problem | None:
-    """Return the problem of settings that BERT alone has."""
+    """Return the problem of settings that only BERT has."""
     if model.norm == "post":
         problem = f"model.norm=post is BERT's, and model.kind={model.kind} has its norms first"
         return Problem(("model.norm", "model.kind"), problem, "use model.norm=pre")
@@ -63,7 +54,6 @@ def decoder_problem(model: ModelConfig) -> Problem | None:
 
 
 def head_products(model: ModelConfig, tp: int) -> float:
-    """Return the weights of the vocabulary projection."""
     return model.hidden_size * model.padded_vocab_size(tp) if model.head == "language_model" else 0.0
 
 

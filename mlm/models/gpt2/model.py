@@ -39,22 +39,6 @@ class GPT2(Transformer):
         """The weights of the output layer, in the last stage."""
         return self.token
 
-    def hidden_states(
-        self,
-        tokens: Tensor,
-        stream: DropoutStream | None = None,
-        x: Tensor | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        """Return the hidden states after this stage's layers, normed in the last.
-
-        The first stage reads `tokens` [B, S], the others the hidden states `x` of the stage before.
-        """
-        if x is None:
-            x = self.embed(tokens, stream, None if documents is None else documents.positions)
-        spans, positions = (None, None) if documents is None else (documents.spans, documents.positions)
-        return self.run_layers(x, stream, spans, positions)
-
     def forward(
         self,
         tokens: Tensor,
@@ -73,8 +57,8 @@ class GPT2(Transformer):
             labels: [B, S] int64; labels of -100 are not scored.
             scale: 0-d float tensor; None means 1 / the micro-batch's scored tokens, for their mean loss.
             stream: dropout masks; None without dropout.
-            x: hidden states of the stage before; None in the first stage.
-            documents: those in the samples, if attention or positions restart at each; else None.
+            x: hidden states of the previous stage; None in the first stage.
+            documents: None unless attention or positions restart at each document of a sample.
         """
         h = self.hidden_states(tokens, stream, x, documents)
         if not self.stage.is_last:
@@ -84,18 +68,27 @@ class GPT2(Transformer):
         labels = local_tokens(labels, self.cp, 1)
         return linear_cross_entropy(h.flatten(0, 1), labels.t().flatten(), self.vocabulary, scale)
 
-    @torch.no_grad()
-    def losses(
+    def hidden_states(
         self,
         tokens: Tensor,
-        labels: Tensor,
+        stream: DropoutStream | None = None,
         x: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Last stage: the losses of this cp rank's tokens, [B, S/c]. Others: hidden states.
+        """Return the hidden states after this stage's layers, normed in the last.
 
-        Without dropout or gradients.
+        The first stage reads `tokens` [B, S], the others the hidden states `x` of the previous stage.
         """
+        spans, positions = (None, None) if documents is None else (documents.spans, documents.positions)
+        if x is None:
+            x = self.embed(tokens, stream, positions)
+        return self.run_layers(x, stream, spans, positions)
+
+    @torch.no_grad()
+    def losses(
+        self, tokens: Tensor, labels: Tensor, x: Tensor | None = None, documents: Documents | None = None
+    ) -> Tensor:
+        """Last stage: the losses of this cp rank's tokens, [B, S/c]. Others: hidden states. No dropout."""
         h = self.hidden_states(tokens, None, x, documents)
         if not self.stage.is_last:
             return h
@@ -114,10 +107,8 @@ class GPT2(Transformer):
     ) -> Tensor:
         """Last stage: log-likelihoods of labels, differentiable, 0 where not scored. Others: hidden states.
 
-        Arguments as of `forward`, without context parallelism.
-
-        Returns:
-            [B, S] float32 (float64 for float64), the same on every tp rank.
+        Arguments as of `forward`, without context parallelism. [B, S] float32 (float64 for float64), the same
+        on every tp rank.
         """
         assert self.cp.size == 1
         h = self.hidden_states(tokens, stream, x, documents)
@@ -130,15 +121,8 @@ class GPT2(Transformer):
     def next_logits(self, tokens: Tensor, places: Tensor, x: Tensor | None = None) -> Tensor:
         """Last stage: logits of the token after place `places[b]` of each sequence b. Others: hidden states.
 
-        In any layout that trains; without dropout.
-
-        Args:
-            tokens: [B, S] int64.
-            places: [B] int64; what follows them is not seen.
-            x: hidden states of the stage before; None in the first stage.
-
-        Returns:
-            [B, vocab_size], float32 (float64 for float64), on every tp and cp rank.
+        In any layout that trains; without dropout. tokens [B, S] int64, places [B] int64 -> [B, vocab_size],
+        float32 (float64 for float64), on every tp and cp rank.
         """
         h = self.hidden_states(tokens, None, x)
         if not self.stage.is_last:
@@ -146,44 +130,39 @@ class GPT2(Transformer):
         h = gather_rows(h, self.tp) if self.sequence_parallel else h  # [S/c, B, H]
         rows = torch.arange(len(places), device=places.device)
         if self.cp.size == 1:
-            found = h[places, rows]
+            last = h[places, rows]
         else:
-            here = local_positions(tokens.shape[1], self.cp, places.device)[:, None] == places  # [S/c, B]
-            mine = torch.where(here.any(0)[:, None], h[here.int().argmax(0), rows], 0)
-            found = all_reduce(mine, self.cp)
-        y = full_logits(found, self.vocabulary)
+            is_place = local_positions(tokens.shape[1], self.cp, places.device)[:, None] == places  # [S/c, B]
+            local = torch.where(is_place.any(0)[:, None], h[is_place.int().argmax(0), rows], 0)
+            last = all_reduce(local, self.cp)
+        y = full_logits(last, self.vocabulary)
         return y.to(loss_dtype(y.dtype))
+
+    # The following are without sequence parallelism: sequences have lengths that tp does not divide.
 
     @torch.no_grad()
     def scores(self, tokens: Tensor, places: Tensor, labels: Tensor, x: Tensor | None = None) -> Tensor:
-        """Last stage: the loss of `labels` after some of the tokens, and 1 where they are the most probable.
-
-        Others: hidden states. Without sequence parallelism: sequences have lengths that tp does not divide.
+        """Last stage: the losses of `labels`, and 1 where they are the most probable. Others: hidden states.
 
         Args:
             tokens: [B, S] int64.
             places: [R] int64 rows of the flattened hidden states: s * B + b is row b's token s, with all
                 before it as context. Only these go through the vocabulary projection.
-            labels: [R] int64; one place may have several.
-            x: hidden states of the stage before; None in the first stage.
+            labels: [R] int64 tokens after `places`; one place may have several.
+            x: hidden states of the previous stage; None in the first stage.
 
         Returns:
             [2, R] float32 (float64 for float64), the same on every tp rank: see `token_scores`.
         """
-        assert not self.sequence_parallel
-        assert self.cp.size == 1
         h = self.hidden_states(tokens, None, x)
         return token_scores(h.flatten(0, 1)[places], labels, self.vocabulary) if self.stage.is_last else h
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, x: Tensor | None = None) -> Tensor:
-        """Return the logits of the token after each token. Without dropout or sequence parallelism.
+        """Last stage: logits of the token after each token, on every tp rank. Others: hidden states.
 
-        Last stage: tokens [B, S] -> [B, S, vocab_size], float32 (float64 for float64), on every tp rank.
-        Others: hidden states.
+        tokens [B, S] -> [B, S, vocab_size], float32 (float64 for float64). Without dropout.
         """
-        assert not self.sequence_parallel
-        assert self.cp.size == 1
         h = self.hidden_states(tokens, None, x)
         if not self.stage.is_last:
             return h
@@ -192,10 +171,7 @@ class GPT2(Transformer):
 
     @torch.no_grad()
     def read(self, tokens: Tensor, reading: Reading, x: Tensor | None = None) -> Tensor:
-        """Extend the cached sequences by `tokens`, a step of incremental decoding.
-
-        The first stage reads `tokens` [B, S], the others the hidden states `x` of the stage before. Without
-        sequence parallelism: sequences have lengths that tp does not divide.
+        """Extend the cached sequences by `tokens` [B, S], a step of incremental decoding.
 
         Last stage: logits of the tokens after these, [B, vocab_size], on every tp rank; an empty tensor [0]
         if `reading` wants none. Others: hidden states.
@@ -206,12 +182,16 @@ class GPT2(Transformer):
         if x is None:
             x = self.embed(tokens, None, positions)
         rotary = self.rotary(x, positions)
-        turns = () if rotary is None else (rotary,)
+        angles = () if rotary is None else (rotary,)
         for layer in self.layers.values():
-            x = layer(x, None, None, reading, *turns)
+            x = layer(x, None, None, reading, *angles)
         if not self.stage.is_last:
             return x
-        return full_logits(self.normed(x[-1]), self.vocabulary) if reading.wants_logits else x.new_empty(0)
+        return (
+            full_logits(self.apply_final_norm(x[-1]), self.vocabulary)
+            if reading.wants_logits
+            else x.new_empty(0)
+        )
 
 
 class NextToken:
@@ -229,11 +209,11 @@ class NextToken:
 
     @classmethod
     def of(cls, data: DataConfig, ctx: ParallelContext, dtype: torch.dtype) -> "NextToken":
-        """The objective of a run; `dtype` is that of activations."""
+        """The objective of a run; `dtype` is the activations'."""
         return cls(ctx, dtype, Boundaries.of(data))
 
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Documents | None]:
-        """Tokens and labels of a micro-batch, on the device, and the documents to keep apart in it."""
+        """Tokens, labels and separate documents of a micro-batch, on the device."""
         tokens = to_device(batch.tokens, self.ctx.device)
         labels = to_device(batch.labels, self.ctx.device)
         if self.boundaries is None:

@@ -32,8 +32,8 @@ class HeadNorm(RMSNorm):
     is_partial = True
 
 
-class WholeNorm(RMSNorm):
-    """RMSNorm of all heads together, of which this rank holds n or k."""
+class AllHeadsNorm(RMSNorm):
+    """RMSNorm of all heads together, of which this rank holds n or k, each on `replicas` ranks."""
 
     tp_dims: ClassVar[dict[str, int]] = {"weight": 0}
 
@@ -41,25 +41,17 @@ class WholeNorm(RMSNorm):
         super().__init__(size, eps=eps)
         self.replicas = replicas
 
-    def scale(self, x: Tensor, squares: Tensor, width: int) -> Tensor:
-        """Norm x [..., size], whose sum of squares over the whole width is `squares` [..., 1]."""
+    def sum_squares(self, x: Tensor) -> Tensor:
+        """This rank's term of the sum over all heads: [..., size] -> [..., 1], at least float32."""
+        x32 = x if x.dtype == torch.float64 else x.float()
+        return x32.square().sum(-1, keepdim=True) / self.replicas
+
+    def apply_sum(self, x: Tensor, squares: Tensor, tp: Axis) -> Tensor:
+        """Norm x [..., size] by the sum of squares over all heads, [..., 1]."""
         assert self.eps is not None
+        width = x.shape[-1] * tp.size // self.replicas
         y = x.to(squares.dtype) * torch.rsqrt(squares / width + self.eps)
         return (y * self.weight).to(x.dtype)
-
-
-def norm_whole(q: Tensor, k: Tensor, norms: tuple[WholeNorm, WholeNorm], tp: Axis) -> tuple[Tensor, Tensor]:
-    """Norm the queries and keys of all tp ranks: [..., n D] and [..., k D]."""
-    if tp.size == 1:
-        return norms[0](q), norms[1](k)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    copies = [norm.replicas for norm in norms]
-    squares = [x.to(wide).square().sum(-1, keepdim=True) / n for x, n in zip((q, k), copies, strict=True)]
-    # g, then f: each rank's output depends on the sum, so the sum's gradient is the sum of theirs
-    total = copy_to_tp(reduce_from_tp(torch.cat(squares, -1), tp), tp)
-    widths = [x.shape[-1] * tp.size // n for x, n in zip((q, k), copies, strict=True)]
-    first, second = total.split(1, -1)
-    return norms[0].scale(q, first, widths[0]), norms[1].scale(k, second, widths[1])
 
 
 class GroupedQueryAttention(SelfAttention):
@@ -76,7 +68,7 @@ class GroupedQueryAttention(SelfAttention):
         if kv_heads % tp.size and tp.size % kv_heads:
             raise ValueError(f"of num_kv_heads={kv_heads} and tp={tp.size} one must divide the other")
         self.kv_heads = max(1, kv_heads // tp.size)
-        split = partial(
+        linear = partial(
             ColumnParallelLinear,
             config.hidden_size,
             tp=tp,
@@ -85,22 +77,22 @@ class GroupedQueryAttention(SelfAttention):
             init_seed=None,
             bias=settings.qkv_bias,
         )
-        self.query = split(heads * self.head_dim)
-        self.kv = split(2 * kv_heads * self.head_dim, replicas=max(1, tp.size // kv_heads))
+        self.query = linear(heads * self.head_dim)
+        self.kv = linear(2 * kv_heads * self.head_dim, replicas=max(1, tp.size // kv_heads))
         self.query.fused_rows = FusedRows(1, self.head_dim, are_heads=True)
         self.kv.fused_rows = FusedRows(2, self.head_dim, are_heads=True)
-        self.query_norm: HeadNorm | WholeNorm | None = None
-        self.key_norm: HeadNorm | WholeNorm | None = None
-        eps, copies = config.layer_norm_eps, self.kv.replicas
+        self.query_norm: HeadNorm | AllHeadsNorm | None = None
+        self.key_norm: HeadNorm | AllHeadsNorm | None = None
+        eps, replicas = config.layer_norm_eps, self.kv.replicas
         if settings.qk_norm_whole:
-            self.query_norm = WholeNorm(heads // tp.size * self.head_dim, eps=eps)
-            self.key_norm = WholeNorm(self.kv_heads * self.head_dim, eps=eps, replicas=copies)
+            self.query_norm = AllHeadsNorm(heads // tp.size * self.head_dim, eps=eps)
+            self.key_norm = AllHeadsNorm(self.kv_heads * self.head_dim, eps=eps, replicas=replicas)
         elif settings.qk_norm:
             self.query_norm = HeadNorm(self.head_dim, eps=eps)
             self.key_norm = HeadNorm(self.head_dim, eps=eps)
 
     def project(self, x: Tensor, rotary: Rotary | None) -> Tensor:
-        """Queries and keys, turned, and values: [S, B, (n + 2k) D], ordered [q | k | v]."""
+        """Queries and keys, rotated, and values: [S, B, (n + 2k) D], ordered [q | k | v]."""
         assert rotary is not None
         q, kv = column_parallel_pair(
             x,
@@ -114,12 +106,25 @@ class GroupedQueryAttention(SelfAttention):
         q = q.unflatten(-1, (-1, self.head_dim))  # [S, B, n, D]
         k, v = kv.unflatten(-1, (self.kv_heads, 2, self.head_dim)).unbind(3)  # each [S, B, k, D]
         match self.query_norm, self.key_norm:
-            case WholeNorm() as query_norm, WholeNorm() as key_norm:
-                whole = norm_whole(q.flatten(2), k.flatten(2), (query_norm, key_norm), self.tp)
-                q, k = (x.unflatten(-1, (-1, self.head_dim)) for x in whole)
+            case AllHeadsNorm() as query_norm, AllHeadsNorm() as key_norm:
+                q, k = self._norm_all_heads(q.flatten(2), k.flatten(2), query_norm, key_norm)
             case HeadNorm() as query_norm, HeadNorm() as key_norm:
                 q, k = query_norm(q), key_norm(k)
-        return torch.cat([rotary.turn(q), rotary.turn(k), v], dim=2).flatten(2)
+        return torch.cat([rotary.rotate(q), rotary.rotate(k), v], dim=2).flatten(2)
+
+    def _norm_all_heads(
+        self, q: Tensor, k: Tensor, query_norm: AllHeadsNorm, key_norm: AllHeadsNorm
+    ) -> tuple[Tensor, Tensor]:
+        """Norm queries and keys over the heads of all tp ranks: [S, B, n D] -> [S, B, n, D]."""
+        if self.tp.size == 1:
+            q, k = query_norm(q), key_norm(k)
+        else:
+            squares = torch.cat([query_norm.sum_squares(q), key_norm.sum_squares(k)], -1)
+            # g, then f: each rank's output depends on the sum, so the sum's gradient is the sum of theirs
+            q_squares, k_squares = copy_to_tp(reduce_from_tp(squares, self.tp), self.tp).split(1, -1)
+            q = query_norm.apply_sum(q, q_squares, self.tp)
+            k = key_norm.apply_sum(k, k_squares, self.tp)
+        return q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, n, S, D], keys and values [B, k, S, D]."""
@@ -131,23 +136,18 @@ class GroupedQueryAttention(SelfAttention):
 
     def _kv_heads(self, count: int) -> int:
         """Heads of keys among the `count` = n + 2k of a rank, or of a part of one."""
-        whole = self.query.weight.shape[0] // self.head_dim + 2 * self.kv_heads
-        return max(1, self.kv_heads * count // whole)
+        full = self.query.weight.shape[0] // self.head_dim + 2 * self.kv_heads
+        return max(1, self.kv_heads * count // full)
 
     def parts(self, qkv: Tensor, count: int) -> tuple[Tensor, ...]:
-        """`project` as each of `count` tp ranks would have it."""
+        """Split `project` into the shares of `count` tp ranks."""
         q, k, v = self.heads(qkv)
-        each, kv = q.shape[1] // count, max(1, k.shape[1] // count)
-        found = []
-        for part in range(count):
+        kv, parts = max(1, k.shape[1] // count), []
+        for part, queries in enumerate(q.chunk(count, dim=1)):
             first = part * k.shape[1] // count
-            mine = (
-                q[:, part * each : (part + 1) * each],
-                k[:, first : first + kv],
-                v[:, first : first + kv],
-            )
-            found.append(merge_heads(torch.cat(mine, dim=1)))
-        return tuple(found)
+            shared = slice(first, first + kv)
+            parts.append(merge_heads(torch.cat([queries, k[:, shared], v[:, shared]], dim=1)))
+        return tuple(parts)
 
     def fused(self, qkv: Tensor, p: float, bias: Tensor | None, causal: bool) -> Tensor:
         """Attention by PyTorch's best kernel: [S, B, (n + 2k) D] -> [S, B, n D]."""
@@ -168,7 +168,7 @@ class GroupedQueryAttention(SelfAttention):
         return merge_heads(y)
 
     def _windowed(self, bias: Tensor) -> Tensor:
-        """`bias` [B, 1, S, S], -inf beyond the window too."""
+        """`bias` [B, 1, S, S], with -inf outside the window too."""
         length = bias.shape[-1]
         if not 0 < self.window < length:
             return bias

@@ -39,19 +39,17 @@ def gate(y: Tensor, activation: str, block: int | None = None) -> Tensor:
     pairs = y.unflatten(-1, (-1, 2, block or y.shape[-1] // 2))  # [..., blocks/t, 2, F / blocks]
     if activation != "silu":
         gated: Tensor = activate(pairs[..., 0, :], activation) * pairs[..., 1, :]
-        return gated.flatten(-2)
-    if torch.compiler.is_compiling():  # it decides what to keep, and traces no result written in parts
+    elif torch.compiler.is_compiling():  # it decides what to keep, and traces no result written in parts
         gated = F.silu(pairs[..., 0, :]) * pairs[..., 1, :]
-        return gated.flatten(-2)
-    gated = _SwiGLU.apply(pairs)  # type: ignore[no-untyped-call]
+    else:
+        gated = _SwiGLU.apply(pairs)  # type: ignore[no-untyped-call]
     return gated.flatten(-2)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up of [..., 2, F]; nothing is kept but its input.
+    """silu(gate) * up of [..., 2, F]; only its input is kept.
 
-    On a CPU that is a copy with all gates first, and results are moved to their place: computed there, rows
-    as short as a block's take twice as long.
+    On a CPU the input is copied with all gates first: rows as short as a block's take twice as long.
     """
 
     @staticmethod

@@ -7,7 +7,7 @@ heads are split by heads. Only the latents are cached while text is generated: t
 the other side of the scores, q^T (W c) = (W^T q)^T c, and all heads attend to one head of latents.
 
 Shapes: S sequence, B micro-batch, H hidden, N heads, t = tensor-parallel size, n = N/t heads of this rank.
-Widths of a head: R turned dimensions, P others, D = R + P of queries and keys, W of values; Q and C of the
+Widths of a head: R rotated dimensions, P others, D = R + P of queries and keys, W of values; Q and C of the
 latents of queries and of keys with values.
 """
 
@@ -34,8 +34,8 @@ LATENT_EPS = 1e-6
 class LatentAttention(GroupedQueryAttention):
     """Attention whose keys and values come from a latent vector (model.options.kv_lora_rank).
 
-    Rows of the weights: `query` [head][R, P], `kv` [head][P, W], `kv_down` [C, R]. The R turned dimensions of
-    keys are shared by the heads. Values are padded to D for the kernels: these know one width.
+    Rows of the weights: `query` [head][R, P], `kv` [head][P, W], `kv_down` [C, R]. All heads share the R
+    rotated dimensions of keys. Values are padded to D, as the kernels take one width.
     """
 
     def _add_projections(self, config: ModelConfig, sequence_parallel: bool) -> None:
@@ -76,29 +76,28 @@ class LatentAttention(GroupedQueryAttention):
 
     def project(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         """Queries, keys and padded values: [S, B, 3 n D], ordered [q | k | v]; of all S."""
-        assert rotary is not None
-        q, latent, turned = self._latents(x, rotary)
-        return self._expand(q, latent, turned)
+        return self._expand(*self._latents(x, rotary))
 
-    def _latents(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [S, B, n, D], the latents that `kv` takes, [S or S/t, B, C], and turned keys [S, B, 1, R].
+    def _latents(self, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [S, B, n, D], the latents that `kv` takes, [S or S/t, B, C], and rotated keys [S, B, 1, R].
 
         With sequence parallelism x and the latents are this rank's rows.
         """
+        assert rotary is not None
         y = self.query_down_norm(self.query_down(x)) if hasattr(self, "query_down") else x
         q = self.query(y).unflatten(-1, (-1, self.head_dim))
         latent, keys = self.kv_down(x).split([self.latent_dim, self.rope_dim], dim=-1)
         # f: keys that all heads share have the gradients of this rank's heads
         keys = gather_sequence(keys, self.tp) if self.sequence_parallel else copy_to_tp(keys, self.tp)
-        q = rotary.turn(q)
+        q = rotary.rotate(q)
         q = q if self.score_factor == 1 else q * self.score_factor
-        return q, self.kv_down_norm(latent), rotary.turn(keys.unsqueeze(2))
+        return q, self.kv_down_norm(latent), rotary.rotate(keys.unsqueeze(2))
 
-    def _expand(self, q: Tensor, latent: Tensor, turned: Tensor) -> Tensor:
-        """Return queries, keys and padded values of all heads, from what `_latents` returns."""
+    def _expand(self, q: Tensor, latent: Tensor, rotated: Tensor) -> Tensor:
+        """Return queries, keys and padded values of all heads from `_latents`."""
         kv: Tensor = self.kv(latent).unflatten(-1, (-1, self.plain_dim + self.value_dim))  # [S, B, n, P + W]
         plain, v = kv.split([self.plain_dim, self.value_dim], dim=-1)
-        k = torch.cat([turned.expand(-1, -1, kv.shape[2], -1), plain], dim=-1)
+        k = torch.cat([rotated.expand(-1, -1, kv.shape[2], -1), plain], dim=-1)
         return torch.cat([q, k, F.pad(v, (0, self.head_dim - self.value_dim))], dim=2).flatten(2)
 
     def values(self, attended: Tensor) -> Tensor:
@@ -107,18 +106,18 @@ class LatentAttention(GroupedQueryAttention):
         return y
 
     def attend_cached(self, x: Tensor, rotary: Rotary | None, reading: Reading) -> Tensor:
-        """Attention to the tokens before those of a pass, of which latents are cached: [S, B, n W]."""
-        assert rotary is not None
-        q, latent, turned = self._latents(x, rotary)
-        held = torch.cat([turned, latent.unsqueeze(2)], dim=-1).permute(1, 2, 0, 3)  # [B, 1, S, R + C]
+        """Attention to the tokens before a pass, of which latents are cached: [S, B, n W]."""
+        q, latent, rotated = self._latents(x, rotary)
+        cached = torch.cat([rotated, latent.unsqueeze(2)], dim=-1).permute(1, 2, 0, 3)  # [B, 1, S, R + C]
         if isinstance(reading, PrefillPass):
-            reading.keep(self.layer, held, held)
-            return self.values(self.fused(self._expand(q, latent, turned), 0.0, None, True))
+            reading.keep(self.layer, cached, cached)
+            return self.values(self.fused(self._expand(q, latent, rotated), 0.0, None, True))
         weight = self.kv.weight_in(x.dtype).view(-1, self.plain_dim + self.value_dim, self.latent_dim)
         to_keys, to_values = weight.split([self.plain_dim, self.value_dim], dim=1)
         absorbed = torch.einsum("sbnp,npc->sbnc", q[..., self.rope_dim :], to_keys)
-        # the kernel divides by the root of R + C, the scores are those of D
-        q = torch.cat([q[..., : self.rope_dim], absorbed], dim=-1) * math.sqrt(held.shape[-1] / self.head_dim)
-        sums = reading.attend(self.layer, q.permute(1, 2, 0, 3), held, held)  # [S, B, n (R + C)]
-        sums = sums.unflatten(-1, (-1, held.shape[-1]))[..., self.rope_dim :]
+        # the kernel divides by the root of R + C, the scores by the root of D
+        width = cached.shape[-1]
+        q = torch.cat([q[..., : self.rope_dim], absorbed], dim=-1) * math.sqrt(width / self.head_dim)
+        sums = reading.attend(self.layer, q.permute(1, 2, 0, 3), cached, cached)  # [S, B, n (R + C)]
+        sums = sums.unflatten(-1, (-1, width))[..., self.rope_dim :]
         return torch.einsum("sbnc,nwc->sbnw", sums, to_values).flatten(2)

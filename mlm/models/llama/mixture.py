@@ -69,12 +69,11 @@ class MixtureOfExperts(nn.Module):
         enter, leave = copy_to_tp, reduce_from_tp
         if self.sequence_parallel:  # [S, B, …] of [S/t, B, …]
             enter, leave = gather_sequence, scatter_sequence
-        rows, experts, weights = (enter(each, tp) for each in (x, routing.experts, routing.weights))
+        rows, experts, weights = (enter(t, tp) for t in (x, routing.experts, routing.weights))
         order = sort_by_expert(experts.flatten(0, 1), self.router.settings.num_experts)
         exchange = Exchange(self.axes.ep, order.counts, x.device)
-        travelling = exchange.start(permute(rows.flatten(0, 1), order))
-        beside = None if self.shared is None else self.shared(x)
-        y = self.experts(exchange.finish(travelling), exchange.counts)
-        y = combine(exchange.back(y), weights.flatten(0, 1), order).view_as(rows)
-        y = leave(y, tp)
-        return y if beside is None else y + beside
+        in_flight = exchange.start(permute(rows.flatten(0, 1), order))
+        shared = None if self.shared is None else self.shared(x)  # while tokens travel
+        y = self.experts(exchange.finish(in_flight), exchange.counts)
+        y = leave(combine(exchange.back(y), weights.flatten(0, 1), order).view_as(rows), tp)
+        return y if shared is None else y + shared

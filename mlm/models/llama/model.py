@@ -3,7 +3,6 @@
 Shapes: S sequence, B micro-batch, H hidden, t = tensor-parallel size.
 """
 
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -26,9 +25,9 @@ from mlm.parallel.mesh import Axis, ExpertAxes
 
 
 def build_attention(config: ModelConfig, **arguments: Any) -> GroupedQueryAttention:
-    """Return the attention of a model's settings; `arguments` are those of SelfAttention."""
-    kind = LatentAttention if LlamaSettings.of(config).kv_lora_rank else GroupedQueryAttention
-    return kind(config, **arguments)
+    """Return the attention of a model's settings; `arguments` as of SelfAttention."""
+    attention = LatentAttention if LlamaSettings.of(config).kv_lora_rank else GroupedQueryAttention
+    return attention(config, **arguments)
 
 
 class LlamaLayer(TransformerLayer):
@@ -48,21 +47,16 @@ class LlamaLayer(TransformerLayer):
         cp: Axis | None,
         experts: ExpertAxes | None,
     ) -> nn.Module:
-        """Return a mixture of experts, or in the first layers (dense_layers) and without experts an MLP."""
+        """Return a mixture of experts, or an MLP in the first layers (dense_layers) and without experts."""
         if not LlamaSettings.of(config).has_experts(layer):
             return GatedMLP(config, tp=tp, sequence_parallel=sequence_parallel)
         return MixtureOfExperts(config, tp=tp, sequence_parallel=sequence_parallel, cp=cp, axes=experts)
 
 
 class Llama(GPT2):
-    """Decoder-only transformer with rotary positions; its output layer may have weights of its own."""
+    """Decoder-only transformer with rotary positions; its output layer may be untied."""
 
     layer_type: ClassVar[type[TransformerLayer]] = LlamaLayer
-
-    @cached_property
-    def settings(self) -> LlamaSettings:
-        """Settings of the family."""
-        return LlamaSettings.of(self.config)
 
     def _add_head(self) -> None:
         super()._add_head()
@@ -80,16 +74,13 @@ class Llama(GPT2):
 
     @property
     def vocabulary(self) -> VocabParallelEmbedding:
-        """The weights of the output layer, in the last stage."""
         return self.output if hasattr(self, "output") else self.token
 
     def rotary(self, x: Tensor, positions: Tensor | None) -> Rotary:
         """Return the tables for all of S, of which `x` holds a part with sequence parallelism."""
         if positions is None:
             length = x.shape[0] * (self.tp.size if self.sequence_parallel else 1)
-            places = torch.arange(length, device=x.device).unsqueeze(1)  # [S, 1]
-        else:
-            places = positions.t()  # [S, B]
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        turns, factor = frequencies(self.settings, wide, x.device)
-        return Rotary.of(places, turns, factor, x.dtype)
+            positions = torch.arange(length, device=x.device).unsqueeze(0)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        angles, factor = frequencies(LlamaSettings.of(self.config), dtype, x.device)
+        return Rotary.of(positions.t(), angles, factor, x.dtype)

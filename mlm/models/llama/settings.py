@@ -13,11 +13,6 @@ from mlm.parallel.config import EXPERTS, RouterSettings
 from mlm.util.errors import ConfigError, Problem, format_value
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Values of rope_scaling."""
-ROUTER_SCORES = ("softmax", "sigmoid")
-"""Values of router_scores."""
-BALANCES = ("none", "bias", "sequence", "global_batch", "micro_batch")
-"""Values of balance."""
 SCALED = OnlyIf("rope_scaling", *ROPE_TYPES[1:])
 LLAMA3, YARN = OnlyIf("rope_scaling", "llama3"), OnlyIf("rope_scaling", "yarn")
 LATENT = OnlyIf("kv_lora_rank")
@@ -86,10 +81,11 @@ class LlamaSettings(RouterSettings):
 
     @classmethod
     def of(cls, model: ModelConfig) -> "LlamaSettings":
-        """The settings of a model, defaults that depend on it filled in, values of a wrong type left out."""
-        options = {name: value for name, value in model.options.items() if name in DEFAULTS}
+        """The settings of a model, with defaults that depend on it, without values of a wrong type."""
         given = {
-            name: type(DEFAULTS[name])(v) for name, v in options.items() if _type_problem(name, v) is None
+            name: type(DEFAULTS[name])(value)
+            for name, value in model.options.items()
+            if name in DEFAULTS and _type_problem(name, value) is None
         }
         given["num_kv_heads"] = given.get("num_kv_heads") or model.num_heads
         given["head_dim"] = given.get("head_dim") or model.hidden_size // model.num_heads
@@ -102,12 +98,12 @@ class LlamaSettings(RouterSettings):
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that are turned, R."""
+        """Dimensions of a head that are rotated, R."""
         return self.rope_head_dim if self.kv_lora_rank else int(self.head_dim * exact(self.rotary_fraction))
 
     @property
     def score_factor(self) -> float:
-        """Factor of attention's scores before the softmax, beside 1 / sqrt(head_dim)."""
+        """Factor of attention's scores before the softmax, in addition to 1 / sqrt(head_dim)."""
         is_scaled = self.rope_scaling == "yarn" and self.rope_mscale > 0
         return (0.1 * self.rope_mscale * math.log(self.rope_factor) + 1.0) ** 2 if is_scaled else 1.0
 
@@ -120,11 +116,14 @@ DEFAULTS: dict[str, bool | int | float | str] = {
     field.name: field.default  # type: ignore[misc]
     for field in fields(LlamaSettings)
 }
-"""`options` of the family."""
+EXPERT_OPTIONS = {
+    *(field.name for field in fields(RouterSettings)),
+    *("expert_ffn_size", "shared_experts", "dense_layers"),
+}
+"""Options that mean nothing without experts."""
 
 
 def architecture(model: ModelConfig) -> Architecture:
-    """Return parts and sizes of a model."""
     settings = LlamaSettings.of(model)
     return Architecture(
         head_dim=settings.head_dim,
@@ -158,14 +157,8 @@ def dense_twin(model: ModelConfig) -> ModelConfig | None:
             key = f"model.options.{name}"
             problem = f"{key}={value}: experts that start from a dense model are copies of its MLP"
             raise ConfigError([Problem((key,), problem, f"set {key}={fits}")])
-    options = {name: value for name, value in model.options.items() if not is_of_experts(name)}
+    options = {name: value for name, value in model.options.items() if name not in EXPERT_OPTIONS}
     return replace(model, options=options)
-
-
-def is_of_experts(option: str) -> bool:
-    """Return True for an option that means nothing without experts."""
-    others = ("expert_ffn_size", "shared_experts", "dense_layers")
-    return option in others or option in {field.name for field in fields(RouterSettings)}
 
 
 def warning(model: ModelConfig) -> str | None:
@@ -185,15 +178,12 @@ def num_blocks(model: ModelConfig) -> int:
 
 
 def model_problem(model: ModelConfig) -> Problem | None:
-    """Return the problem of a model's settings."""
     if model.activation == "relu2":
         problem = f"model.activation=relu2 is gpt2's, and model.kind={model.kind} has gates of SiLU or GELU"
         return Problem(("model.activation", "model.kind"), problem, "use model.activation=silu")
-    if problem_of_decoder := decoder_problem(model):
-        return problem_of_decoder
-    for name, value in model.options.items():
-        if problem_of_type := _type_problem(name, value):
-            return problem_of_type
+    type_problems = (_type_problem(name, value) for name, value in model.options.items())
+    if first := next(filter(None, (decoder_problem(model), *type_problems)), None):
+        return first
     settings = LlamaSettings.of(model)
     for name, why, fix in _problems(model, settings):
         key = f"model.options.{name}"
@@ -202,13 +192,13 @@ def model_problem(model: ModelConfig) -> Problem | None:
 
 
 def _type_problem(name: str, value: object) -> Problem | None:
-    kind, key = type(DEFAULTS[name]), f"model.options.{name}"
+    expected, key = type(DEFAULTS[name]), f"model.options.{name}"
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "a name"}
-    if type(value) is kind or (kind is float and type(value) is int):
-        if not isinstance(value, int | float) or 0 <= value < 1 << 31:
-            return None
+    if not (type(value) is expected or (expected is float and type(value) is int)):
+        return Problem((key,), f"{key}={format_value(value)} must be {words[expected]}")
+    if isinstance(value, int | float) and not 0 <= value < 1 << 31:
         return Problem((key,), f"{key}={format_value(value)} must be from 0 to 2147483647")
-    return Problem((key,), f"{key}={format_value(value)} must be {words[kind]}")
+    return None
 
 
 Problems = Iterator[tuple[str, str, str]]
@@ -250,7 +240,6 @@ def _problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
 
 
 def _latent_problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
-    """Yield setting, problem and fix of latent attention."""
     if not settings.kv_lora_rank:
         return
     most = settings.head_dim - 1
@@ -266,11 +255,11 @@ def _latent_problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
 
 
 def _mixture_problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
-    """Yield setting, problem and fix of a mixture of experts."""
     experts, groups = settings.num_experts, settings.router_groups
     if not experts:
         return
-    for name, values in (("router_scores", ROUTER_SCORES), ("balance", BALANCES)):
+    balances = ("none", "bias", "sequence", "global_batch", "micro_batch")
+    for name, values in (("router_scores", ("softmax", "sigmoid")), ("balance", balances)):
         if getattr(settings, name) not in values:
             yield name, "is none of ours", f"use {', '.join(values[:-1])} or {values[-1]}"
     if settings.dense_layers >= model.num_layers:

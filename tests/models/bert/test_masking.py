@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlm.data.tokenizer import Tokenizer
-from mlm.models.bert.masking import BERTVocab, choose_grams, cut_grams, draw_sizes, fill, mask_tokens
+from mlm.models.bert.masking import BERTVocab, choose_grams, draw_sizes, fill, mask_tokens, split_grams
 from mlm.parallel.config import IGNORE_INDEX
 from mlm.util.errors import UserError
 from mlm.util.splitmix import draw, root
@@ -98,7 +98,7 @@ def test_words_are_masked_whole() -> None:
 @pytest.mark.parametrize("max_ngram", [1, 2, 3, 5])
 def test_ngrams_are_consecutive_words_of_one_segment_and_cover_all(max_ngram: int) -> None:
     tokens, _ = batch(100)
-    grams = cut_grams(tokens, vocab, draw(root(1), np.arange(100)), max_ngram)
+    grams = split_grams(tokens, vocab, draw(root(1), np.arange(100)), max_ngram)
     assert grams.words.max() == max_ngram
     place = 0
     pieces = np.split(grams.tokens, np.cumsum(grams.lengths)[:-1])
@@ -134,7 +134,7 @@ def test_drawn_sizes_follow_one_over_n(max_ngram: int) -> None:
 def test_chosen_ngrams_follow_one_over_n() -> None:
     tokens = one_long_run(1000)
     states = draw(root(4), np.arange(1000))
-    grams = cut_grams(tokens, vocab, states, 3)
+    grams = split_grams(tokens, vocab, states, 3)
     chosen = choose_grams(grams, np.full(1000, 77), draw(states, 0))
     counts = np.bincount(grams.words[chosen])[1:]
     shares = counts / counts.sum()

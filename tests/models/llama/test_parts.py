@@ -50,11 +50,11 @@ def test_a_turn_is_a_product_of_complex_numbers(fraction: float) -> None:
     half = settings.rotary_dim // 2
     assert torch.allclose(turns, torch.tensor([10000 ** (-i / half) for i in range(half)]).double())
     x = normal(S, B, 3, 10).requires_grad_()
-    y = Rotary.of(positions, turns, 1.0, torch.float64).turn(x)
+    y = Rotary.of(positions, turns, 1.0, torch.float64).rotate(x)
     numbers = torch.complex(x[..., :half], x[..., half : 2 * half])
     turned = numbers * torch.polar(torch.ones(half).double(), positions[..., None, None] * turns)
     torch.testing.assert_close(y, torch.cat([turned.real, turned.imag, x[..., 2 * half :]], -1))
-    torch.autograd.gradcheck(Rotary.of(positions, turns, 1.0, torch.float64).turn, (x,))
+    torch.autograd.gradcheck(Rotary.of(positions, turns, 1.0, torch.float64).rotate, (x,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -182,7 +182,7 @@ def test_angles_of_half_precision_are_computed_in_float32(dtype: torch.dtype) ->
 def test_a_factor_scales_cosines_and_sines() -> None:
     """Attention's temperature: queries and keys grow by it alike."""
     turns, x = torch.tensor([1.0, 0.1], dtype=torch.float64), normal(S, B, 3, 4)
-    plain = Rotary.of(torch.arange(S)[:, None], turns, 1.0, torch.float64).turn(x)
+    plain = Rotary.of(torch.arange(S)[:, None], turns, 1.0, torch.float64).rotate(x)
     torch.testing.assert_close(
-        Rotary.of(torch.arange(S)[:, None], turns, 1.5, torch.float64).turn(x), 1.5 * plain
+        Rotary.of(torch.arange(S)[:, None], turns, 1.5, torch.float64).rotate(x), 1.5 * plain
     )
