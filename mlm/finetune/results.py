@@ -22,7 +22,7 @@ from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import Start
 from mlm.finetune.registry import task_type
 from mlm.training.loop import layout_row, model_row, run_row
-from mlm.training.state import counters, is_stored, stored_shards
+from mlm.training.state import counters, stored_shards
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError, writing_to
 from mlm.util.files import dump_json, parse_json, write_atomic
@@ -89,7 +89,7 @@ def save_best(trainer: Trainer, out: Path) -> None:
     Collective over all ranks; raises CheckpointError on all of them.
     """
     facts = {key: value for key, value in counters(trainer).items() if key != LINEAGE}  # of the other folder
-    owned = [s for s in stored_shards(trainer, trainer.shards) if is_stored(s, trainer.ctx)]
+    owned = [s for s in stored_shards(trainer, trainer.shards) if s.is_stored(trainer.ctx.replicas)]
     save_checkpoint(
         out / BEST / CHECKPOINTS,
         trainer.step,

@@ -18,7 +18,6 @@ LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", LAUNCHED),
 )
-LONGEST_LINE = 1000  # characters of a log that an error repeats
 
 
 @contextmanager
@@ -65,9 +64,8 @@ def command_failure(process: "subprocess.Popen[bytes]", what: str, log: Path) ->
     if not code:
         return None
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    said = (
-        [line for line in lines if line.startswith("mlm")] or [line for line in lines if line] or ["silent"]
-    )
+    errors = [line for line in lines if line.startswith("mlm")] or [line for line in lines if line]
+    last = errors[-1][:1000] if errors else "silent"
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
     kind = UserError if code == UserError.exit_code else CheckFailedError
-    return kind(f"{what} {how}: {said[-1][:LONGEST_LINE]} (its output: {log})")
+    return kind(f"{what} {how}: {last} (its output: {log})")

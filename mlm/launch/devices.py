@@ -27,7 +27,6 @@ def device_kind(dist: DistConfig) -> Literal["cpu", "cuda"]:
 
 
 def count_gpus() -> int:
-    """Return the number of GPUs that torch sees."""
     return int(_cuda().device_count()) if _may_have_gpus() else 0
 
 
@@ -49,16 +48,13 @@ def _may_have_gpus() -> bool:
     spec = find_spec("torch")
     if "torch" in sys.modules or spec is None or spec.origin is None:
         return True
-    version = Path(spec.origin).with_name("version.py").read_text()
-    if not _names_version(version, "cuda"):
-        return _names_version(version, "hip")
+    # torch/version.py names what torch was built for: `cuda = '12.8'` or `hip = '6.2'`, else None
+    source = Path(spec.origin).with_name("version.py").read_text()
+    libraries = re.findall(r"^(cuda|hip)\b[^=]*= *['\"]", source, re.MULTILINE)
+    if "cuda" not in libraries:
+        return "hip" in libraries
     try:
         ctypes.CDLL(DRIVER)
     except OSError:
         return False
     return True
-
-
-def _names_version(source: str, library: str) -> bool:
-    """True if torch/version.py says that torch was built for a version of cuda or hip: `cuda = '12.8'`."""
-    return re.search(rf"^{library}\b[^=]*= *['\"]", source, re.MULTILINE) is not None

@@ -23,7 +23,6 @@ from mlm.util.files import write_atomic
 REPORT_S = 1.0  # a failing rank stays so long for its peers to notice and report
 WATCH_POLL_S = 0.25
 GRACE_S = 2.0  # the transport's own error comes first if there is one
-DUMP_S = 10.0  # NCCL's flight recorder writes its file within seconds of the timeout
 RECORDS, EXIT_CODE = "error-*.json", "exit-code"
 MAX_LINES = 8  # lost peers that are reported when there is no other cause
 
@@ -42,7 +41,6 @@ class Failure:
     time: float
     """Seconds since the epoch."""
     exit_code: int = 1
-    """Exit code of the rank."""
 
     @property
     def names_peer(self) -> bool:
@@ -71,12 +69,13 @@ class ProcessEnd:
 
 def describe(error: BaseException, rank: int) -> Failure:
     """Return the record of an exception that ended a rank."""
+    is_user_error = isinstance(error, UserError)
     return Failure(
         rank=rank,
         type=type(error).__name__,
         message=str(error),
-        is_user_error=isinstance(error, UserError),
-        lost_peer=not isinstance(error, UserError) and is_transport_error(error),
+        is_user_error=is_user_error,
+        lost_peer=not is_user_error and is_transport_error(error),
         traceback="".join(traceback.format_exception(error)),
         time=time.time(),
         exit_code=error.exit_code if isinstance(error, UserError) else 1,
@@ -108,13 +107,13 @@ class Watchdog:
     gloo raises at its timeout; NCCL leaves the host waiting in some later call, and aborts the process with a
     separate message. The watchdog polls, so that watching a communication costs nothing. It reports an
     overdue one through `reporter` and ends the process with exit code 1. When another rank has failed, it
-    reports what this one waits for: a rank that reports nothing is the suspect.
+    reports what this one waits for: a rank that reports nothing is the suspect. `prepare` is called once in
+    the thread.
     """
 
     def __init__(
         self, watch: Watch, reporter: FailureReporter, prepare: Callable[[], None] = lambda: None
     ) -> None:
-        """Watch from the `with` block on; `prepare` is called once in the thread."""
         self._watch, self._reporter, self._prepare = watch, reporter, prepare
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -133,14 +132,11 @@ class Watchdog:
             if lost is None and self._reporter.others_failed():
                 lost = self._watch.interrupted()
             if lost is not None:
-                return self._end(lost)
-
-    def _end(self, lost: LostPeer) -> None:
-        on_device = bool(self._watch.followed)
-        failure = self._reporter.report(lost)
-        if on_device:
-            time.sleep(DUMP_S)
-        exit_now(failure.exit_code)
+                on_device = bool(self._watch.followed)
+                failure = self._reporter.report(lost)
+                if on_device:
+                    time.sleep(10.0)  # NCCL's flight recorder writes its file within seconds of the timeout
+                exit_now(failure.exit_code)
 
 
 def flight_recorder(base: Mapping[str, str], folder: Path | None) -> dict[str, str]:
@@ -164,7 +160,6 @@ def save_failure(failure: Failure, folder: Path) -> None:
 
 
 def load_failures(folder: Path) -> list[Failure]:
-    """Return the records that ranks have left so far."""
     return [Failure(**json.loads(path.read_bytes())) for path in sorted(folder.glob(RECORDS))]
 
 
@@ -198,7 +193,9 @@ def report(
     """
     own = sorted((f for f in failures if not f.lost_peer), key=lambda f: f.time)
     if own:
-        return _report_exception(own, world_size), own[0].exit_code
+        first = own[0]
+        is_same = sum(f.message == first.message for f in own) == world_size
+        return f"mlm: {first.message}" if first.is_user_error and is_same else first.text, first.exit_code
     recorded = {failure.rank for failure in failures}
     silent = sorted(
         (end for end in ends if end.exit_code and end.rank not in recorded),
@@ -217,14 +214,8 @@ def report(
         waits = [failure.text for failure in lost[1 : 1 + MAX_LINES] if not unheard]
         return "\n".join([lost[0].text, *waits, f"mlm: {reason}{kept}"]), 1
     if lost:
-        return _report_exception(lost[:1], world_size), lost[0].exit_code
+        return lost[0].text, lost[0].exit_code
     return f"mlm: a rank failed without leaving a trace{kept}", 1
-
-
-def _report_exception(failures: Sequence[Failure], world_size: int) -> str:
-    first = failures[0]
-    same = sum(f.message == first.message for f in failures) == world_size
-    return f"mlm: {first.message}" if first.is_user_error and same else first.text
 
 
 def _report_death(death: ProcessEnd, lost: Sequence[Failure], logs: Path, kept: str) -> str:
@@ -248,7 +239,6 @@ def _report_death(death: ProcessEnd, lost: Sequence[Failure], logs: Path, kept: 
 
 
 def log_path(logs: Path, rank: int) -> Path:
-    """Return the log of a launched rank other than 0."""
     return logs / f"rank-{rank:05d}.log"
 
 

@@ -10,7 +10,6 @@ from mlm.util.errors import UserError
 
 LOOPBACK = "127.0.0.1"
 INTERFACE = "GLOO_SOCKET_IFNAME"
-CONNECT_S = 5.0
 RESOLVE_S = 15.0
 """Seconds that the name of another host gets: a cluster may register it after the job has started."""
 RESOLVE_POLL_S = 0.5
@@ -19,18 +18,13 @@ POLL_S, LONGEST_POLL_S = 0.02, 0.25
 
 def check_interface(environ: Mapping[str, str]) -> None:
     """Raise UserError if GLOO_SOCKET_IFNAME names no network interface of this host."""
-    here = interfaces()
+    here = [name for _, name in socket.if_nameindex()]
     for name in filter(None, environ.get(INTERFACE, "").split(",")):
         if name not in here:
             raise UserError(
                 f"{INTERFACE}={environ[INTERFACE]}: host {socket.gethostname()} has no network interface "
                 f"{name}; use one of {', '.join(here)}"
             )
-
-
-def interfaces() -> list[str]:
-    """Return the network interfaces of this host."""
-    return [name for _, name in socket.if_nameindex()]
 
 
 def check_addresses(place: RankPlace, environ: Mapping[str, str], *, wait_s: float = RESOLVE_S) -> None:
@@ -57,7 +51,7 @@ def check_addresses(place: RankPlace, environ: Mapping[str, str], *, wait_s: flo
     ours = _addresses(own, 0.0)
     if all(map(_is_loopback, ours)):
         what = f"resolves to {ours[0]} only" if ours else "does not resolve"
-        names = [name for name in interfaces() if name != "lo"]
+        names = [name for _, name in socket.if_nameindex() if name != "lo"]
         raise UserError(
             f"the name of this host, {own}, {what}: ranks of other hosts cannot connect to it over gloo; set "
             f"{INTERFACE} to its network interface ({', '.join(names) or 'none is up'}), or add the name "
@@ -86,7 +80,7 @@ def no_connection(address: str, port: int, timeout_s: float) -> str:
     while True:
         left = end - time.monotonic()
         try:
-            socket.create_connection((address, port), timeout=max(0.1, min(CONNECT_S, left))).close()
+            socket.create_connection((address, port), timeout=max(0.1, min(5.0, left))).close()
             return ""
         except OSError as error:
             reason = error.strerror or "no answer"

@@ -28,15 +28,12 @@ START_S = 120.0  # ranks import torch and read the disk at different speeds, wha
 GRACE_S = 10.0
 """Seconds that other ranks wait longer than rank 0, so that they learn whom it missed."""
 ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun: ranks may be restarted, and the store is not new then
-HOSTS_SHOWN = 4
 ANNOUNCE_S = 5.0
 """Seconds after which a rank says whom it waits for."""
 NO_STORE = "what accepts connections there is no rank 0, or hangs"
 
 
 class MissingRanksError(UserError):
-    """Some ranks did not come."""
-
     exit_code = 1
 
     def __init__(self, problem: str, *, is_reported: bool = False) -> None:
@@ -203,8 +200,8 @@ def _missing(store: Store, attempt: str, absent: list[int], place: RankPlace, ti
     """Return the line on ranks that did not come, with the hosts of those that did."""
     here = [rank for rank in range(1, place.world_size) if rank not in absent]
     hosts = Counter([socket.gethostname(), *(store.get(f"{attempt}/{rank}").decode() for rank in here)])
-    shown = [f"{host} ({count})" for host, count in list(hosts.items())[:HOSTS_SHOWN]]
-    more = f" and {len(hosts) - HOSTS_SHOWN} more hosts" if len(hosts) > HOSTS_SHOWN else ""
+    shown = [f"{host} ({count})" for host, count in list(hosts.items())[:4]]
+    more = f" and {len(hosts) - 4} more hosts" if len(hosts) > 4 else ""
     return f"{_absence_line(absent, place, timeout_s)} (came: {', '.join(shown)}{more})"
 
 

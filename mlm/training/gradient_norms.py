@@ -13,9 +13,6 @@ from mlm.parallel.collectives import all_reduce
 from mlm.tracking.reporter import Reporter
 from mlm.training.observer import Observer, StepOutcome
 
-ENDS = {"first": "embedding", "last": "head"}
-"""Names of the parameters outside the layers."""
-
 
 @dataclass(eq=False)
 class GradientNorms(Observer):
@@ -29,7 +26,6 @@ class GradientNorms(Observer):
     """Steps between reports."""
 
     def on_run_start(self, trainer: Any, reporter: Reporter) -> None:
-        """Name what is reported."""
         self.trainer, self.reporter = trainer, reporter
         layers = range(trainer.config.model.num_layers)
         self.homes: list[int | str] = ["first", *layers, "last"]
@@ -45,7 +41,7 @@ class GradientNorms(Observer):
             grad = shard.parameter.grad
             if shard.is_stored(trainer.ctx.replicas) and grad is not None:
                 grads[parameter_home(shard.name)].append(grad)
-        squares = torch.stack([sum_of_squares(some, trainer.ctx.device) for some in grads.values()])
+        squares = torch.stack([sum_of_squares(of_home, trainer.ctx.device) for of_home in grads.values()])
         self.squares = squares / trainer.scaler.scale.double() ** 2
 
     def after_step(self, outcome: StepOutcome) -> None:
@@ -54,6 +50,7 @@ class GradientNorms(Observer):
             return
         norms = all_reduce(self.squares.cpu(), self.trainer.ctx.world).sqrt().tolist()
         self.squares = None
-        names = [ENDS[home] if isinstance(home, str) else f"layers.{home}" for home in self.homes]
+        ends = {"first": "embedding", "last": "head"}
+        names = [ends[home] if isinstance(home, str) else f"layers.{home}" for home in self.homes]
         values = {f"grad_norm/{name}": norm for name, norm in zip(names, norms, strict=True)}
         self.reporter.measured(self.trainer.step, values)

@@ -26,10 +26,8 @@ from mlm.util.errors import UserError
 
 ADA, HOPPER = (8, 9), (9, 0)
 """Compute capabilities from which 8-bit floats are multiplied, and cuDNN's attention comes first."""
-ATTENTION = ("cudnn", "flash", "efficient", "math")
-"""Kernels of attention, the fastest first."""
-SWITCHES = {"efficient": "mem_efficient"}
-"""Names of PyTorch's switches that are others."""
+ATTENTION = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
+"""Kernels of attention, the fastest first, and PyTorch's names of them."""
 MISSING = {
     "No available kernel": "attention={attention} serves no such attention on this GPU; use attention=auto",
     "FlashAttention only supports": (
@@ -76,14 +74,14 @@ def choose_products(precision: PrecisionConfig, device: torch.device) -> None:
 def choose_attention(kind: AttentionKernel, capability: tuple[int, int], *, one_shape: bool = True) -> None:
     """Let scaled_dot_product_attention use one kernel, or with auto each that can, the fastest first.
 
-    cuDNN plans for each shape that it has not seen, tenths of a second forward and again backward: unless
-    there is `one_shape`, auto leaves it out. What is compiled keeps the kernel that was chosen then, and no
-    guard of PyTorch's sees another choice: it is forgotten.
+    cuDNN plans for each shape that it has not seen, tenths of a second forward and again backward: without
+    `one_shape`, auto leaves it out. Compiled code keeps the kernel that was chosen then, and PyTorch guards
+    it by no choice: it is dropped.
     """
     before = _attention_chosen()
-    for name in ATTENTION:
+    for name, torch_name in ATTENTION.items():
         is_allowed = kind == name or (kind == "auto" and (one_shape or name != "cudnn"))
-        getattr(torch.backends.cuda, f"enable_{SWITCHES.get(name, name)}_sdp")(is_allowed)
+        getattr(torch.backends.cuda, f"enable_{torch_name}_sdp")(is_allowed)
     set_order = getattr(torch._C, "_set_sdp_priority_order", None)
     if kind == "auto" and one_shape and capability >= HOPPER and set_order is not None:
         backends = torch.nn.attention.SDPBackend
@@ -102,15 +100,12 @@ def _key_compiled_code() -> None:
 def _attention_chosen() -> tuple[object, ...]:
     """The kernels of attention that PyTorch may use, and their order."""
     cuda, order = torch.backends.cuda, getattr(torch._C, "_get_sdp_priority_order", list)
-    return (*(getattr(cuda, f"{SWITCHES.get(name, name)}_sdp_enabled")() for name in ATTENTION), *order())
+    return (*(getattr(cuda, f"{name}_sdp_enabled")() for name in ATTENTION.values()), *order())
 
 
 @contextmanager
 def attention_of_any_shape(device: torch.device) -> Iterator[None]:
-    """Keep cuDNN, which plans for each shape anew, out of attention inside the block; unless it was chosen.
-
-    Of what is evaluated or generated, lengths differ from pass to pass.
-    """
+    """Keep cuDNN out of attention inside the block, unless it was chosen: lengths differ by pass."""
     cuda = torch.backends.cuda
     if device.type != "cuda" or not (cuda.cudnn_sdp_enabled() and cuda.flash_sdp_enabled()):
         yield
@@ -142,11 +137,6 @@ def should_compile(choice: bool | None, device: torch.device) -> bool:
     return bool(has_triton())
 
 
-SMALL_LAYER = 1e12
-"""Operations of a layer and micro-batch below which a GPU waits for the host. On an H200 replayed graphs gain
-half the speed at 0.35e12, and nothing at 1.4e12 (scripts/results/gpu)."""
-
-
 def graphs_hint(config: PretrainConfig, device: torch.device) -> str | None:
     """A line that proposes cuda_graphs=true to a run that its host probably slows down; else None."""
     replayed = replace(config, cuda_graphs=True)
@@ -154,7 +144,8 @@ def graphs_hint(config: PretrainConfig, device: torch.device) -> str | None:
         return None
     tokens = config.train.micro_batch_size * config.data.seq_length
     flops = 6 * layer_weights(config.model) * tokens
-    if flops >= SMALL_LAYER or not should_compile(config.compile, device):
+    # On an H200 replayed graphs gain half the speed at 0.35e12, and nothing at 1.4e12 (scripts/results/gpu).
+    if flops >= 1e12 or not should_compile(config.compile, device):
         return None
     small = f"a layer takes {flops / 1e12:.2g} TFLOP of a micro-batch"
     return f"cuda_graphs=true may be faster: {small}, so that the GPU waits for the host"

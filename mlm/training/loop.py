@@ -115,7 +115,7 @@ class Loop(ABC):
         return self.is_done() and VALIDATION_DUE not in trainer.extra_state
 
     def observers(self) -> list[Observer]:
-        """Return the observers of the run, in the order in which they are called."""
+        """Return the observers of the run, in the order of their calls."""
         trainer, reporter, saver = self.trainer, self.reporter, self.saver
         config, out = trainer.config, saver.out
         self.incidents = incidents = Incidents(trainer, out, reporter, saver)
@@ -133,11 +133,9 @@ class Loop(ABC):
 
     @cached_property
     def vote(self) -> StopVote:
-        """The ranks' vote on stopping."""
         return StopVote(self.trainer, lambda: int(self.stop.number or 0))
 
     def poll(self) -> None:
-        """Read the newest vote: the run stops if any rank was asked to."""
         if number := self.vote.result():
             self.stop.number = self.stop.number or signal.Signals(number)
             self.is_stopping = True
@@ -176,7 +174,6 @@ class Loop(ABC):
         return {}
 
     def is_done(self) -> bool:
-        """True if training is over."""
         return self.trainer.step >= self.trainer.config.train.steps
 
     def is_log_due(self) -> bool:
@@ -190,7 +187,6 @@ class Loop(ABC):
         return is_step_due(self.trainer.step, self.trainer.config.checkpoint.save_every)
 
     def count(self) -> None:
-        """Count the step that was just taken."""
         self.throughput.count()
 
     def validate(self) -> None:
@@ -230,11 +226,9 @@ class StepLogger(Observer):
         self.loop = loop
 
     def on_micro_batch(self, number: int, count: int) -> None:
-        """Show progress within the step."""
         self.loop.reporter.micro_batch(number, count)
 
     def after_step(self, outcome: StepOutcome) -> None:
-        """Count the step, and report it if due."""
         self.loop.count()
         self.loop.reporter.advance(self.loop.trainer.step)
         if self.loop.is_log_due():

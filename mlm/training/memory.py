@@ -14,7 +14,7 @@ from mlm.util.errors import UserError
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
-def _libc() -> ctypes.CDLL | None:
+def _glibc() -> ctypes.CDLL | None:
     """The C library if it is glibc."""
     library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
     return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
@@ -27,7 +27,7 @@ def reuse_large_blocks() -> bool:
     it is faulted in and zeroed again by the system at each step: 1.1 to 1.25 times the step time. Peak memory
     is the same; freed memory stays with the process.
     """
-    libc, largest = _libc(), 2**31 - 1
+    libc, largest = _glibc(), 2**31 - 1
     if libc is None:
         return False
     mapped = libc.mallopt(M_MMAP_THRESHOLD, largest) or libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
@@ -40,7 +40,7 @@ def trim_memory() -> None:
     Needed where sizes change from step to step: blocks for texts of any length fragment memory. Finetuning on
     RTE grew from 1 to 6 GB in 600 steps.
     """
-    libc = _libc()
+    libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)
 

@@ -22,7 +22,6 @@ SHIPPED: Mapping[str, type[Observer]] = {"mlm.training.gradient_norms:GradientNo
 
 
 def observer_problems(entries: Sequence[ObserverEntry]) -> list[Problem]:
-    """Return the problem of the first observer that cannot be built."""
     try:
         named_observers(entries)
     except OwnCodeError as error:
@@ -31,12 +30,11 @@ def observer_problems(entries: Sequence[ObserverEntry]) -> list[Problem]:
 
 
 def named_observers(entries: Sequence[ObserverEntry]) -> list[Observer]:
-    """Return the observers that train.observers names. Raises OwnCodeError (a UserError)."""
-    return [build_observer(entry) for entry in entries]
+    """Build the observers that train.observers names. Raises OwnCodeError (a UserError)."""
+    return [_build(entry) for entry in entries]
 
 
-def build_observer(entry: ObserverEntry) -> Observer:
-    """Return the observer of an entry, a path or a path with fields. Raises OwnCodeError."""
+def _build(entry: ObserverEntry) -> Observer:
     fields: dict[str, Any] = {"use": entry} if isinstance(entry, str) else dict(entry)
     path = fields.pop("use", None)
     if not isinstance(path, str):
@@ -84,7 +82,6 @@ def checked_fields(path: str, target: Callable[..., object], fields: dict[str, A
 
 
 def _typed(path: str, name: str, value: Any, annotation: Any) -> Any:
-    """Return a value in the type of its annotation. Raises OwnCodeError."""
     kind = annotation.__origin__ if get_origin(annotation) is Annotated else annotation
     bound = metadata(annotation, Bound)
     try:

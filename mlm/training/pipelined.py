@@ -31,12 +31,8 @@ from mlm.training.kernels import attention_of_any_shape
 
 
 class HasTokens(Protocol):
-    """A micro-batch of any pass."""
-
     @property
-    def tokens(self) -> Tensor:
-        """[B, S] int64."""
-        ...
+    def tokens(self) -> Tensor: ...
 
 
 T = TypeVar("T", bound=HasTokens)
@@ -91,18 +87,14 @@ class PipelinedModel:
                     add_adapters(chunk, lora, layer_names(model))
                     freeze_base(chunk, wide)
         self.deferred = [DeferredWeightGrads() for _ in self.chunks]
-        if self.defers_weight_grads:
-            for chunk, deferred in zip(self.chunks, self.deferred, strict=True):
-                for module in chunk.modules():
-                    if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+        for chunk, deferred in zip(self.chunks, self.deferred, strict=True):
+            inside_layers = set(chunk.layers.modules())
+            for module in chunk.modules():
+                if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                    module.compute.overlap_chunks = parallel.tp_overlap
+                    module.compute.fp8 = precision.dtype == "fp8" and module in inside_layers
+                    if self.defers_weight_grads:
                         module.compute.deferred = deferred
-        for module in chain(*(chunk.modules() for chunk in self.chunks)):
-            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-                module.compute.overlap_chunks = parallel.tp_overlap
-        if precision.dtype == "fp8":
-            for layer in chain(*(chunk.layers.modules() for chunk in self.chunks)):
-                if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
-                    layer.compute.fp8 = True
         half = self.dtype in (torch.bfloat16, torch.float16)
         casts = half and precision.cast == "step" and not (parallel.zero and ctx.replicas.group is not None)
         self.casts = CachedHalfParams(

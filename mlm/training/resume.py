@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 
 
 def checkpoints_folder(config: PretrainConfig) -> Path:
-    """Return the folder of the run's checkpoints."""
     return Path(config.out, CHECKPOINTS)
 
 
@@ -75,9 +74,9 @@ def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str
     if config.lora.rank and config.ckpt is not None and folder is None:
         base = resolve(config.ckpt)
         problems += function_errors(config, dict(read_manifest(base).state.get("config", {})), str(base))
-    if not checkpoints and (problems or folder is None):
-        return problems
-    if not checkpoints and folder is not None:
+    if not checkpoints:
+        if problems or folder is None:
+            return problems
         source = ModelFolder(folder)
         assert source.tensors, "checks their names and shapes"
         saved = to_dict(source.config)
@@ -123,11 +122,9 @@ def resume(trainer: Trainer) -> Path | None:
     def look() -> list[str]:
         return list(map(str, start_candidates(config))) if ctx.is_main else []
 
-    def explain(error: Exception) -> UserError:
-        return CheckpointError(f"out={config.out}: {error}")
-
     # one rank looks: two might see different things on a shared disk
-    path = load_first_whole(trainer, ranks.broadcast(ranks.together(look, explain)))
+    paths = ranks.together(look, lambda error: CheckpointError(f"out={config.out}: {error}"))
+    path = load_first_whole(trainer, ranks.broadcast(paths))
     if path is not None and ctx.is_main and (doubt := checkpoint_doubt(path)):
         log.warning("%s is doubtful: %s; mlm ckpt rollback goes back to the newest good one", path, doubt)
     return path
@@ -199,8 +196,6 @@ def continue_data(trainer: Trainer) -> str | None:
             )
         return encode(then)
 
-    def explain(error: Exception) -> UserError:
-        return UserError(f"data: {error}")
-
-    trainer.history = decode(ranks.broadcast(ranks.together(look, explain)), consumed)
+    history = ranks.together(look, lambda error: UserError(f"data: {error}"))
+    trainer.history = decode(ranks.broadcast(history), consumed)
     return describe_change(trainer.history, consumed)

@@ -34,8 +34,6 @@ from mlm.training.state import counters, owned_shards
 from mlm.training.trainer import Trainer
 from mlm.util.files import digest_bytes
 
-LOWEST_PRIORITY = 19
-
 
 class SaveFailedError(CheckpointError):
     """The last save of a run failed: start the run again."""
@@ -71,7 +69,7 @@ class PendingSave:
     error: BaseException | None = None
 
     def await_judgement(self) -> int | None:
-        """Wait until the save, which is written, is judged; return the first step that may be wrong."""
+        """Wait until the written save is judged; return the first step that may be wrong."""
         self.seconds = time.perf_counter() - self.begun
         self.judged.wait()
         return self.wrong_since
@@ -173,11 +171,8 @@ class Saver(Observer):
     def after_step(self, outcome: object) -> None:
         """Judge the save in flight by the step that has ended; report it if written. Raises LostPeer."""
         self._judge(self._pending or self._unjudged)
-        if (
-            self._pending is not None
-            and self._pending.thread is not None
-            and not self._pending.thread.is_alive()
-        ):
+        thread = None if self._pending is None else self._pending.thread
+        if thread is not None and not thread.is_alive():
             self._collect()
 
     def finish(self, *, is_judged: bool = False) -> None:
@@ -236,14 +231,17 @@ class Saver(Observer):
 
     def _copy(self, pending: PendingSave) -> None:
         """Copy the tensors to be written, on a GPU when its queue has got to `pending.ready`."""
-        with _stream_after(pending.ready, self.trainer.ctx.device):
+        stream = None
+        if pending.ready is not None:  # a separate stream: copies do not queue after training
+            stream = torch.cuda.Stream(self.trainer.ctx.device)  # a new thread's current device is the first
+            stream.wait_event(pending.ready)
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
             self._file.fill(stored_tensors(pending.shards), pending.save_id)
         pending.staged.set()
 
     def _write_aside(self, pending: PendingSave) -> None:
-        """Write the checkpoint: the thread's work."""
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # the lowest
         self._write(pending, self._group, self._watch, self._file)
 
     def _write(self, pending: PendingSave, group: Any, watch: Watch, staged: StagedFile | None) -> None:
@@ -269,12 +267,3 @@ class Saver(Observer):
         finally:
             pending.seconds = pending.seconds or time.perf_counter() - pending.begun
             pending.staged.set()
-
-
-def _stream_after(ready: "torch.cuda.Event | None", device: torch.device) -> Any:
-    """Copies made inside wait for `ready`, on a separate stream: they do not queue after training."""
-    if ready is None:
-        return nullcontext()
-    stream = torch.cuda.Stream(device)  # a new thread's current device is the first one, whatever the rank's
-    stream.wait_event(ready)
-    return torch.cuda.stream(stream)

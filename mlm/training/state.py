@@ -66,8 +66,9 @@ def stored_shards(trainer: Trainer, shards: Sequence[ParameterShard]) -> list[Pa
 
 
 def owned_shards(trainer: Trainer) -> dict[str, TensorShard]:
-    """Return the parameters and moments that this rank writes: views of the live tensors."""
-    return training_shards(trainer, [s for s in trainer.shards if is_stored(s, trainer.ctx)])
+    """Return the parameters and moments that this rank writes, the first of equal replicas: live views."""
+    replicas = trainer.ctx.replicas
+    return training_shards(trainer, [shard for shard in trainer.shards if shard.is_stored(replicas)])
 
 
 def counters(trainer: Trainer) -> dict[str, Any]:
@@ -83,11 +84,6 @@ def counters(trainer: Trainer) -> dict[str, Any]:
         LINEAGE: trainer.ancestry.encode(),
         **trainer.extra_state,
     }
-
-
-def is_stored(shard: ParameterShard, ctx: ParallelContext) -> bool:
-    """True if this rank writes this part. Of equal replicas the first one writes."""
-    return shard.is_stored(ctx.replicas)
 
 
 def load(trainer: Trainer, path: Path) -> Manifest:

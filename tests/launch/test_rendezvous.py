@@ -78,11 +78,6 @@ def test_a_rank_0_that_does_not_come_is_named_by_the_first_of_the_others(
     assert [error.is_reported for error in found] == [False, True]
 
 
-def test_one_rank_needs_no_other() -> None:
-    store = HashStore()
-    assert call_roll(store, place(0, 1), 0.0) is store
-
-
 def test_a_port_in_use_is_a_line_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(rendezvous.ELASTIC, raising=False)
     with socket.socket() as other:

@@ -62,22 +62,14 @@ def run_until_time_is_out(cluster: Path, leaves_with: int, *, early: bool = Fals
 def test_job_that_saved_in_time_is_requeued(cluster: Path) -> None:
     assert run_until_time_is_out(cluster, leaves_with=0) == 0
     assert (cluster / "requeued").read_text() == "requeue 7\n"
+    words, _, ignored = (cluster / "arguments").read_text().rpartition("\n")
+    assert words.splitlines()[-4:] == ["mlm", "pretrain", "tp=8", "name=two words"]
+    assert ignored == "ignored=True"  # until it listens
 
 
 def test_job_that_failed_to_save_is_not_requeued(cluster: Path) -> None:
     assert run_until_time_is_out(cluster, leaves_with=1) == 1
     assert not (cluster / "requeued").exists()
-
-
-def test_arguments_reach_pretrain_as_given(cluster: Path) -> None:
-    run_until_time_is_out(cluster, leaves_with=0)
-    words = (cluster / "arguments").read_text().splitlines()
-    assert words[-5:-1] == ["mlm", "pretrain", "tp=8", "name=two words"]
-
-
-def test_srun_ignores_the_signal_until_it_listens(cluster: Path) -> None:
-    run_until_time_is_out(cluster, leaves_with=0)
-    assert (cluster / "arguments").read_text().splitlines()[-1] == "ignored=True"
 
 
 @pytest.mark.slow

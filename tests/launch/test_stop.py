@@ -29,69 +29,55 @@ def _started_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "number, reason",
+    "number, reason, code",
     [
-        (signal.SIGINT, "Ctrl-C"),
-        (signal.SIGTERM, "SIGTERM"),
-        (signal.SIGUSR1, "SIGUSR1"),
-        (signal.SIGHUP, "SIGHUP"),
+        (signal.SIGINT, "Ctrl-C", 130),
+        (signal.SIGTERM, "SIGTERM", 143),
+        (signal.SIGUSR1, "SIGUSR1", 0),  # the run is requeued
+        (signal.SIGHUP, "SIGHUP", 129),
     ],
 )
-def test_first_signal_is_a_request(number: signal.Signals, reason: str) -> None:
+def test_first_signal_is_a_request(number: signal.Signals, reason: str, code: int) -> None:
+    """Also in a rank that agreed with one that got the signal."""
     with StopRequest() as stop:
-        assert stop.number is None
+        assert (stop.number, stop.exit_code) == (None, 0)
         signal.raise_signal(number)
-        assert stop.reason == reason
-
-
-@pytest.mark.parametrize(
-    "number, code",
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 0)],
-)
-def test_stopped_command_fails_unless_it_is_to_be_requeued(number: signal.Signals, code: int) -> None:
-    with StopRequest() as stop:
-        assert stop.exit_code == 0
-        signal.raise_signal(number)
-        assert stop.exit_code == code
+        assert (stop.reason, stop.exit_code) == (reason, code)
+    other = StopRequest()
+    other.number = stop.number
+    assert (other.reason, other.exit_code) == (reason, code)
 
 
 def test_second_interrupt_stops_at_once() -> None:
-    with StopRequest():
-        signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
+    """In the training loop, and before it."""
+    for waiting in (StopRequest(), note_stop_requests()):
+        with waiting:
             signal.raise_signal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
 
 
-@pytest.fixture
-def _signals_are_echoes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_echo_of_an_interrupt_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`timeout -s INT` signals the command, and then its group, before or while it trains."""
     monkeypatch.setattr("mlm.launch.stop.ECHO_S", 1e9)
 
+    def interrupt_twice() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
-@pytest.mark.usefixtures("_signals_are_echoes")
-class TestEchoOfAnInterrupt:
-    """`timeout -s INT` signals the command, and then its group."""
-
-    def test_it_stops_no_training_at_once(self) -> None:
-        with note_stop_requests(), StopRequest() as asked:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
+    with note_stop_requests():
+        interrupt_twice()
+        with StopRequest() as asked:
             assert asked.reason == "Ctrl-C"
-
-    def test_it_does_not_end_a_start(self) -> None:
-        with note_stop_requests():
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-            with StopRequest() as asked:
-                assert asked.reason == "Ctrl-C"
-
-    def test_it_kills_no_ranks(self) -> None:
-        with note_stop_requests():
-            relay = Relay(saves=True)
-            with relay.receiving():
-                signal.raise_signal(signal.SIGINT)
-                signal.raise_signal(signal.SIGINT)
-            relay.act({})
-            assert relay.killed is None
+    with note_stop_requests(), StopRequest() as asked:
+        interrupt_twice()
+        assert asked.reason == "Ctrl-C"
+    with note_stop_requests():
+        relay = Relay(saves=True)
+        with relay.receiving():
+            interrupt_twice()
+        relay.act({})
+        assert relay.killed is None
 
 
 def test_interrupt_after_another_signal_is_the_first_one() -> None:
@@ -99,14 +85,6 @@ def test_interrupt_after_another_signal_is_the_first_one() -> None:
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGINT)
         assert stop.reason == "SIGUSR1"
-
-
-def test_handlers_are_restored() -> None:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = [signal.getsignal(number) for number in numbers]
-    with StopRequest():
-        assert [signal.getsignal(number) for number in numbers] != before
-    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_request_made_while_blocked_arrives_on_entering() -> None:
@@ -130,17 +108,6 @@ def test_a_launched_rank_counts_a_signal_that_is_also_passed_on_once(
         signal.raise_signal(number)
         signal.raise_signal(number)
         assert stop.reason == reason
-
-
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 0)])
-def test_a_rank_that_another_one_asks_to_stop_ends_with_the_code_of_its_signal(
-    number: signal.Signals, code: int
-) -> None:
-    with StopRequest() as asked:
-        signal.raise_signal(number)
-    other = StopRequest()
-    other.number = asked.number
-    assert (other.reason, other.exit_code) == (asked.reason, code)
 
 
 def test_a_phase_with_nothing_to_save_ends_at_the_first_signal(capfd: pytest.CaptureFixture[str]) -> None:
@@ -217,13 +184,6 @@ def test_a_signal_before_the_training_loop_is_obeyed_by_it(number: signal.Signal
         with StopRequest() as later:
             assert later.number is None
     assert signal.getsignal(number) is before
-
-
-def test_a_second_interrupt_before_the_training_loop_stops_at_once() -> None:
-    with note_stop_requests():
-        signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
 
 
 def test_an_interrupt_after_the_training_loop_is_not_noted() -> None:

@@ -176,15 +176,6 @@ def test_a_changed_blend_needs_data_change(corpora: Path, tmp_path: Path) -> Non
     assert leg(shape_context(), tmp_path / "run", same, 1)[1] is None
 
 
-def test_tokens_that_changed_without_a_receipt_are_noticed(corpora: Path, tmp_path: Path) -> None:
-    (corpora / "web" / "corpus.json").unlink()
-    read_on(tmp_path / "run", WIKI_WEB, 1)
-    path = corpora / "web" / "train.bin"
-    path.write_bytes(path.read_bytes()[::-1])
-    with pytest.raises(UserError, match=r"web/train\.bin is not what this run was trained on"):
-        read_on(tmp_path / "run", WIKI_WEB, 1)
-
-
 @pytest.mark.parametrize("dp", [1, 2])
 def test_a_corpus_that_changed_under_its_path_is_rejected_on_all_ranks(
     corpora: Path, tmp_path: Path, dp: int
@@ -197,12 +188,16 @@ def test_a_corpus_that_changed_under_its_path_is_rejected_on_all_ranks(
         read_on(tmp_path / "run", blend, 1, dp)
 
 
-def test_tokens_that_changed_are_noticed_by_the_receipt(corpora: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_receipt", [True, False])
+def test_tokens_that_changed_are_noticed(corpora: Path, tmp_path: Path, has_receipt: bool) -> None:
     """The lengths, so the index, are the same."""
+    if not has_receipt:
+        (corpora / "web" / "corpus.json").unlink()
     read_on(tmp_path / "run", WIKI_WEB, 1)
     path = corpora / "web" / "train.bin"
     path.write_bytes(path.read_bytes()[::-1])
-    add_receipt(corpora / "web")
+    if has_receipt:
+        add_receipt(corpora / "web")
     with pytest.raises(UserError, match=r"web/train\.bin is not what this run was trained on"):
         read_on(tmp_path / "run", WIKI_WEB, 1)
 

@@ -36,15 +36,15 @@ def corpus(folder: Path, **receipt: Any) -> Path:
 
 
 def test_the_receipt_says_what_ends_a_document(tmp_path: Path) -> None:
-    data = DataConfig(path=str(corpus(tmp_path)), reset_attention=True)
-    assert fill_eod_id(data) == replace(data, eod_id=3)
-
-
-def test_a_prefix_and_a_blend_have_receipts_beside_them(tmp_path: Path) -> None:
+    """Of a folder, a prefix and a blend; nothing is read where documents play no part."""
     one, other = corpus(tmp_path / "one"), corpus(tmp_path / "other")
+    data = DataConfig(path=str(one), reset_attention=True)
+    assert fill_eod_id(data) == replace(data, eod_id=3)
     assert fill_eod_id(DataConfig(train=str(one / "train"), mask_eod_loss=True)).eod_id == 3
     blend = (f"0.3 {one}", f"0.7 {other}")
     assert fill_eod_id(DataConfig(blend=blend, mask_eod_loss=True)).eod_id == 3
+    (one / "corpus.json").write_text("damaged")
+    assert fill_eod_id(DataConfig(path=str(one))) == DataConfig(path=str(one))
 
 
 def test_without_a_receipt_the_tokenizer_says_it(tmp_path: Path) -> None:
@@ -54,12 +54,6 @@ def test_without_a_receipt_the_tokenizer_says_it(tmp_path: Path) -> None:
     assert fill_eod_id(DataConfig(path=str(tmp_path), reset_positions=True)).eod_id == tokenizer.eod_id
     named = DataConfig(kind="synthetic", tokenizer=str(tmp_path / "tokenizer.json"), reset_positions=True)
     assert fill_eod_id(named).eod_id == tokenizer.eod_id
-
-
-def test_nothing_is_read_where_documents_play_no_part(tmp_path: Path) -> None:
-    (tmp_path / "corpus.json").write_text("damaged")
-    data = DataConfig(path=str(tmp_path))
-    assert fill_eod_id(data) is data
 
 
 @pytest.mark.parametrize("said", [True, -1, "3", 3.0, [3]])
@@ -135,17 +129,12 @@ def scores(ctx: ParallelContext, layout: Layout, *, documents: bool = True) -> t
     ids=str,
 )
 def test_validation_keeps_documents_apart_as_training_does(layout: Layout) -> None:
-    """The same mean loss per scored token, to 1e-12, at every layout."""
-    expected = scores(shape_context(), Layout(documents=True, micro_batches=4))[0]
+    """The same mean loss per scored token, to 1e-12, at every layout; another one without boundaries."""
+    alone = Layout(documents=True, micro_batches=4)
+    expected = scores(shape_context(), alone)[0]
+    assert abs(expected - scores(shape_context(), alone, documents=False)[0]) > 1e-4
     for trained, validated in run_on_ranks(scores, layout, **layout.sizes):
         assert (trained, validated) == pytest.approx((expected, expected), rel=0, abs=1e-12)
-
-
-def test_documents_change_the_loss() -> None:
-    """Guards the test above."""
-    layout = Layout(documents=True, micro_batches=4)
-    apart, joined = (scores(shape_context(), layout, documents=x)[1] for x in (True, False))
-    assert abs(apart - joined) > 1e-4
 
 
 def test_the_loss_is_the_mean_over_what_is_scored() -> None:

@@ -30,8 +30,6 @@ LAYOUTS = parse_layouts(
 )
 STAGES = parse_layouts(
     "pp=2 micro_batches=4",
-    "pp=2 dp=2 zero=3 micro_batches=2",
-    "pp=2 vp=2 micro_batches=4",
     "pp=2 pipeline=zb_h1 micro_batches=4",
     "pp=2 tp=2 sequence_parallel dp=2 zero=1 recompute=full micro_batches=2",
 )

@@ -81,9 +81,6 @@ def test_a_flipped_bit_in_latest_is_reported_and_the_newest_continues(
     (root / LATEST).write_bytes(content)
     assert latest_checkpoint(root) == root / step_name(5)
     assert "latest: " in caplog.text
-
-
-def test_without_latest_the_newest_continues(root: Path) -> None:
     (root / LATEST).unlink()
     assert latest_checkpoint(root) == root / step_name(5)
 

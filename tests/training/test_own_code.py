@@ -147,13 +147,6 @@ def test_own_code_that_asks_for_numbers_trains_and_is_not_planned(
         assert "item() cannot be called on meta tensors" in line
 
 
-@pytest.mark.slow
-def test_option_of_own_family_changes_the_model(tmp_path: Path) -> None:
-    assert pretrain(tmp_path / "two", "train.steps=1") == 0
-    assert pretrain(tmp_path / "three", "train.steps=1", "model.options.power=3.0") == 0
-    assert losses(tmp_path / "two") != losses(tmp_path / "three")
-
-
 def test_saved_import_path_is_followed_only_if_typed_or_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,15 +95,13 @@ def test_a_run_does_not_start_afresh_over_damaged_checkpoints(out: Path, damage:
         resume(Trainer(spec(out), shape_context()))
 
 
-def test_a_step_that_was_named_has_no_stand_in(out: Path, tmp_path: Path) -> None:
+def test_a_damaged_step_that_was_named_has_no_substitute_and_a_run_that_was_named_has(
+    out: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     named = out / "checkpoints" / STEPS[2]
     flip(named / "rank-00000.safetensors")
     with pytest.raises(CorruptFileError, match=f"{STEPS[2]}.*damaged"):
         resume(Trainer(spec(tmp_path / "new", ckpt=str(named)), shape_context()))
-
-
-def test_a_run_that_was_named_has(out: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    flip(out / "checkpoints" / STEPS[2] / "rank-00000.safetensors")
     trainer = Trainer(spec(tmp_path / "new", ckpt=str(out)), shape_context())
     assert resume(trainer) == out / "checkpoints" / STEPS[1]
     assert STEPS[2] in caplog.text

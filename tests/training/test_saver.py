@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mlm.checkpoint.native.save_load import CheckpointError, read_manifest
+from mlm.checkpoint.native.save_load import CheckpointError
 from mlm.checkpoint.native.staging import StagedFile
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
@@ -259,30 +259,3 @@ def test_a_rank_that_cannot_write_fails_the_save_everywhere_and_training_continu
 
 def undisturbed(ctx: ParallelContext) -> list[float]:
     return steps_of(Trainer(spec(), ctx), 6)
-
-
-def save_at_two_ranks(ctx: ParallelContext, out: Path, asynchronous: bool) -> None:
-    trainer = Trainer(spec(asynchronous=asynchronous), ctx)
-    steps_of(trainer, 2)
-    saver, _ = saver_of(trainer, out)
-    with saver:
-        saver.begin()
-        steps_of(trainer, 2)
-
-
-@pytest.mark.slow
-def test_both_ways_of_saving_write_the_same_tensors(tmp_path: Path) -> None:
-    """The same pieces and bytes; only the save id differs, and with it the digest."""
-    for name, asynchronous in (("a", True), ("b", False)):
-        run_on_ranks(save_at_two_ranks, tmp_path / name, asynchronous, tp=2)
-    paths = [tmp_path / name / "checkpoints" / "step-00000002" for name in "ab"]
-    first, second = map(read_manifest, paths)
-    assert first.tensors == second.tensors
-    of_each = {key: first.state[key] for key in ("config", "lineage")}  # its folder, its time
-    assert first.state == {**second.state, **of_each}
-    for file in first.files:
-        contents = [
-            (path / file).read_bytes().replace(manifest.save_id.encode(), b"")
-            for path, manifest in zip(paths, (first, second), strict=True)
-        ]
-        assert contents[0] == contents[1]

@@ -81,11 +81,8 @@ def test_ranks_with_other_versions_are_named() -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["timeout_s=0"], "timeout_s=0.0 must be greater than 0"),
         (["timeout_s=1e300"], "timeout_s=1e+300 must be"),
-        (["dist.timeout_s=1e12"], "must be greater than 0 and at most 1e9"),
         (["out=nowhere/doctor.json"], "out=nowhere/doctor.json: nowhere is no folder that can be written"),
-        (["tp=0"], "tp=0 must be greater than 0"),
         (["tp=2", "vp=2", "pp=1"], "vp=2"),
     ],
 )

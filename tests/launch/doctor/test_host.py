@@ -61,10 +61,6 @@ def test_a_full_disk_is_found(found: Any, status: str, monkeypatch: pytest.Monke
     assert host.disk(Path("runs")).status == status
 
 
-def test_a_folder_that_this_host_lacks_is_found(tmp_path: Path) -> None:
-    assert host.disk(tmp_path / "nowhere").status == "fail"
-
-
 @pytest.mark.parametrize(("soft", "status"), [(100, "fail"), (300, "ok"), (resource.RLIM_INFINITY, "ok")])
 def test_a_limit_of_open_files_is_found(soft: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     limited(monkeypatch, soft)
@@ -117,22 +113,19 @@ def test_host_names_that_do_not_resolve_are_found(monkeypatch: pytest.MonkeyPatc
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "warn"),
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "warn"),
         ("OMP_NUM_THREADS", "4096", "warn"),
+        *((name, value, "ok") for name, value in [("NCCL_DEBUG", "WARN"), ("NCCL_P2P_DISABLE", "0")]),
+        ("OMP_NUM_THREADS", "1", "ok"),
     ],
 )
 def test_variables_that_hurt_are_found(variable: str, value: str, status: str) -> None:
     (found,) = environment({variable: value}, 1)
-    assert (found.check, found.status) == (variable, status)
-    assert found.remedy
+    assert found.status == status
+    assert status == "ok" or (found.check == variable and found.remedy)
 
 
 def test_more_ranks_than_cores_are_not_told_to_set_the_one_thread_that_they_have() -> None:
     (found,) = environment({"OMP_NUM_THREADS": "1"}, 4096)
     assert re.fullmatch(r"start \d+ ranks or fewer on this host", found.remedy)
-
-
-def test_other_values_of_these_variables_are_left_alone() -> None:
-    environ = {"NCCL_DEBUG": "WARN", "NCCL_P2P_DISABLE": "0", "OMP_NUM_THREADS": "1"}
-    assert [found.status for found in environment(environ, 1)] == ["ok"]
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,3 @@ def test_all_ranks_report_the_rank_that_differs(fault: str, words: str, tmp_path
     assert first == second
     assert "rank 1 (host " in first
     assert words in first
-
-
-def test_one_rank_is_not_asked(tmp_path: Path) -> None:
-    check_start(str(tmp_path / "nowhere"), ParallelContext())
