@@ -10,8 +10,9 @@ The sum, not the mean, is taken: the loss is already divided by the tokens of th
 the calls of a reducer in a step (`ReducedGradients`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -58,38 +59,24 @@ class Reducer(Protocol):
 
 
 class _Bucket:
-    """Some parameters' gradients, one flat buffer."""
+    """Gradients of some parameters in one flat buffer, which is summed over `axis`."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
+    def __init__(self, parameters: list[nn.Parameter], axis: Axis) -> None:
+        self.parameters, self.axis = parameters, axis
         first = parameters[0]
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        self.views = _views(self.flat, parameters)
         self.missing = len(parameters)
         self.work: Pending | None = None
-        self.views: list[Tensor] = []
-        offset = 0
-        for p in parameters:
-            self.views.append(self.flat[offset : offset + p.numel()].view_as(p))
-            offset += p.numel()
 
-    def clear(self, joined: Set[nn.Parameter]) -> None:
-        """Forget the gradients; what the buffer holds is overwritten later, but zeros for `joined`."""
-        self.missing, self.work = len(self.parameters), None
-        zeros = []
-        for p, view in zip(self.parameters, self.views, strict=True):
-            p.grad = view if p in joined else None
-            zeros += [view] if p in joined else []
-        if zeros:
-            torch._foreach_zero_(zeros)
-
-    def reduce(self, dp: Axis) -> None:
-        """Start the sum over dp. Parameters without a gradient in this step have one of zeros."""
+    def reduce(self) -> None:
+        """Start the sum. Parameters without a gradient in this step have one of zeros."""
         for p, view in zip(self.parameters, self.views, strict=True):
             if p.grad is None:
                 p.grad = view.zero_()
-            elif p.grad is not view:  # given past autograd
+            elif p.grad is not view:  # set past autograd
                 p.grad = view.copy_(p.grad)
-        self.work = start_all_reduce(self.flat, dp)
+        self.work = start_all_reduce(self.flat, self.axis)
 
 
 class GradientReducer:
@@ -104,7 +91,13 @@ class GradientReducer:
             loss(batch).backward()
         reducer.finish()
 
-    `bucket_bytes` is the size of a message; what follows it is for the trainer, by `build_reducer`.
+    Args:
+        parameters: those replicated over `dp`.
+        dp: axis that the sums go over.
+        bucket_bytes: size of a message; the default grows with the ranks.
+        late: parameters whose gradients arrive outside backward passes.
+        keep_buffers: keep buffers on an axis of one rank, too.
+        joined: parameters whose first gradient of a step is added to zeros, not written.
     """
 
     def __init__(
@@ -116,50 +109,57 @@ class GradientReducer:
         keep_buffers: bool = False,
         joined: Iterable[nn.Parameter] = (),
     ) -> None:
-        self.dp = dp
         self.sync = self.sync_late = False
-        self.late = frozenset(late)  # whose gradients arrive outside backward passes
-        self.joined = frozenset(joined)  # whose first gradient of a step is added, too: to zeros
-        self.parameters = [p for p in parameters if p.requires_grad]
+        self.bucket_bytes, self.keep_buffers = bucket_bytes, keep_buffers
+        self.late, self.joined = frozenset(late), frozenset(joined)
+        self.unbuffered: list[nn.Parameter] = []
         self.buckets: list[_Bucket] = []
-        if dp.size == 1 and not keep_buffers:
-            return
-        if bucket_bytes is None:
-            bucket_bytes = max(BUCKET_BYTES, BUCKET_BYTES_PER_RANK * dp.size)
-        group: list[nn.Parameter] = []
-        size = 0
-        for p in reversed(self.parameters):  # backward reaches the last layers first
-            if group and (size + p.numel() * p.element_size() > bucket_bytes or p.dtype != group[0].dtype):
-                self.buckets.append(_Bucket(group))
-                group, size = [], 0
-            group.append(p)
-            size += p.numel() * p.element_size()
-        if group:  # of experts' adapters alone, none is replicated over all of dp
-            self.buckets.append(_Bucket(group))
-        for bucket in self.buckets:
-            for p, view in zip(bucket.parameters, bucket.views, strict=True):
-                p.register_post_accumulate_grad_hook(self._hook_of(bucket, view, is_late=p in self.late))
+        self.add(parameters, dp)
 
-    def _hook_of(self, bucket: _Bucket, view: Tensor, *, is_late: bool) -> Callable[[Tensor], None]:
-        def arrived(p: Tensor) -> None:
-            if p.grad is not None and p.grad is not view:  # the first of this step
-                p.grad = view.copy_(p.grad)
-            # a backward pass that puts a gradient off, or adds it itself, calls its hook all the same
-            if not (self.sync_late if is_late else self.sync):
-                return
+    def add(self, parameters: Iterable[nn.Parameter], axis: Axis) -> None:
+        """Sum the gradients of further parameters, which are replicated over another axis."""
+        parameters = [p for p in parameters if p.requires_grad]
+        if axis.size == 1 and not self.keep_buffers:
+            self.unbuffered += parameters
+            return
+        limit = self.bucket_bytes or max(BUCKET_BYTES, BUCKET_BYTES_PER_RANK * axis.size)
+        members: list[nn.Parameter] = []
+        size, buckets = 0, list[_Bucket]()
+        for p in reversed(parameters):  # backward reaches the last layers first
+            if members and (size + p.nbytes > limit or p.dtype != members[0].dtype):
+                buckets.append(_Bucket(members, axis))
+                members, size = [], 0
+            members.append(p)
+            size += p.nbytes
+        if members:
+            buckets.append(_Bucket(members, axis))
+        for bucket in buckets:
+            for p, view in zip(bucket.parameters, bucket.views, strict=True):
+                hook = partial(self._take_gradient, bucket, view, p in self.late)
+                p.register_post_accumulate_grad_hook(hook)
+        self.buckets += buckets
+
+    def _take_gradient(self, bucket: _Bucket, view: Tensor, is_late: bool, p: Tensor) -> None:
+        if p.grad is not None and p.grad is not view:  # the first of this step
+            p.grad = view.copy_(p.grad)
+        # a backward pass that puts a gradient off, or adds it itself, calls its hook all the same
+        if self.sync_late if is_late else self.sync:
             bucket.missing -= 1
             if bucket.missing == 0:
-                bucket.reduce(self.dp)
-
-        return arrived
+                bucket.reduce()
 
     def start_step(self) -> None:
-        """Clear the gradients."""
+        """Clear the gradients; what buffers hold is overwritten later."""
+        for p in self.unbuffered:
+            p.grad = None
         for bucket in self.buckets:
-            bucket.clear(self.joined)
-        if not self.buckets:
-            for p in self.parameters:
-                p.grad = None
+            bucket.missing, bucket.work = len(bucket.parameters), None
+            zeros = []
+            for p, view in zip(bucket.parameters, bucket.views, strict=True):
+                p.grad = view if p in self.joined else None
+                zeros += [view] if p in self.joined else []
+            if zeros:
+                torch._foreach_zero_(zeros)
         self.sync = self.sync_late = False
 
     def settle(self) -> None:
@@ -170,53 +170,11 @@ class GradientReducer:
         """Wait for the reductions; reduce buckets that some parameter's gradient never reached."""
         for bucket in self.buckets:
             if bucket.work is None:
-                bucket.reduce(self.dp)
+                bucket.reduce()
         for bucket in self.buckets:
             assert bucket.work is not None
             bucket.work.wait()
             bucket.missing, bucket.work = len(bucket.parameters), None  # a loop may clear gradients itself
-
-
-class ReducerGroup:
-    """Several reducers as one: of a model's parameters, each is in one of them."""
-
-    def __init__(self, reducers: Sequence[Reducer]) -> None:
-        self.reducers = reducers
-
-    @property
-    def sync(self) -> bool:
-        """True if the next backward pass is the last of the step."""
-        return self.reducers[0].sync
-
-    @sync.setter
-    def sync(self, value: bool) -> None:
-        for reducer in self.reducers:
-            reducer.sync = value
-
-    @property
-    def sync_late(self) -> bool:
-        """True if the next batch of late gradients is the last of the step."""
-        return self.reducers[0].sync_late
-
-    @sync_late.setter
-    def sync_late(self, value: bool) -> None:
-        for reducer in self.reducers:
-            reducer.sync_late = value
-
-    def start_step(self) -> None:
-        """Clear the gradients."""
-        for reducer in self.reducers:
-            reducer.start_step()
-
-    def settle(self) -> None:
-        """Take in gradients that arrived outside a backward pass."""
-        for reducer in self.reducers:
-            reducer.settle()
-
-    def finish(self) -> None:
-        """Reduce what is not yet reduced and wait for what is under way."""
-        for reducer in self.reducers:
-            reducer.finish()
 
 
 def build_reducer(
@@ -246,28 +204,32 @@ def build_reducer(
         methods: names of methods other than `forward` that compute with the parameters.
         reduce: micro-batches of a step that reduce gradients sharded over dp (ParallelConfig.zero_reduce).
         late_weights: True if weight gradients arrive outside backward passes, before a call of `settle`.
-        keep_buffers: keep gradients of one rank in buffers, too: those that backward returns are overwritten.
+        keep_buffers: keep gradients of one rank in buffers that backward adds to. CUDA graphs own their
+            outputs: writing the first would take a copy, and a call of ours for each parameter.
         fuse_accumulation: weight gradients of linear layers are added inside their products.
-        replicated: the trained parameters of a model whose others are frozen: zero=2|3 leaves them whole.
+        replicated: the trained parameters of a model whose others are frozen: zero=2|3 leaves them full.
     """
     weights = [m.weight for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
-
-    def whole(parameters: list[nn.Parameter], axis: Axis) -> Reducer:
-        # CUDA graphs own their outputs: writing to one takes a copy, and a call of ours for each parameter
-        return GradientReducer(
-            parameters,
-            axis,
-            late=weights if late_weights else (),
-            keep_buffers=keep_buffers,
-            joined=parameters if keep_buffers else weights if fuse_accumulation else [],
-        )
-
-    if zero == 0 or dp.group is None:
-        return _grouped([whole(some, axis) for axis, some in parameters_by_axis(model, dp).items()])
-    unsharded = _unsharded(model, dp, replicated)
+    by_axis = parameters_by_axis(model, dp)
+    is_sharded = zero > 0 and dp.group is not None
+    if is_sharded:  # but for routers, `replicated` parameters and those of one rank alone
+        kept = {*replicated, *(p for m in model.modules() if isinstance(m, Router) for p in m.parameters())}
+        by_axis = {
+            axis: [p for p in parameters if p in kept or axis.group is None]
+            for axis, parameters in by_axis.items()
+        }
+    full = {p for parameters in by_axis.values() for p in parameters}
+    joined = full if keep_buffers else weights if fuse_accumulation else ()
+    reducer = GradientReducer(
+        by_axis.pop(dp), dp, late=weights if late_weights else (), keep_buffers=keep_buffers, joined=joined
+    )
+    for axis, parameters in by_axis.items():
+        reducer.add(parameters, axis)
+    if not is_sharded:
+        return reducer
     from mlm.parallel.sharded import ShardedReducer  # loads FSDP: 0.5 s in every rank's start
 
-    sharded = ShardedReducer(
+    return ShardedReducer(
         model,
         dp,
         zero=zero,
@@ -276,24 +238,9 @@ def build_reducer(
         methods=methods,
         reduce=reduce,
         late_weights=late_weights,
-        whole={p for _, some in unsharded for p in some},
+        full=full,
+        replicated=reducer,
     )
-    return _grouped([sharded, *(whole(some, axis) for axis, some in unsharded if some)])
-
-
-def _unsharded(
-    model: nn.Module, dp: Axis, replicated: Sequence[nn.Parameter]
-) -> list[tuple[Axis, list[nn.Parameter]]]:
-    """Parameters that zero=2|3 leaves whole: routers, `replicated` ones, and parameters of one rank alone."""
-    kept = {*replicated, *(p for m in model.modules() if isinstance(m, Router) for p in m.parameters())}
-    return [
-        (axis, [p for p in some if p in kept or axis.group is None])
-        for axis, some in parameters_by_axis(model, dp).items()
-    ]
-
-
-def _grouped(reducers: Sequence[Reducer]) -> Reducer:
-    return reducers[0] if len(reducers) == 1 else ReducerGroup(reducers)
 
 
 def sum_replicated_gradients(
@@ -307,13 +254,30 @@ def sum_replicated_gradients(
     """
     if tp.size == 1:
         return
-    whole = [s for s in shards if s.tp_dim is None and s.experts is None]
-    of_experts = [s for s in shards if s.tp_dim is None and s.experts is not None]  # adapters
+    unsplit = [s for s in shards if s.tp_dim is None]
+    of_experts = [s for s in unsplit if s.experts is not None]  # adapters
     if of_experts and of_experts[0].tp.size > 1:
         _sum_gradients(of_experts, of_experts[0].tp)
-    _sum_gradients([s for s in whole if sequence_parallel or getattr(s.module, "is_partial", False)], tp)
+    rest = [s for s in unsplit if s.experts is None]
+    _sum_gradients([s for s in rest if sequence_parallel or getattr(s.module, "is_partial", False)], tp)
     for replicas in sorted({s.replicas for s in shards if s.replicas > 1}):
         _sum_over_neighbours([s for s in shards if s.replicas == replicas], tp, replicas)
+
+
+def sum_tied_gradients(shards: Sequence[ParameterShard], tied: Axis) -> None:
+    """Sum the token table's gradient over the first and the last pipeline stage, which both hold it."""
+    if tied.size > 1:
+        _sum_gradients([s for s in shards if isinstance(s.module, VocabParallelEmbedding)], tied)
+
+
+def _sum_gradients(shards: Sequence[ParameterShard], axis: Axis) -> None:
+    grads = [s.parameter.grad for s in shards if s.parameter.grad is not None]
+    if len(grads) == 1 and grads[0].is_contiguous():
+        all_reduce(grads[0], axis)
+    elif grads:
+        flat = torch.cat([g.flatten() for g in grads])
+        all_reduce(flat, axis)
+        torch._foreach_copy_(grads, _views(flat, grads))
 
 
 def _sum_over_neighbours(shards: Sequence[ParameterShard], tp: Axis, replicas: int) -> None:
@@ -326,62 +290,24 @@ def _sum_over_neighbours(shards: Sequence[ParameterShard], tp: Axis, replicas: i
         return
     flat = torch.cat([g.flatten() for g in grads])
     rows = flat.new_zeros(tp.size // replicas, len(flat))
-    mine = rows[tp.rank // replicas]
-    mine.copy_(flat)
+    own_row = rows[tp.rank // replicas]
+    own_row.copy_(flat)
     all_reduce(rows, tp)
-    parts = mine.split([g.numel() for g in grads])
-    torch._foreach_copy_(grads, [part.view_as(g) for part, g in zip(parts, grads, strict=True)])
+    torch._foreach_copy_(grads, _views(own_row, grads))
 
 
-def sum_tied_gradients(shards: Sequence[ParameterShard], tied: Axis) -> None:
-    """Sum the token table's gradient over the first and the last pipeline stage, which both hold it."""
-    if tied.size > 1:
-        _sum_gradients([s for s in shards if isinstance(s.module, VocabParallelEmbedding)], tied)
-
-
-def _sum_gradients(shards: Sequence[ParameterShard], axis: Axis) -> None:
-    grads = [s.parameter.grad for s in shards if s.parameter.grad is not None]
-    if not grads:
-        return
-    if len(grads) == 1 and grads[0].is_contiguous():
-        all_reduce(grads[0], axis)
-        return
-    flat = torch.cat([g.flatten() for g in grads])
-    all_reduce(flat, axis)
-    torch._foreach_copy_(
-        grads,
-        [part.view_as(g) for part, g in zip(flat.split([g.numel() for g in grads]), grads, strict=True)],
-    )
-
-
-class FusedAccumulation:
-    """The linear layers of a model chunk, whose weight gradients join the sums inside their own products.
-
-    A product that writes a gradient and a pass that adds it to the sum move 16 bytes a weight and micro-batch
-    and hold a second matrix; a product that adds moves 8. The first micro-batch has no sum to join where
-    gradients begin as None.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.layers = [m for m in modules if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
-
-    def start(self) -> None:
-        """Let the next forward pass's gradients join the sums that exist."""
-        for layer in self.layers:
-            layer.compute.fused_grad = layer.weight.grad
-
-    def stop(self) -> None:
-        """Let them go through autograd, and hold no sum."""
-        for layer in self.layers:
-            layer.compute.fused_grad = None
+def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of consecutive parts of a flat tensor, of the shapes of other tensors."""
+    parts = flat.split([x.numel() for x in like])
+    return [part.view_as(x) for part, x in zip(parts, like, strict=True)]
 
 
 @contextmanager
 def fuse_embedding_grad(tables: Iterable[VocabParallelEmbedding]) -> Iterator[None]:
     """In the block, let the loss add the gradients of these tables in its forward passes.
 
-    Kept until the backward pass, each would be a matrix for each micro-batch in flight; so it is none.
-    For cleared gradients, and passes that are each followed by one backward pass from a seed of 1. A
+    Kept until the backward pass, it would take a matrix of the table's size for each micro-batch in flight.
+    Gradients must be cleared before, and each forward pass followed by one backward pass from a seed of 1. A
     reduction may start in a chunk's last backward pass: all its forward passes are over then, and autograd
     calls the hooks of a weight for which a backward pass returns nothing.
     """
@@ -398,32 +324,34 @@ def fuse_embedding_grad(tables: Iterable[VocabParallelEmbedding]) -> Iterator[No
 class ReducedGradients(ChunkGradients):
     """Gradients of a chunk that are summed over micro-batches, and over dp in the last one.
 
+    A product that writes a weight's gradient and a pass that adds it to the sum move 16 bytes a weight and
+    micro-batch and hold a second matrix; a product that adds moves 8. The first micro-batch has no sum to
+    join where gradients begin as None.
+
     Args:
         reducer: sums them over dp.
-        fused: linear layers that add their weight gradients inside their products; None for none.
-        deferred: where weight gradients go that a zero-bubble schedule computes later.
+        fused: modules of which linear layers add their weight gradients inside their products.
+        deferred: receives the weight gradients that a zero-bubble schedule computes later.
         defers_weight_grads: True for such a schedule.
     """
 
     def __init__(
         self,
         reducer: Reducer,
-        fused: FusedAccumulation | None,
+        fused: Iterable[nn.Module],
         deferred: DeferredWeightGrads,
         *,
         defers_weight_grads: bool,
     ) -> None:
         super().__init__(deferred)
-        self.reducer, self.fused, self.defers_weight_grads = reducer, fused, defers_weight_grads
+        self.reducer, self.defers_weight_grads = reducer, defers_weight_grads
+        self.fused = [m for m in fused if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
 
     def before_forward(self, *, is_last: bool) -> None:
-        """Choose if weight gradients join the sums inside their products."""
-        if self.fused is None:
-            return
-        if is_last and self.defers_weight_grads:  # a reduction waits for what autograd adds
-            self.fused.stop()
-        else:
-            self.fused.start()
+        """Let weight gradients join the sums that exist, unless a reduction waits for what autograd adds."""
+        joins = not (is_last and self.defers_weight_grads)
+        for layer in self.fused:
+            layer.compute.fused_grad = layer.weight.grad if joins else None
 
     def before_backward(self, *, is_last: bool) -> None:
         """Reduce in the last one."""
@@ -439,6 +367,6 @@ class ReducedGradients(ChunkGradients):
 
     def finish(self) -> None:
         """Reduce what is not yet reduced, and wait for it."""
-        if self.fused is not None:
-            self.fused.stop()
+        for layer in self.fused:
+            layer.compute.fused_grad = None
         self.reducer.finish()

@@ -12,8 +12,8 @@ We expose their plain local tensors (`ParameterShard.parameter`), in float32 or 
 clipping and checkpoints work on. Gathered weights and the gradients of one pass are of the compute dtype;
 they are added up over micro-batches and over ranks in the dtype of the rows.
 
-Experts are a unit of their own inside their layer, over the ranks that hold the same ones. `whole` parameters
-are left as they are: routers, which compute in float32, and experts of one rank.
+Experts are a unit of their own inside their layer, over the ranks that hold the same ones.
+Routers, which compute in float32, experts of one rank, and adapters are not sharded.
 
 The sum, not the mean, is taken: the loss is already divided by the tokens of the global batch.
 """
@@ -37,12 +37,16 @@ from torch.distributed.tensor import DTensor
 from mlm.parallel.collectives import Pending, for_transport, gather_flat, record, scatter_flat
 from mlm.parallel.config import ZeroReduce
 from mlm.parallel.expert.experts import Experts
+from mlm.parallel.gradients import GradientReducer
 from mlm.parallel.mesh import Axis, ExpertAxes
 from mlm.parallel.sharding import DP_SLICES, DataParallelSlice
 
 
 class ShardedReducer:
-    """Reducer that shards parameters over dp. Arguments as of `build_reducer`."""
+    """Reducer that shards parameters over dp, but the `full` ones, which `replicated` reduces.
+
+    Other arguments as of `build_reducer`.
+    """
 
     def __init__(
         self,
@@ -55,9 +59,10 @@ class ShardedReducer:
         methods: Sequence[str],
         reduce: ZeroReduce,
         late_weights: bool,
-        whole: set[nn.Parameter],
+        full: set[nn.Parameter],
+        replicated: GradientReducer,
     ) -> None:
-        assert dp.group is not None
+        self.replicated = replicated
         first = next(model.parameters())
         half = compute_dtype in (torch.bfloat16, torch.float16)
         policy = MixedPrecisionPolicy(
@@ -70,7 +75,7 @@ class ShardedReducer:
             assert axis.group is not None
             mesh = DeviceMesh.from_group(axis.group, first.device.type, mesh_dim_names=(axis.name,))
             sharded: FSDPModule = fully_shard(
-                unit, mesh=mesh, mp_policy=policy, reshard_after_forward=drops, ignored_params=whole
+                unit, mesh=mesh, mp_policy=policy, reshard_after_forward=drops, ignored_params=full
             )
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
@@ -80,9 +85,11 @@ class ShardedReducer:
 
         self.units: list[FSDPModule] = []
         for unit in units:
-            mixtures = [m for m in unit.modules() if isinstance(m, Experts)]
-            inner = [m for m in mixtures if not whole & {*m.parameters(recurse=False)}]  # adapters aside
-            experts = [shard(m, m.expert_axes.replicas or dp, drops=zero == 3) for m in inner]
+            experts = [
+                shard(m, m.expert_axes.replicas or dp, drops=zero == 3)
+                for m in unit.modules()
+                if isinstance(m, Experts) and not full & {*m.parameters(recurse=False)}  # adapters aside
+            ]
             self.units += [shard(unit, dp, drops=zero == 3), *experts]
         # what is left is used at both ends of the forward pass and next in backward: kept in between
         self.root: FSDPModule = shard(model, dp, drops=False)
@@ -107,6 +114,7 @@ class ShardedReducer:
 
     @sync.setter
     def sync(self, value: bool) -> None:
+        self.replicated.sync = value
         value = value and not self.late_weights  # the rest would miss the reduction: `finish` does it all
         self._reduced |= value
         # where weights come late, a pass has little to reduce: `settle` does it for both
@@ -123,6 +131,7 @@ class ShardedReducer:
 
     def start_step(self) -> None:
         """Clear the gradients, and drop weights that an evaluation gathered."""
+        self.replicated.start_step()
         for rows, dp_slice in self.slices:
             rows.grad = dp_slice.parameter.grad = None
         for unit in (*self.units, self.root):
@@ -150,6 +159,7 @@ class ShardedReducer:
             self._reduced = True
         for rows, dp_slice in self.slices:
             dp_slice.parameter.grad = None if rows.grad is None else _local(rows.grad)
+        self.replicated.finish()
 
 
 def _assign_slices(model: nn.Module, dp: Axis) -> list[tuple[nn.Parameter, DataParallelSlice]]:

@@ -24,7 +24,6 @@ from mlm.parallel.context import local_positions
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.expert.router import Balance, routers
 from mlm.parallel.gradients import (
-    FusedAccumulation,
     ReducedGradients,
     Reducer,
     build_reducer,
@@ -141,7 +140,7 @@ class Trainer(Generic[B]):
         self.gradients = [
             ReducedGradients(
                 reducer,
-                FusedAccumulation(chunk.modules()) if config.fuse_accumulation else None,
+                chunk.modules() if config.fuse_accumulation else (),
                 deferred,
                 defers_weight_grads=self.model.defers_weight_grads,
             )

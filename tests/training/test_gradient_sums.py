@@ -12,7 +12,6 @@ from mlm.data.sampler import Batch
 from mlm.parallel import gradients, linear
 from mlm.parallel.compute_state import ComputeState
 from mlm.parallel.config import ParallelConfig
-from mlm.parallel.gradients import FusedAccumulation
 from mlm.parallel.mesh import ParallelContext
 from mlm.runs.config import PretrainConfig
 from mlm.training.trainer import Trainer
@@ -47,8 +46,8 @@ def gradients_of(ctx: ParallelContext, spec: PretrainConfig) -> tuple[dict[str, 
             trainer.compute_gradients(batches(ctx.dp.rank, ctx.dp.size))
     finally:
         linear.add_weight_gradient = original
-    fused = [each.fused for each in trainer.gradients if each.fused is not None]
-    assert all(layer.compute.fused_grad is None for each in fused for layer in each.layers)
+    layers = [layer for gradients in trainer.gradients for layer in gradients.fused]
+    assert all(layer.compute.fused_grad is None for layer in layers)
     return {s.name: s.parameter.grad.clone() for s in trainer.shards if s.parameter.grad is not None}, seen
 
 
@@ -107,10 +106,9 @@ def test_a_compiled_layer_adds_where_the_sum_is() -> None:
 def test_totals_are_of_linear_layers_alone() -> None:
     """The token table's gradient is a product of the loss, and norms have none."""
     trainer: Trainer[Batch] = Trainer(replace(SPEC, fuse_accumulation=True), ParallelContext())
-    found = trainer.gradients[0].fused
-    assert found is not None
-    assert isinstance(found, FusedAccumulation)
-    assert {type(layer).__name__ for layer in found.layers} == {"ColumnParallelLinear", "RowParallelLinear"}
+    (gradients,) = trainer.gradients
+    kinds = {type(layer).__name__ for layer in gradients.fused}
+    assert kinds == {"ColumnParallelLinear", "RowParallelLinear"}
 
 
 def test_reductions_begin_before_the_last_weight_gradient_that_was_put_off() -> None:

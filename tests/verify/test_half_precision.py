@@ -63,9 +63,9 @@ def gradients_reduced_in_half(trainer: Trainer) -> None:
         for bucket in reducer.buckets:
             reduce = bucket.reduce
 
-            def in_half(dp: Any, bucket: Any = bucket, reduce: Any = reduce) -> None:
+            def in_half(bucket: Any = bucket, reduce: Any = reduce) -> None:
                 bucket.flat.copy_(rounded(bucket.flat, trainer))
-                reduce(dp)
+                reduce()
 
             bucket.reduce = in_half
 
