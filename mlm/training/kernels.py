@@ -18,7 +18,6 @@ from mlm.models.family import family_of
 from mlm.models.shape import layer_weights
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.compute_state import prepare_to_compile
-from mlm.parallel.cross_entropy import use_compiler
 from mlm.parallel.matmul import prepare_products
 from mlm.runs.checks import graphs_replay
 from mlm.runs.config import AttentionKernel, PretrainConfig
@@ -164,7 +163,6 @@ def compile_layers(
             raise UserError("cuda_graphs=true: this host has no compiler for its GPU; use cuda_graphs=false")
         return
     prepare_to_compile()
-    use_compiler()
     if choice is None:
         torch._dynamo.config.suppress_errors = True
     for layer in layers:

@@ -9,10 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mlm.parallel import cross_entropy, matmul
-from mlm.parallel.chunks import CHUNK_BYTES, HALF_BLOCK_BYTES, HALF_CHUNKS, chunk_rows
 from mlm.parallel.collectives import copy_to_tp, gather_sequence
 from mlm.parallel.cross_entropy import (
+    CHUNK_BYTES,
+    HALF_BLOCK_BYTES,
+    HALF_CHUNKS,
     IGNORE_INDEX,
+    chunk_rows,
     cross_entropy_and_hits,
     full_logits,
     linear_cross_entropy,
@@ -189,7 +192,7 @@ def test_two_passes_for_a_compiler_give_what_many_give(tp: int, chunk_bytes: int
 
 def check_two_passes(ctx: ParallelContext, chunk_bytes: int, compile_them: bool = False) -> None:
     hidden, weight, labels = problem()
-    passes = (cross_entropy.log_sum_and_target, cross_entropy.gradient)
+    passes = (cross_entropy.log_sum_and_target, cross_entropy.logits_gradient)
     if compile_them:
         passes = (torch.compile(passes[0]), torch.compile(passes[1]))
     for dtype in (torch.bfloat16, torch.float16):

@@ -19,6 +19,7 @@ from mlm.parallel.collectives import all_reduce, gather_rows, to_device
 from mlm.parallel.config import IGNORE_INDEX
 from mlm.parallel.context import local_positions, local_tokens
 from mlm.parallel.cross_entropy import (
+    differentiable_losses,
     full_logits,
     linear_cross_entropy,
     loss_dtype,
@@ -28,7 +29,6 @@ from mlm.parallel.cross_entropy import (
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.token_losses import differentiable_losses
 
 
 class GPT2(Transformer):
