@@ -21,7 +21,7 @@ Shapes: R rows (tokens, S * B), H hidden, V padded vocabulary, t = tensor-parall
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -147,10 +147,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         compute_bias = None if bias is None else bias.to(hidden.dtype)
         half, dtype = hidden.dtype in HALF, loss_dtype(hidden.dtype)
         logit_factor, row_factor = split_scale(scale.to(dtype), hidden.dtype)
-        device_type = table.device_type or hidden.device.type
-        rows, block_rows = chunk_rows(
-            len(hidden), len(weight), device_type, half=half, chunk_bytes=chunk_bytes
-        )
+        kind = table.device_type or hidden.device.type
+        rows, block_rows = chunk_rows(len(hidden), len(weight), kind, half=half, chunk_bytes=chunk_bytes)
         passes = compiled() if table.compiled and half and bias is None and not counts_hits else None
         buffer: Tensor | None = None
         if half and passes is None:
@@ -224,7 +222,7 @@ class _TokenLosses(torch.autograd.Function):
         weight = table.weight_in(hidden.dtype)
         dy = dy.masked_fill(labels == IGNORE_INDEX, 0.0)
         d_hidden, d_weight = torch.empty_like(hidden), None
-        rows = chunk_rows(len(hidden), len(weight), hidden.device.type, half=False).chunk
+        rows, _ = chunk_rows(len(hidden), len(weight), hidden.device.type, half=False)
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
             logits = product(hidden[part], weight).to(loss_dtype(hidden.dtype))
@@ -241,7 +239,7 @@ class _TokenLosses(torch.autograd.Function):
 def token_losses(hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
     """Each row's loss without gradients: [R, H], [R] -> [R]; 0 where the label is IGNORE_INDEX."""
     weight = table.weight_in(hidden.dtype)
-    rows = chunk_rows(len(hidden), len(weight), hidden.device.type, half=False).chunk
+    rows, _ = chunk_rows(len(hidden), len(weight), hidden.device.type, half=False)
     losses = [
         softmax_and_loss(product(h, weight).to(loss_dtype(h.dtype)), y, table)
         for h, y in zip(hidden.split(rows), labels.split(rows), strict=True)
@@ -261,7 +259,7 @@ def token_scores(
     """
     bias = None if bias is None else bias.to(hidden.dtype)
     weight = table.weight_in(hidden.dtype)
-    rows = chunk_rows(len(hidden), len(weight), hidden.device.type, half=False).chunk
+    rows, _ = chunk_rows(len(hidden), len(weight), hidden.device.type, half=False)
     scores = []
     for h, y in zip(hidden.split(rows), labels.split(rows), strict=True):
         logits = product(h, weight, bias).to(loss_dtype(h.dtype))
@@ -449,21 +447,14 @@ def add_to_grad(weight: nn.Parameter, part: Tensor, factor: Tensor | None) -> No
         weight.grad.add_(part)
 
 
-class ChunkRows(NamedTuple):
-    """Rows of logits at a time. Pieces of one kind are of one size but the last."""
-
-    chunk: int
-    """Rows that exist, and whose products are computed together."""
-    block: int
-    """Rows that are float32 (float64 for float64 input); on a CPU fewer than exist in half precision."""
-
-
 def chunk_rows(
     rows: int, columns: int, device: str, *, half: bool, chunk_bytes: int | None = None
-) -> ChunkRows:
-    """Return the rows in a chunk of `rows` [columns] logits, and in a block of it.
+) -> tuple[int, int]:
+    """Return the rows in a chunk of `rows` [columns] logits, and in a block of it: equal ones, but the last.
 
-    `device` is a torch.device's type, `half` true for 16-bit input; `chunk_bytes` overrides CHUNK_BYTES.
+    The products of a chunk are computed together. A block is float32 (float64 for float64 input); on a CPU it
+    is less than a chunk in half precision. `device` is a torch.device's type, `half` true for 16-bit input;
+    `chunk_bytes` overrides CHUNK_BYTES.
     """
 
     def even_part(rows: int, most: int) -> int:
@@ -473,9 +464,9 @@ def chunk_rows(
     limit = CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) if chunk_bytes is None else chunk_bytes
     most = max(1, limit // (4 * columns))
     if not half or device != "cpu":
-        return ChunkRows(even_part(rows, most), even_part(rows, most))
+        return even_part(rows, most), even_part(rows, most)
     chunk = even_part(rows, HALF_CHUNKS * most)
-    return ChunkRows(chunk, even_part(chunk, max(1, min(limit, HALF_BLOCK_BYTES) // (4 * columns))))
+    return chunk, even_part(chunk, max(1, min(limit, HALF_BLOCK_BYTES) // (4 * columns)))
 
 
 @cache

@@ -14,9 +14,8 @@ from rich.text import Text
 
 from mlm.parallel.config import Schedule
 from mlm.parallel.pipeline.actions import Action, Cost, Op, Plan, TimedAction
-from mlm.parallel.pipeline.lower import DEFAULT_COST, lower
+from mlm.parallel.pipeline.lower import DEFAULT_COST, Step, lower, ordered, times_of
 from mlm.parallel.pipeline.schedules import build_schedule
-from mlm.parallel.pipeline.simulate import Step, ordered, times_of
 from mlm.plan.config import PlanScheduleConfig
 from mlm.util.results import save_result
 from mlm.util.terminal import console

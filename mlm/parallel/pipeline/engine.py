@@ -23,8 +23,6 @@ from mlm.parallel.mesh import Axis
 from mlm.parallel.pipeline.actions import SENDS_KEPT, Action, Instruction, Op, Receive, Send
 
 T = TypeVar("T")
-
-
 NOTHING = nullcontext()
 
 
@@ -89,11 +87,11 @@ class Stages(Generic[T]):
 
 @dataclass
 class _SavedForBackward:
-    """State that a forward pass keeps for its backward: of its output only the node in the graph."""
+    """What a forward pass keeps for its backward pass."""
 
     x: Tensor | None
     edge: GradientEdge | None
-    """Of a result, which no stage sends a gradient of: of the sum of its parts."""
+    """Node of its output in the graph; of a result, to which no stage sends a gradient, of its sum."""
     is_result: bool
 
 
@@ -103,20 +101,19 @@ class _Run(Generic[T]):
         self.results: list[Tensor] = []
         self.arriving: dict[Action, Pending] = {}
         self.local: dict[Action, Tensor] = {}
-        self.leaving: dict[Action, Tensor] = {}
+        self.outgoing: dict[Action, Tensor] = {}
         self.sends: deque[Pending] = deque()
-        self.kept: dict[tuple[int, int], _SavedForBackward] = {}
+        self.saved: dict[tuple[int, int], _SavedForBackward] = {}
         self.weight_jobs: dict[tuple[int, int], list[Callable[[], None]]] = {}
         actions = [i for i in instructions if isinstance(i, Action)]
         self.trains = any(action.op is not Op.FORWARD for action in actions)
         self.defers_weight_grads = any(action.op is Op.WEIGHT for action in actions)
         self.last_backward = {a.chunk: a for a in actions if a.op is Op.BACKWARD}
+        self.last_weights = {a.chunk: a for a in actions if a.op is Op.WEIGHT}
         self.gradients = stages.gradients or [ChunkGradients() for _ in range(stages.num_stages)]
         self.begun = 0  # backward passes of the first chunk
-        self.last_weights = {a.chunk: a for a in actions if a.op is Op.WEIGHT}
 
     def run(self) -> list[Tensor]:
-        """Everything, in order."""
         do = {Op.FORWARD: self.forward, Op.BACKWARD: self.backward, Op.WEIGHT: self.weight}
         with torch.set_grad_enabled(self.trains):
             for instruction in self.instructions:
@@ -129,18 +126,14 @@ class _Run(Generic[T]):
                         do[instruction.op](instruction)
         while self.sends:
             self.sends.popleft().wait()
-        left_over = (self.arriving, self.local, self.leaving, self.kept, self.weight_jobs)
+        left_over = (self.arriving, self.local, self.outgoing, self.saved, self.weight_jobs)
         assert not any(left_over), "the plan consumes all that it produces"
         return self.results
-
-    def stage(self, action: Action) -> int:
-        """Number of the stage that an action of this rank belongs to."""
-        return action.chunk * self.stages.pp.size + self.stages.pp.rank
 
     def send(self, instruction: Send) -> None:
         while len(self.sends) >= SENDS_KEPT:
             self.sends.popleft().wait()
-        out = self.leaving.pop(instruction.action)
+        out = self.outgoing.pop(instruction.action)
         self.sends.append(start_send(out, self.stages.pp, instruction.peer))
 
     def receive(self, instruction: Receive) -> None:
@@ -160,12 +153,12 @@ class _Run(Generic[T]):
     def hand_over(self, action: Action, step: int, x: Tensor) -> None:
         """Give the next stage (step 1) or the one before (step -1) what it needs."""
         if self.stages.pp.size > 1:
-            self.leaving[action] = x.contiguous()
+            self.outgoing[action] = x.contiguous()
         else:  # the neighbouring stage is this rank's next chunk
             self.local[Action(action.op, action.chunk + step, action.micro_batch)] = x
 
     def forward(self, action: Action) -> None:
-        stage, place = self.stage(action), (action.chunk, action.micro_batch)
+        stage = action.chunk * self.stages.pp.size + self.stages.pp.rank
         x = self.take(action).requires_grad_(self.trains) if stage > 0 else None
         if self.trains:
             last = action.micro_batch == self.last_backward[action.chunk].micro_batch
@@ -175,15 +168,15 @@ class _Run(Generic[T]):
         if self.trains:
             # a scalar needs no gradient from here, which torch would check by sympy: half a second of imports
             edge = get_gradient_edge(y.sum() if is_result else y) if y.requires_grad else None
-            self.kept[place] = _SavedForBackward(x, edge, is_result)
+            self.saved[action.chunk, action.micro_batch] = _SavedForBackward(x, edge, is_result)
         if is_result:
             self.results.append(y.detach())
         else:
             self.hand_over(action, 1, y.detach())
 
     def backward(self, action: Action) -> None:
-        kept = self.kept.pop((action.chunk, action.micro_batch))
-        dy = None if kept.is_result else self.take(action)
+        saved = self.saved.pop((action.chunk, action.micro_batch))
+        dy = None if saved.is_result else self.take(action)
         if action.chunk == 0:
             self.begun += 1
             self.stages.observer.on_micro_batch(self.begun, len(self.batches))
@@ -191,14 +184,14 @@ class _Run(Generic[T]):
         gradients.before_backward(is_last=action == self.last_backward[action.chunk])
         deferred = gradients.deferred
         deferred.open = self.defers_weight_grads
-        if kept.edge is not None:  # in a first stage without adapters nothing needs a gradient
-            torch.autograd.backward(kept.edge, dy)
+        if saved.edge is not None:  # in a first stage without adapters nothing needs a gradient
+            torch.autograd.backward(saved.edge, dy)
         if self.defers_weight_grads:
             deferred.open = False
             self.weight_jobs[action.chunk, action.micro_batch] = deferred.take()
-        if kept.x is not None:
-            assert kept.x.grad is not None
-            self.hand_over(action, -1, kept.x.grad)
+        if saved.x is not None:
+            assert saved.x.grad is not None
+            self.hand_over(action, -1, saved.x.grad)
 
     def weight(self, action: Action) -> None:
         gradients = self.gradients[action.chunk]

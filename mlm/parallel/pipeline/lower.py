@@ -7,9 +7,10 @@ first transfer in the order that never completes. What its two ends do before it
 so both come to it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from itertools import product
+from typing import NamedTuple
 
 from mlm.parallel.pipeline.actions import (
     Action,
@@ -23,12 +24,8 @@ from mlm.parallel.pipeline.actions import (
     Send,
     TimedAction,
 )
-from mlm.parallel.pipeline.simulate import Computed, num_chunks, simulate
 
 DEFAULT_COST = Cost()
-
-Transfers = list[list[Send | Receive]]
-"""Each rank's transfers in the global order."""
 
 
 def lower(schedule: Schedule, *, cost: Cost = DEFAULT_COST) -> Plan:
@@ -41,17 +38,25 @@ def lower(schedule: Schedule, *, cost: Cost = DEFAULT_COST) -> Plan:
     """
     assert min(astuple(cost)) >= 0, f"negative duration: {cost}"
     check_complete(schedule)
-    order = simulate(schedule, cost=cost)
+    p, v = len(schedule), num_chunks(schedule)
+    steps, split = ordered(schedule), any(action.op is Op.WEIGHT for action in schedule[0])
+    starts, ends = times_of(steps, p, [cost] * (p * v), split=split)
     timeline: list[list[TimedAction]] = [[] for _ in schedule]
-    for computed in order:
-        timeline[computed.rank].append(computed.span)
-    transfers = _transfers(order, p=len(schedule))
-    instructions = tuple(_place(*mine) for mine in zip(schedule, transfers, strict=True))
+    for step, start, end in zip(steps, starts, ends, strict=True):
+        timeline[step.rank].append(TimedAction(step.action, start, end))
+    # Sorting is stable, and `steps` has every action after all it needs: so where ends are equal (actions
+    # that cost nothing), data still comes after the data it was made of.
+    transfers: list[list[Send | Receive]] = [[] for _ in schedule]
+    for step, _ in sorted(zip(steps, ends, strict=True), key=lambda pair: pair[1]):
+        target = consumer(step.rank, step.action, p=p, v=v)
+        if target is not None and target[0] != step.rank:
+            transfers[step.rank].append(Send(step.action, target[0]))
+            transfers[target[0]].append(Receive(target[1], step.rank))
     makespan = max(spans[-1].end for spans in timeline) - min(spans[0].start for spans in timeline)
     busy = max(sum(span.end - span.start for span in spans) for spans in timeline)
     return Plan(
-        num_stages=len(schedule) * num_chunks(schedule),
-        instructions=instructions,
+        num_stages=p * v,
+        instructions=tuple(_place(*rank) for rank in zip(schedule, transfers, strict=True)),
         timeline=tuple(map(tuple, timeline)),
         makespan=makespan,
         bubble=(makespan - busy) / busy if busy else 0.0,  # rounds once: exact for costs in whole numbers
@@ -84,18 +89,107 @@ def check_complete(schedule: Schedule) -> None:
                 raise ScheduleError(f"rank {rank} lacks {Action(ops[done.get(pair, 0)], *pair)}")
 
 
-def _transfers(order: list[Computed], *, p: int) -> Transfers:
-    """Each rank's part of the global order of transfers: by the time their data is computed.
+class Step(NamedTuple):
+    """An action of a rank, its stage, its op's place in Op, and what it needs."""
 
-    Sorting is stable, and `order` has every action after all it needs: so where ends are equal (actions that
-    cost nothing), data still comes after the data it was made of.
+    stage: int
+    rank: int
+    op: int
+    producer: int
+    """Index of the step whose result it needs; -1 if it needs none."""
+    source: int
+    """Stage that sends that result from another rank; its own if none does."""
+    action: Action
+
+
+def ordered(schedule: Schedule) -> list[Step]:
+    """Every action of every rank in an order in which each comes after all that it needs.
+
+    No duration changes it. The schedule is complete (`check_complete`). Raises ScheduleError naming the ranks
+    that wait for ever, and for what, if there are.
     """
-    transfers: Transfers = [[] for _ in range(p)]
-    for rank, span, to in sorted(order, key=lambda computed: computed.span.end):
-        if to is not None and to[0] != rank:
-            transfers[rank].append(Send(span.action, to[0]))
-            transfers[to[0]].append(Receive(to[1], rank))
-    return transfers
+    p, v = len(schedule), num_chunks(schedule)
+    produced: dict[tuple[bool, int, int], int] = {}  # steps by direction, stage and micro-batch
+    position = [0] * p
+    order: list[Step] = []
+    ready = list(range(p))  # ranks that may have become able to continue
+    while ready:
+        rank = ready.pop()
+        actions = schedule[rank]
+        while position[rank] < len(actions):
+            action = actions[position[rank]]
+            stage, op, producer = action.chunk * p + rank, 2, -1
+            source = stage
+            if action.op is not Op.WEIGHT:
+                forward = action.op is Op.FORWARD
+                op = 0 if forward else 1
+                before, after = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+                if 0 <= before < p * v:
+                    producer = produced.pop((forward, before, action.micro_batch), -1)
+                    if producer < 0:
+                        break
+                    source = before if before % p != rank else stage
+                if 0 <= after < p * v:
+                    produced[forward, stage, action.micro_batch] = len(order)
+                    ready.append(after % p)
+            position[rank] += 1
+            order.append(Step(stage, rank, op, producer, source, action))
+    stuck = []
+    for rank, actions in enumerate(schedule):
+        if position[rank] < len(actions):
+            action = actions[position[rank]]
+            needed = _neighbour(rank, action, p, v, step=-1 if action.op is Op.FORWARD else 1)
+            assert needed is not None
+            stuck.append(f"rank {rank} at {action} needs {needed[1]} of rank {needed[0]}")
+    if stuck:
+        raise ScheduleError("the schedule cannot complete: " + ", ".join(stuck[:8]))
+    return order
+
+
+def times_of(
+    steps: Iterable[Step], p: int, costs: Sequence[Cost], *, split: bool
+) -> tuple[list[float], list[float]]:
+    """Starts and ends of steps on p ranks; `costs` are those of the stages.
+
+    `split` if weight gradients are computed apart.
+    """
+    durations = [
+        (cost.forward, cost.input_gradient if split else cost.backward, cost.weight_gradient)
+        for cost in costs
+    ]
+    transfers, free = [cost.transfer for cost in costs], [0.0] * p
+    starts, ends = list[float](), list[float]()
+    for stage, rank, op, producer, source, _ in steps:
+        start = free[rank]
+        if producer >= 0:
+            arrival = ends[producer]
+            if source != stage:
+                arrival += transfers[source]
+            if arrival > start:
+                start = arrival
+        starts.append(start)
+        free[rank] = start + durations[stage][op]
+        ends.append(free[rank])
+    return starts, ends
+
+
+def consumer(rank: int, action: Action, *, p: int, v: int) -> tuple[int, Action] | None:
+    """The rank and action of the neighbouring stage that needs what `action` on `rank` produces, or None."""
+    if action.op is Op.WEIGHT:
+        return None
+    return _neighbour(rank, action, p, v, step=1 if action.op is Op.FORWARD else -1)
+
+
+def _neighbour(rank: int, action: Action, p: int, v: int, *, step: int) -> tuple[int, Action] | None:
+    stage = action.chunk * p + rank + step
+    if not 0 <= stage < p * v:
+        return None
+    return stage % p, Action(action.op, stage // p, action.micro_batch)
+
+
+def num_chunks(schedule: Schedule) -> int:
+    """v: the highest chunk number of any rank, plus 1."""
+    return 1 + max((action.chunk for actions in schedule for action in actions), default=0)
 
 
 def _place(actions: Sequence[Action], transfers: Sequence[Send | Receive]) -> tuple[Instruction, ...]:

@@ -19,9 +19,8 @@ from mlm.parallel.pipeline.actions import (
     ScheduleError,
     Send,
 )
-from mlm.parallel.pipeline.lower import lower
+from mlm.parallel.pipeline.lower import consumer, lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
-from mlm.parallel.pipeline.simulate import consumer
 from tests.slow import slow_but
 
 F, B, W = Op
