@@ -13,7 +13,6 @@ the calls of a reducer in a step (`ReducedGradients`).
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,38 +23,13 @@ from mlm.parallel.config import ZeroReduce
 from mlm.parallel.expert.router import Router
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
-from mlm.parallel.pipeline.engine import ChunkGradients
+from mlm.parallel.pipeline.engine import ChunkGradients, Reducer
 from mlm.parallel.sharding import ParameterShard, parameters_by_axis
 
 BUCKET_BYTES = 25 << 20
 """Large enough to use the wire well, small enough that the last one finishes soon after backward."""
 BUCKET_BYTES_PER_RANK = 4 << 20
 """A ring passes a bucket on in as many pieces as it has ranks: small pieces cost latency alone."""
-
-
-class Reducer(Protocol):
-    """Sums the gradients of one model (a pipeline chunk) over the data-parallel axis, however they are kept.
-
-    Use: `start_step()`; set `sync` before each backward pass, to True for the last one of the step; where
-    weight gradients arrive outside backward passes, set `sync_late` before each batch of them in the same
-    way, and call `settle()` after it; then `finish()`. After `finish` the `grad` of every ParameterShard's
-    parameter holds the sum over dp (this rank's rows of it, where it is sharded over dp).
-    """
-
-    sync: bool
-    sync_late: bool
-
-    def start_step(self) -> None:
-        """Clear the gradients."""
-
-    def settle(self) -> None:
-        """Take in gradients that arrived outside a backward pass; worth calling after each batch of them.
-
-        Half-precision ones are added up in half precision until then. `finish` does it too.
-        """
-
-    def finish(self) -> None:
-        """Reduce what is not yet reduced and wait for what is under way."""
 
 
 class _Bucket:

@@ -37,8 +37,8 @@ from torch.distributed.tensor import DTensor
 from mlm.parallel.collectives import Pending, for_transport, gather_flat, record, scatter_flat
 from mlm.parallel.config import ZeroReduce
 from mlm.parallel.expert.experts import Experts
-from mlm.parallel.gradients import GradientReducer
 from mlm.parallel.mesh import Axis, ExpertAxes
+from mlm.parallel.pipeline.engine import Reducer
 from mlm.parallel.sharding import DP_SLICES, DataParallelSlice
 
 
@@ -60,7 +60,7 @@ class ShardedReducer:
         reduce: ZeroReduce,
         late_weights: bool,
         full: set[nn.Parameter],
-        replicated: GradientReducer,
+        replicated: Reducer,
     ) -> None:
         self.replicated = replicated
         first = next(model.parameters())

@@ -25,7 +25,6 @@ from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.expert.router import Balance, routers
 from mlm.parallel.gradients import (
     ReducedGradients,
-    Reducer,
     build_reducer,
     fuse_embedding_grad,
     sum_replicated_gradients,
@@ -33,6 +32,7 @@ from mlm.parallel.gradients import (
 )
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import CPU, ParallelContext
+from mlm.parallel.pipeline.engine import Reducer
 from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import DP_SLICES, ParameterShard, parameter_shards, shard_of
 from mlm.runs.config import PretrainConfig

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,31 @@ class PlanObserver:
 
     def on_micro_batch(self, number: int, count: int) -> None:
         """Note that backward of the `number`-th of `count` micro-batches begins, in the first chunk."""
+
+
+class Reducer(Protocol):
+    """Sums the gradients of one model (a pipeline chunk) over the data-parallel axis, however they are kept.
+
+    Use: `start_step()`; set `sync` before each backward pass, to True for the last one of the step; where
+    weight gradients arrive outside backward passes, set `sync_late` before each batch of them in the same
+    way, and call `settle()` after it; then `finish()`. After `finish` the `grad` of every ParameterShard's
+    parameter holds the sum over dp (this rank's rows of it, where it is sharded over dp).
+    """
+
+    sync: bool
+    sync_late: bool
+
+    def start_step(self) -> None:
+        """Clear the gradients."""
+
+    def settle(self) -> None:
+        """Take in gradients that arrived outside a backward pass; worth calling after each batch of them.
+
+        Half-precision ones are added up in half precision until then. `finish` does it too.
+        """
+
+    def finish(self) -> None:
+        """Reduce what is not yet reduced and wait for what is under way."""
 
 
 class ChunkGradients:
