@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from mlm.data.corpus_files import TOKENIZER, corpora_at, eod_of, size_of, tokenizer_beside
+from mlm.data.corpus_files import TOKENIZER, corpora_at, eod_of, tokenizer_beside
 from mlm.data.indexed import REBUILD, IndexedDataset, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, Receipt, read_receipt
 from mlm.util.errors import CorruptFileError, UserError
@@ -54,7 +54,8 @@ def verify_corpus(path: str, vocab_size: int | None) -> tuple[Path, list[FileChe
     pairs = [part(prefix) for prefix in prefixes for part in (idx_path, bin_path)]
     listed = (expected.receipt or {}).get("files", {}) if Path(path).is_dir() else ()
     others = [other for name in listed if (other := folder / name) not in pairs]
-    with progress_bar("verifying", sum(map(size_of, (*pairs, *others))), in_bytes=True) as advance:
+    total = sum(path.stat().st_size for path in (*pairs, *others) if path.is_file())
+    with progress_bar("verifying", total, in_bytes=True) as advance:
         for prefix in prefixes:
             checks += check_pair(prefix, expected, advance)
         checks += [check_digest(other, expected, advance) for other in others]
@@ -156,7 +157,7 @@ def check_digest(path: Path, expected: Expected, advance: Advance, digest: str |
         return FileCheck(path.name, "digest", "error", f"is missing, {RECEIPT} lists it")
     if "digest" not in entry:
         return FileCheck(path.name, "digest", "note", "not compared: no receipt lists the file")
-    if (size := size_of(path)) != entry.get("bytes", size):
+    if (size := path.stat().st_size) != entry.get("bytes", size):
         digest = f"{size} bytes, not {one_line(entry['bytes'])}"
     elif digest is None:
         digest = digest_file(path, advance)

@@ -31,7 +31,6 @@ from numpy.typing import ArrayLike, NDArray
 from mlm.data.sampler import Dataset, Samples
 
 MAX_SAMPLES = 1 << 50
-GAP = 1024  # sample numbers further apart than this are looked up separately
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -89,11 +88,12 @@ def locate(weights: ArrayLike, sample_ids: ArrayLike) -> tuple[Ids, Ids]:
     ids = np.asarray(sample_ids, dtype=np.int64)
     source, number = np.empty_like(ids), np.empty_like(ids)
     order = np.argsort(ids, kind="stable")
-    for near in np.split(order, np.flatnonzero(np.diff(ids[order]) > GAP) + 1):
+    # numbers further apart than 1024 are looked up separately
+    for near in np.split(order, np.flatnonzero(np.diff(ids[order]) > 1024) + 1):
         if len(near):
             begin, last = int(ids[near[0]]), int(ids[near[-1]])
-            found = block(weights, begin, last + 1)
-            source[near], number[near] = found[0][ids[near] - begin], found[1][ids[near] - begin]
+            sources, numbers = block(weights, begin, last + 1)
+            source[near], number[near] = sources[ids[near] - begin], numbers[ids[near] - begin]
     return source, number
 
 

@@ -55,41 +55,32 @@ def blend_problems(data: DataConfig) -> list[Problem]:
     if data.kind != "indexed" or not data.blend:
         return []
     entries = [parse_entry(text) for text in data.blend]
-    problems = [
-        Problem(
-            ("data.blend", key),
-            f"data.blend and {key}={value} both name what to train on",
-            f"leave one of them out ({key}=null)",
-        )
-        for key, value in (("data.path", data.path), ("data.train", data.train))
-        if value is not None
-    ]
+    problems = list[Problem]()
+    for key, value in (("data.path", data.path), ("data.train", data.train)):
+        if value is not None:
+            problem = f"data.blend and {key}={value} both name what to train on"
+            problems.append(Problem(("data.blend", key), problem, f"leave one of them out ({key}=null)"))
     if len(entries) > MAX_SOURCES:
         problem = f"data.blend names {len(entries)} corpora, {MAX_SOURCES} is the limit"
         problems.append(Problem(BLEND, problem, "join some"))
-    seen: dict[Path, Entry] = {}
     for e in entries:
         if e.weight is not None and not (math.isfinite(e.weight) and e.weight > 0):
             problem = f"data.blend: '{e.text}' has the weight {e.weight:g}, which must be above 0 and finite"
             problems.append(Problem(BLEND, problem, "leave the entry out" if e.weight == 0 else HOW))
         elif (missing := problem_of_path(e)) is not None:
             problems.append(missing)
+    seen: dict[Path, Entry] = {}
     for e in entries:
         if (first := seen.setdefault(e.prefix.resolve(), e)) is not e:
             same = f"data.blend: '{first.text}' and '{e.text}' are the same corpus"
             problems.append(Problem(BLEND, same, "name it once, with the sum of the weights"))
     if any(is_stored(e.path) for e in entries):
         problems += filter(None, [cache_problem(data, "data.blend")])
-    weights = [e.weight for e in entries if e.weight is not None]
-    if weights and len(weights) < len(entries):
-        (bare, *_) = (e for e in entries if e.weight is None)
-        problems.append(
-            Problem(
-                BLEND,
-                f"data.blend: '{bare.text}' has no weight and others have one",
-                "give it one, or leave all out: then each corpus counts by its tokens",
-            )
-        )
+    bare = [e for e in entries if e.weight is None]
+    if 0 < len(bare) < len(entries):
+        problem = f"data.blend: '{bare[0].text}' has no weight and others have one"
+        fix = "give it one, or leave all out: then each corpus counts by its tokens"
+        problems.append(Problem(BLEND, problem, fix))
     return problems
 
 
@@ -113,17 +104,16 @@ def problem_of_path(e: Entry) -> Problem | None:
 
 def corpus_names(prefixes: Sequence[Path]) -> list[str]:
     """A name of each corpus for logs: its folder's, with as many parent folders as make them distinct."""
+
+    def plain(word: str) -> str:
+        """A name without characters that would break a line of a log."""
+        return "".join(c if c.isalnum() or c in "._" else "_" for c in word)[:100]
+
     # the pair train.bin/.idx has the name of its folder
     paths = [Path(os.path.abspath(p.parent if p.name == "train" else p)) for p in prefixes]
-    parts = [path.parts for path in paths]
-    deepest = max((len(part) for part in parts), default=1)
-    for depth in range(1, deepest + 1):
-        found = ["-".join(_plain(word) for word in part[-depth:]) for part in parts]
-        if len(set(found)) == len(found) and not {"loss", "perplexity"} & set(found):
-            return found
-    return [f"{_plain(part[-1])}-{number}" for number, part in enumerate(parts)]
-
-
-def _plain(word: str) -> str:
-    """A name without characters that would break a line of a log."""
-    return "".join(c if c.isalnum() or c in "._" else "_" for c in word)[:100]
+    parts = [[plain(word) for word in path.parts] for path in paths]
+    for depth in range(1, max(map(len, parts), default=1) + 1):
+        names = ["-".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(names) and not {"loss", "perplexity"} & set(names):
+            return names
+    return [f"{part[-1]}-{number}" for number, part in enumerate(parts)]

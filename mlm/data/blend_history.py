@@ -17,9 +17,7 @@ from mlm.data.blend import MAX_SAMPLES, samples_per_source
 from mlm.data.blend_checks import MAX_SOURCES
 from mlm.util.files import DIGEST, whole_number
 
-MAX_TEXT = 4096  # letters of a name or path
 SAME_SHARE = 1e-9  # weights written as 3, 7 and as 0.3, 0.7 differ in the last bits
-ORDERS = (0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +115,8 @@ def seed_of(source: BlendSource, seed: int) -> int:
 
 def samples_needed(segment: Segment, num_samples: int) -> list[int]:
     """Count the samples of each source in a run's first `num_samples`, all blends together."""
-    counts = samples_per_source(
-        [s.weight for s in segment.sources], max(0, num_samples - segment.from_sample)
-    )
+    weights = [s.weight for s in segment.sources]
+    counts = samples_per_source(weights, max(0, num_samples - segment.from_sample))
     return [s.first + count for s, count in zip(segment.sources, counts.tolist(), strict=True)]
 
 
@@ -181,27 +178,25 @@ def decode(saved: Any, consumed: int) -> BlendSegments:
     """
     if not isinstance(saved, list) or len(saved) > 1000:
         raise ValueError("its segments are not a list, or too many")
-    history = tuple(_segment(value) for value in saved)
-    edges = [*(segment.from_sample for segment in history), consumed + 1]
-    if history and (edges[0] != 0 or any(a >= b for a, b in pairwise(edges))):
+    segments = list[Segment]()
+    for segment in saved:
+        sources = segment["sources"]
+        if not isinstance(sources, list) or not 0 < len(sources) <= MAX_SOURCES:
+            raise ValueError("the sources of a segment are not a list, or too many")
+        decoded = tuple(map(decode_source, sources))
+        if not math.isclose(math.fsum(s.weight for s in decoded), 1.0, rel_tol=SAME_SHARE):
+            raise ValueError("the weights of a segment do not sum to 1")
+        segments.append(Segment(whole_number(segment["from_sample"], MAX_SAMPLES), decoded))
+    edges = [*(segment.from_sample for segment in segments), consumed + 1]
+    if segments and (edges[0] != 0 or any(a >= b for a, b in pairwise(edges))):
         raise ValueError(f"its segments do not lead from sample 0 to {consumed}")
-    return history
+    return tuple(segments)
 
 
-def _segment(saved: Any) -> Segment:
-    sources = saved["sources"]
-    if not isinstance(sources, list) or not 0 < len(sources) <= MAX_SOURCES:
-        raise ValueError("the sources of a segment are not a list, or too many")
-    found = tuple(_source(value) for value in sources)
-    if not math.isclose(math.fsum(s.weight for s in found), 1.0, rel_tol=SAME_SHARE):
-        raise ValueError("the weights of a segment do not sum to 1")
-    return Segment(whole_number(saved["from_sample"], MAX_SAMPLES), found)
-
-
-def _source(saved: Any) -> BlendSource:
+def decode_source(saved: Any) -> BlendSource:
     for name in ("name", "path"):
         text = saved[name]
-        if not isinstance(text, str) or not text.isprintable() or len(text) > MAX_TEXT:  # they are printed
+        if not isinstance(text, str) or not text.isprintable() or len(text) > 4096:  # they are printed
             raise ValueError(f"{name} is not allowed")
     for name in ("digest", "tokens", "sampled", "receipt", "recipe", "tokenizer"):
         if known_digest(saved[name]) != saved[name]:
@@ -209,8 +204,7 @@ def _source(saved: Any) -> BlendSource:
     if type(saved["weight"]) is not float or not 0 < saved["weight"] <= 1:
         raise ValueError("a weight is out of range")
     whole_number(saved["first"], MAX_SAMPLES)
-    if type(saved["order"]) is not int or saved["order"] not in ORDERS:
-        raise ValueError("a sample order is not known")
+    whole_number(saved["order"], 1)
     return BlendSource(**{field.name: saved[field.name] for field in fields(BlendSource)})
 
 

@@ -14,6 +14,10 @@ from mlm.data.receipt import Receipt, read_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import UserError
 
+TOKENIZER = "tokenizer.json"
+MARKER = ".building"
+"""In a corpus folder while a build runs or after it was killed: its files may be replaced."""
+
 
 def parse_split(text: str) -> tuple[float, ...]:
     """Parse shares of train, validation and test. Raises UserError unless they are three and sum to 1."""
@@ -21,8 +25,8 @@ def parse_split(text: str) -> tuple[float, ...]:
         shares = tuple(float(share) for share in text.replace("/", ",").split(","))
     except ValueError:
         shares = ()
-    sound = len(shares) == len(SPLITS) and all(0 <= share <= 1 for share in shares) and shares[0] > 0
-    if not sound or not math.isclose(sum(shares), 1, abs_tol=1e-6):
+    is_valid = len(shares) == len(SPLITS) and all(0 <= share <= 1 for share in shares) and shares[0] > 0
+    if not is_valid or not math.isclose(sum(shares), 1, abs_tol=1e-6):
         raise UserError(
             f"split={text} is not three shares that sum to 1; write for example split=0.98/0.01/0.01"
         )
@@ -44,40 +48,25 @@ def split_of_document(text: bytes, shares: Iterable[float], seed: int) -> str:
     return part  # the shares sum to a hair less than 1
 
 
-TOKENIZER = "tokenizer.json"
-MARKER = (
-    ".building"  # in a corpus folder while a build runs or after it was killed: its files may be replaced
-)
-
-
 def corpora_at(path: str) -> tuple[Path, list[Path]]:
     """Return the folder of the corpora that `path` names, and their prefixes: all in a folder, or one.
 
     Train, validation and test come first. Raises UserError if there is none.
     """
-    place = Path(path)
-    if place.is_dir():
-        files = [file for file in place.iterdir() if file.suffix in (".bin", ".idx")]
-        found = {file.with_suffix("") for file in files if not file.name.startswith(".")}
-        if not found:
+    folder = Path(path)
+    if folder.is_dir():
+        files = [file for file in folder.iterdir() if file.suffix in (".bin", ".idx")]
+        names = sorted({file.stem for file in files if not file.name.startswith(".")})
+        if not names:
             raise UserError(f"path={path} holds no .bin and .idx: name a corpus folder, or a prefix")
-        return place, sorted(found, key=_order)
-    prefix = place.with_suffix("") if place.suffix in (".bin", ".idx") else place
+        parts = [name for name in SPLITS if name in names]
+        return folder, [folder / name for name in (*parts, *(name for name in names if name not in parts))]
+    prefix = folder.with_suffix("") if folder.suffix in (".bin", ".idx") else folder
     if not (bin_path(prefix).is_file() or idx_path(prefix).is_file()):
         raise UserError(
             f"no corpus at path={path}: name a folder with .bin and .idx files, or a prefix of two"
         )
     return prefix.parent, [prefix]
-
-
-def _order(prefix: Path) -> tuple[int, str]:
-    name = prefix.name
-    return (SPLITS.index(name) if name in SPLITS else len(SPLITS), name)
-
-
-def size_of(path: Path) -> int:
-    """Return the bytes of a file, 0 if there is none."""
-    return path.stat().st_size if path.is_file() else 0
 
 
 def tokenizer_beside(folder: Path) -> Tokenizer | None:

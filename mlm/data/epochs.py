@@ -15,8 +15,6 @@ from mlm.util.lock import single_builder
 
 CACHE_FROM = 1 << 20
 """Documents plus windows of an epoch from which its order is worth a file."""
-KEPT_EPOCHS = 2
-"""Epochs in memory: two overlap where one runs into the next."""
 
 Ids = NDArray[np.int64]
 Order = TypeVar("Order")
@@ -49,32 +47,34 @@ class EpochCache(Generic[Order]):
     def get(self, epoch: int, *, is_large: bool) -> Order:
         """The order of an epoch: from memory, if `is_large` from a file, or built."""
         if epoch not in self._epochs:
-            while len(self._epochs) >= KEPT_EPOCHS:
+            while len(self._epochs) >= 2:  # two overlap where one runs into the next
                 self._epochs.pop(next(iter(self._epochs)), None)
-            stored = self.folder is not None and is_large
-            self._epochs[epoch] = self._load_or_build(epoch) if stored else self.build(epoch)
+            if self.folder is not None and is_large:
+                self._epochs[epoch] = self._load_or_build(self.folder, epoch)
+            else:
+                self._epochs[epoch] = self.build(epoch)
         return self._epochs[epoch]
 
-    def _load_or_build(self, epoch: int) -> Order:
-        assert self.folder is not None
+    def _load_or_build(self, folder: Path, epoch: int) -> Order:
         digest = digest_bytes(self.key().encode()).partition(":")[2]
-        path = self.folder / f"{self.name}-{digest}-epoch{epoch:05d}.npy"
-        if (found := self._load(path, epoch)) is not None:
-            return found
-        with single_builder(path):  # another process may have built it meanwhile
-            if (found := self._load(path, epoch)) is not None:
-                return found
+        path = folder / f"{self.name}-{digest}-epoch{epoch:05d}.npy"
+
+        def load() -> Order | None:
+            stored = load_checked(path)
+            return None if stored is None else self.unpack(epoch, stored)
+
+        if (order := load()) is not None:
+            return order
+        with single_builder(path):
+            if (order := load()) is not None:  # another process has built it meanwhile
+                return order
             built = self.build(epoch)
             try:
                 save_checked(path, self.pack(built))
             except OSError:
                 return built  # a read-only or full disk costs time at the next start, nothing else
-            # mapped, its arrays are shared by all processes
-            return built if (found := self._load(path, epoch)) is None else found
-
-    def _load(self, path: Path, epoch: int) -> Order | None:
-        stored = load_checked(path)
-        return None if stored is None else self.unpack(epoch, stored)
+            mapped = load()  # its arrays are shared by all processes
+            return built if mapped is None else mapped
 
 
 def permutation(n: int, seed: int, epoch: int, *, stream: int, head: int | None = None) -> Ids:
@@ -109,5 +109,5 @@ def load_checked(path: Path) -> Ids | None:
             digest = f.read()
     except Exception:  # NumPy's reader of headers raises half a dozen types on a damaged one
         return None
-    whole = values.ndim == 1 and values.dtype == np.int64 and xxhash.xxh3_64(values.data).digest() == digest
-    return values if whole else None
+    is_sound = values.ndim == 1 and values.dtype == np.int64
+    return values if is_sound and xxhash.xxh3_64(values.data).digest() == digest else None

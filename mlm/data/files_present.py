@@ -11,8 +11,6 @@ from mlm.util.object_store import is_stored
 from mlm.util.ownership import HUB
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-MEGATRON_NAMES = ("latest_checkpointed_iteration.txt", "mp_rank_*", "*/mp_rank_*")
-"""Files and folders that only Megatron-LM's checkpoint folders hold."""
 WRITE_ONE = "write one with `mlm data build` (see mlm data build --help)"
 
 
@@ -35,9 +33,8 @@ def corpus(data: DataConfig) -> Problem | None:
             return missing
         return Absent.at("data.path", data.path, "no such folder", WRITE_ONE)
     missing_files = " and ".join(missing_pair(str(training_prefix(data))))
-    if missing_files:
-        return Absent.at("data.path", data.path, f"{missing_files}: not there", WRITE_ONE)
-    return None
+    problem = f"{missing_files}: not there"
+    return Absent.at("data.path", data.path, problem, WRITE_ONE) if missing_files else None
 
 
 def training_prefix(data: DataConfig, path: str | None = None) -> Path:
@@ -150,7 +147,9 @@ def model(path: str | None) -> Problem | None:
 
 
 def _megatron_problem(folder: str) -> Problem | None:
-    if not any(next(Path(folder).glob(name), None) for name in MEGATRON_NAMES):
+    # files and folders that only Megatron-LM's checkpoint folders hold
+    names = ("latest_checkpointed_iteration.txt", "mp_rank_*", "*/mp_rank_*")
+    if not any(next(Path(folder).glob(name), None) for name in names):
         return None
     fix = f"run `mlm import megatron {folder} out=runs/NAME`, then set ckpt=runs/NAME"
     return Absent.at("ckpt", folder, "a Megatron-LM checkpoint", fix)

@@ -23,7 +23,6 @@ from mlm.parallel.config import IGNORE_INDEX
 from mlm.util.errors import UserError
 
 BLOCK = 1 << 16  # tokens gathered at a time: intermediate arrays stay in a core's cache
-RULE = 1  # number of the sampling rule; part of the cache key
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +67,7 @@ class GPTDataset:
             self._unpack,
             folder=cache_dir,
             name="gpt",
-            key=lambda: f"{RULE} {indexed.digest} {seq_length} {seed}",
+            key=lambda: f"1 {indexed.digest} {seq_length} {seed}",  # 1: number of the sampling rule
         )
 
     def __len__(self) -> int:
@@ -91,11 +90,11 @@ class GPTDataset:
         ids = np.asarray(sample_ids, dtype=np.int64)
         assert ids.size == 0 or (ids.min() >= 0 and ids.max() < self.num_samples), "sample id out of range"
         samples = np.empty((len(ids), self.seq_length + 1), dtype=np.int64)
-        # Window k starts in epoch floor(k * S / T), and the samples of an epoch are its windows.
+        # window k starts in epoch floor(k * S / T), and the samples of an epoch are its windows
         epochs, block = ids * self.seq_length // self.indexed.num_tokens, max(1, BLOCK // samples.shape[1])
         for epoch in np.unique(epochs):
-            (mine,) = np.nonzero(epochs == epoch)
-            for rows in np.split(mine, range(block, len(mine), block)):
+            (in_epoch,) = np.nonzero(epochs == epoch)
+            for rows in np.split(in_epoch, range(block, len(in_epoch), block)):
                 begin, length = self._pieces(int(epoch), ids[rows])
                 ends = np.cumsum(length)  # of the pieces, in these samples
                 positions = np.arange(ends[-1]) + np.repeat(begin + length - ends, length)
@@ -131,22 +130,19 @@ class GPTDataset:
         return -(-epoch * self.indexed.num_tokens // self.seq_length)
 
     def _build(self, number: int) -> Epoch:
-        count = self.indexed.num_documents
+        count, head = self.indexed.num_documents, 1024
         lengths = np.diff(self.indexed.document_starts)
         documents = permutation(count, self.seed, number, stream=0)
-        documents = np.concatenate([documents, self._following(number + 1, lengths)])
+        # the first documents of the next epoch, into whose S first tokens this one extends
+        following = permutation(count, self.seed, number + 1, stream=0, head=head)
+        while lengths[following].sum() < self.seq_length:
+            head *= 16
+            following = permutation(count, self.seed, number + 1, stream=0, head=head)
+        ends = np.cumsum(lengths[following])
+        following = following[: int(np.searchsorted(ends, self.seq_length)) + 1]
+        documents = np.concatenate([documents, following])
         order = permutation(self._windows_of(number), self.seed, number, stream=1)
         return Epoch(documents, np.cumsum(lengths[documents]), order)
-
-    def _following(self, number: int, lengths: Ids) -> Ids:
-        """Return the first documents of an epoch: the S tokens into which the last epoch extends."""
-        head = 1024
-        while True:
-            documents = permutation(self.indexed.num_documents, self.seed, number, stream=0, head=head)
-            ends = np.cumsum(lengths[documents])
-            if ends[-1] >= self.seq_length:
-                return documents[: int(np.searchsorted(ends, self.seq_length)) + 1]
-            head *= 16
 
     def _unpack(self, number: int, stored: Ids) -> Epoch | None:
         windows = self._windows_of(number)
@@ -182,11 +178,6 @@ class EvalWindows:
         inside = positions < self.indexed.num_tokens
         tokens = self.indexed.tokens[np.where(inside, positions, 0)].astype(np.int64)
         return np.where(inside, tokens, IGNORE_INDEX)
-
-
-def windows_per_epoch(num_tokens: int, seq_length: int) -> int:
-    """Count the whole windows in one pass over a corpus."""
-    return max(0, num_tokens - 1) // seq_length
 
 
 def too_short(indexed: IndexedDataset, seq_length: int) -> str:

@@ -35,7 +35,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
 }
 CHUNK = 1 << 20  # entries processed at a time: constant memory
 LONGEST = (1 << 31) - 1  # tokens of a sequence: lengths are i32
-LENGTH, POSITION = struct.Struct("<i"), struct.Struct("<q")  # an entry of lengths, of the two others
+POSITION = struct.Struct("<q")  # an entry of pointers and document indices
 REBUILD = "write it again with `mlm data build`"
 
 
@@ -45,12 +45,10 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def bin_path(prefix: Path) -> Path:
-    """Return the path of the tokens of a corpus."""
     return prefix.with_name(f"{prefix.name}.bin")
 
 
 def idx_path(prefix: Path) -> Path:
-    """Return the path of the index of a corpus."""
     return prefix.with_name(f"{prefix.name}.idx")
 
 
@@ -59,14 +57,14 @@ def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
 
     Raises CorruptFileError.
     """
-    found = path.stat().st_size
+    size = path.stat().st_size
     with open(path, "rb") as f:
         head = f.read(HEADER.size)
     if not head.startswith(MAGIC):
         raise CorruptFileError(f"{path} is not an indexed corpus: it does not begin with MMIDIDX; {REBUILD}")
     if len(head) < HEADER.size:
         raise CorruptFileError(
-            f"{path} is truncated: expected {HEADER.size} bytes of header, found {found}; {REBUILD}"
+            f"{path} is truncated: expected {HEADER.size} bytes of header, found {size}; {REBUILD}"
         )
     _, version, code, sequences, boundaries = HEADER.unpack(head)
     if version != VERSION:
@@ -75,13 +73,10 @@ def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
         name = DTYPES[code].name if code in DTYPES else "unknown"
         raise CorruptFileError(f"{path} has dtype code {code} ({name}), which is not for tokens: {REBUILD}")
     expected = HEADER.size + 12 * sequences + 8 * boundaries
-    if expected != found or boundaries < 1:
-        state = "truncated" if found < expected else "not of the size its header says"
-        raise CorruptFileError(f"{path} is {state}: expected {expected} bytes, found {found}; {REBUILD}")
+    if expected != size or boundaries < 1:
+        state = "truncated" if size < expected else "not of the size its header says"
+        raise CorruptFileError(f"{path} is {state}: expected {expected} bytes, found {size}; {REBUILD}")
     return DTYPES[code], sequences, boundaries
-
-
-BUFFER = 1 << 18  # bytes that a writer buffers: fewer system calls than documents
 
 
 class IndexedDataset:
@@ -120,12 +115,12 @@ class IndexedDataset:
         self.num_tokens = self._check_index()
         if self.num_tokens == 0 and not allow_empty:
             raise UserError(f"{self.idx_path} holds no tokens: the corpus is empty; {REBUILD}")
-        expected, found = self.num_tokens * self.dtype.itemsize, self.bin_bytes
-        if expected != found:
-            state = "truncated" if found < expected else "longer than its index says"
+        expected, size = self.num_tokens * self.dtype.itemsize, self.bin_bytes
+        if expected != size:
+            state = "truncated" if size < expected else "longer than its index says"
             raise CorruptFileError(
                 f"{self.bin_path} is {state}: expected {expected} bytes ({self.num_tokens} tokens of "
-                f"{self.dtype}), found {found}; {REBUILD}"
+                f"{self.dtype}), found {size}; {REBUILD}"
             )
         self.tokens: NDArray[Any] | StoredTokens = self.stored or np.empty(0, self.dtype)
         if not self.stored and self.num_tokens:  # an empty file cannot be mapped
@@ -152,7 +147,6 @@ class IndexedDataset:
 
     @cached_property
     def bin_bytes(self) -> int:
-        """Size of the .bin."""
         return self.bin_path.stat().st_size if self.stored is None else self.stored.source.bytes
 
     def sampled_digest(self) -> str:
@@ -170,9 +164,9 @@ class IndexedDataset:
     def first_token(self, document: int) -> int:
         """Return the number of a document's first token; num_tokens for the one after the last."""
         sequence = int(self.document_indices[document])
-        return (
-            int(self.pointers[sequence]) // self.dtype.itemsize if sequence < len(self) else self.num_tokens
-        )
+        if sequence == len(self):
+            return self.num_tokens
+        return int(self.pointers[sequence]) // self.dtype.itemsize
 
     def document_of(self, token: int) -> int:
         """Return the document that holds a token."""
@@ -226,14 +220,15 @@ class IndexedWriter:
         assert dtype.kind != "f", f"{dtype} is not for tokens"
         self.prefix, self.dtype = Path(prefix), dtype
         self.num_documents = self.num_sequences = self.num_tokens = 0
-        self._limits = np.iinfo(dtype)
         self._open = ExitStack()
 
     def __enter__(self) -> "IndexedWriter":
         with ExitStack() as opening:
-            opening.callback(self._remove_partials)
+            for suffix in (".bin", ".lengths", ".documents", ".idx"):
+                opening.callback(self._partial(suffix).unlink, missing_ok=True)
+            # a large buffer: fewer system calls than documents
             self._bin, self._lengths, self._documents = (
-                opening.enter_context(open(self._partial(suffix), "w+b", buffering=BUFFER))
+                opening.enter_context(open(self._partial(suffix), "w+b", buffering=1 << 18))
                 for suffix in (".bin", ".lengths", ".documents")
             )
             self._documents.write(POSITION.pack(0))
@@ -247,15 +242,20 @@ class IndexedWriter:
 
         Raises ValueError if a token id does not fit the dtype.
         """
-        content = self._content(tokens)
+        tokens = np.asarray(tokens)
+        if tokens.dtype != self.dtype and len(tokens):
+            lowest, highest, limits = tokens.min(), tokens.max(), np.iinfo(self.dtype)
+            if lowest < limits.min or highest > limits.max:
+                raise ValueError(f"token ids {lowest} to {highest} do not fit {self.dtype.name}")
+        content = np.ascontiguousarray(tokens, dtype=self.dtype)
         if (count := len(content)) > LONGEST:
             raise ValueError(f"a document of {count} tokens: {LONGEST} is the limit of the format")
         self._bin.write(content.data)
-        each = np.asarray([count] if lengths is None else lengths, dtype=np.int64)
-        assert each.sum() == count, f"lengths sum to {each.sum()}, not to {count}"
-        assert not (each < 0).any(), "a length is negative"
-        self._lengths.write(each.astype("<i4").tobytes())
-        self.num_sequences += len(each)
+        sizes = np.asarray([count] if lengths is None else lengths, dtype=np.int64)
+        assert sizes.sum() == count, f"lengths sum to {sizes.sum()}, not to {count}"
+        assert not (sizes < 0).any(), "a length is negative"
+        self._lengths.write(sizes.astype("<i4").tobytes())
+        self.num_sequences += len(sizes)
         self._documents.write(POSITION.pack(self.num_sequences))
         self.num_documents += 1
         self.num_tokens += count
@@ -276,14 +276,6 @@ class IndexedWriter:
         self.num_sequences += other.num_sequences
         self.num_tokens += other.num_tokens
 
-    def _content(self, tokens: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
-        tokens = np.asarray(tokens)
-        if tokens.dtype != self.dtype and len(tokens):
-            lowest, highest = tokens.min(), tokens.max()
-            if lowest < self._limits.min or highest > self._limits.max:
-                raise ValueError(f"token ids {lowest} to {highest} do not fit {self.dtype.name}")
-        return np.ascontiguousarray(tokens, dtype=self.dtype)
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._open:
             if kind is None:
@@ -296,8 +288,8 @@ class IndexedWriter:
         code, position = next(code for code, dtype in DTYPES.items() if dtype == self.dtype), 0
         with open(self._partial(".idx"), "wb") as f:
             f.write(HEADER.pack(MAGIC, VERSION, code, self.num_sequences, self.num_documents + 1))
-            copy_bytes(self._partial(".lengths"), f, LENGTH.size * self.num_sequences)
-            while block := self._lengths.read(LENGTH.size * CHUNK):
+            copy_bytes(self._partial(".lengths"), f, 4 * self.num_sequences)
+            while block := self._lengths.read(4 * CHUNK):
                 sizes = np.frombuffer(block, dtype="<i4").astype(np.int64) * self.dtype.itemsize
                 ends = position + np.cumsum(sizes)
                 f.write((ends - sizes).astype("<i8").tobytes())
@@ -313,7 +305,3 @@ class IndexedWriter:
 
     def _partial(self, suffix: str) -> Path:
         return self.prefix.with_name(f".{self.prefix.name}{suffix}.{os.getpid()}.partial")
-
-    def _remove_partials(self) -> None:
-        for suffix in (".bin", ".lengths", ".documents", ".idx"):
-            self._partial(suffix).unlink(missing_ok=True)

@@ -27,40 +27,40 @@ def copy_locally(url: str, cache: str, limit: int) -> Path:
     folder. Raises UserError.
     """
     folder = url.rstrip("/")
-    found, part = _corpus_files(folder, SPLITS), SPLITS[0]
-    if not found:
+    objects, part = _corpus_files(folder, SPLITS), SPLITS[0]
+    if not objects:
         folder, _, part = folder.rpartition("/")
-        found = _corpus_files(folder, SPLITS if part == SPLITS[0] else (part,))
-    if not found:
+        objects = _corpus_files(folder, SPLITS if part == SPLITS[0] else (part,))
+    if not objects:
         problem = f"neither train.bin and train.idx in it, nor {part}.bin and {part}.idx"
         raise UserError(f"data: {url}: {problem}; name a folder or prefix that holds a corpus")
-    identity = digest_bytes(dump_json({name: asdict(each) for name, each in found.items()}))
-    place = Path(cache, identity.removeprefix("xxh3:")[:16], folder.rpartition("/")[2])
-    with writing_cache(place):
-        place.mkdir(parents=True, exist_ok=True)
-        for name, each in found.items():
-            path = place / name
+    identity = digest_bytes(dump_json({name: asdict(stored) for name, stored in objects.items()}))
+    copy = Path(cache, identity.removeprefix("xxh3:")[:16], folder.rpartition("/")[2])
+    with writing_cache(copy):
+        copy.mkdir(parents=True, exist_ok=True)
+        for name, stored in objects.items():
+            path = copy / name
             if name.endswith(".bin"):
-                write_atomic(stored_pointer(path), dump_json(asdict(each) | {"limit": limit}))
-            elif not path.is_file() or path.stat().st_size != each.bytes:
-                with explain_store_errors(each.url), open_object(each.url, each.etag) as content:
+                write_atomic(stored_pointer(path), dump_json(asdict(stored) | {"limit": limit}))
+            elif not path.is_file() or path.stat().st_size != stored.bytes:
+                with explain_store_errors(stored.url), open_object(stored.url, stored.etag) as content:
                     write_atomic(path, partial(shutil.copyfileobj, content))
-    return place / part
+    return copy / part
 
 
 @contextmanager
-def writing_cache(place: Path) -> Iterator[None]:
+def writing_cache(folder: Path) -> Iterator[None]:
     """Turn an OSError of what is written below data.cache into a UserError."""
     try:
         yield
     except OSError as error:
-        problem = f"data.cache: {error.filename or place}: {error.strerror}"
+        problem = f"data.cache: {error.filename or folder}: {error.strerror}"
         raise UserError(f"{problem}; name a folder with room in it that this user may write") from error
 
 
 def _corpus_files(folder: str, parts: Sequence[str]) -> dict[str, StoredObject]:
     """Return the files of these parts in a folder, and what lies beside them; none without the first part."""
-    listed = {each.url.rpartition("/")[2]: each for each in list_objects(folder, depth=1)}
+    listed = {stored.url.rpartition("/")[2]: stored for stored in list_objects(folder, depth=1)}
     if not {f"{parts[0]}.bin", f"{parts[0]}.idx"} <= listed.keys():
         return {}
     names = {"corpus.json", "tokenizer.json", *(f"{part}{end}" for part in parts for end in (".bin", ".idx"))}

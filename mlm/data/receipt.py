@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from mlm.data.gpt import too_short, windows_per_epoch
+from mlm.data.gpt import too_short
 from mlm.data.indexed import REBUILD, IndexedDataset, bin_path
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import (
@@ -15,15 +15,13 @@ from mlm.util.files import (
     parse_json,
     read_bounded,
     sampled_digest,
+    whole_number,
     write_atomic,
 )
 
 RECEIPT = "corpus.json"
 REJECTED = "rejected.jsonl"
 INPUTS = "corpus-inputs.jsonl"
-MAX_RECEIPT_BYTES = 1 << 24  # 16 MiB: parsed JSON takes many times its size
-PACKAGES = ("mlm", "tokenizers", "numpy", "ftfy", "rensa")
-
 Receipt = dict[str, Any]
 
 
@@ -32,41 +30,31 @@ def read_receipt(folder: Path) -> Receipt | None:
     path = folder / RECEIPT
     if not path.is_file():
         return None
-    content = read_bounded(path, MAX_RECEIPT_BYTES, REBUILD)
+    content = read_bounded(path, 1 << 24, REBUILD)  # 16 MiB: parsed JSON takes many times its size
     try:
         receipt: Receipt = parse_json(content)
     except ValueError as error:
         raise CorruptFileError(f"{path} is not JSON: {REBUILD}") from error
-    if not _is_receipt(receipt):
-        raise CorruptFileError(f"{path} is not a corpus receipt: {REBUILD}")
+    try:
+        whole_number(receipt["vocab_size"])
+        for table in (receipt.get("splits", {}), receipt.get("files", {})):
+            for name, entry in table.items():
+                if Path(name).name != name:
+                    raise ValueError(f"{name} is no name of a file")
+                for key in ("bytes", "documents", "sequences", "tokens", "end_tokens"):
+                    whole_number(entry.get(key, 0))
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise CorruptFileError(f"{path} is not a corpus receipt: {REBUILD}") from error
     return receipt
-
-
-def _is_receipt(value: Any) -> bool:
-    if not isinstance(value, dict) or not _is_count(value.get("vocab_size")):
-        return False
-    tables = [value.get(name, {}) for name in ("splits", "files")]
-    if not all(isinstance(table, dict) for table in tables):
-        return False
-    entries = [entry for table in tables for entry in table.values()]
-    inside = all(Path(name).name == name for table in tables for name in table)
-    numbers = ("bytes", "documents", "sequences", "tokens", "end_tokens")
-    return inside and all(
-        isinstance(entry, dict) and all(_is_count(entry.get(name, 0)) for name in numbers)
-        for entry in entries
-    )
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
 
 
 def write_receipt(folder: Path, facts: Receipt, files: list[str]) -> Receipt:
     """Write corpus.json: settings and inputs, counts, and digests of its files. Raises OSError."""
+    packages = ("mlm", "tokenizers", "numpy", "ftfy", "rensa")
     receipt = {
         **facts,
         "files": {name: file_entry(folder / name) for name in files},
-        "versions": {"python": platform.python_version()} | {name: version_of(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()} | {name: version_of(name) for name in packages},
     }
     write_atomic(folder / RECEIPT, dump_json(receipt))
     return receipt
@@ -108,25 +96,21 @@ def check_corpus(prefix: str | Path, *, vocab_size: int, seq_length: int, min_sa
         return list(error.problems)
     except OSError as error:
         return [f"{error.filename or prefix}: {error.strerror}: set data.path to a corpus that can be read"]
-    problems = [length_problem(indexed, seq_length, min_samples), vocabulary_problem(indexed, vocab_size)]
-    found = [problem for problem in problems if problem]
-    if not found and (altered := content_problem(indexed)):
+    problems = list[str]()
+    windows = max(0, indexed.num_tokens - 1) // seq_length
+    if windows == 0:
+        problems.append(too_short(indexed, seq_length))
+    elif windows < min_samples:
+        problems.append(
+            f"{indexed.bin_path} holds {windows} windows of data.seq_length={seq_length}, fewer than "
+            f"train.global_batch_size={min_samples}: lower train.global_batch_size to {windows} or less, "
+            "lower data.seq_length, or set data.path to a larger corpus"
+        )
+    if vocabulary := vocabulary_problem(indexed, vocab_size):
+        problems.append(vocabulary)
+    if not problems and (altered := content_problem(indexed)):
         raise CorruptFileError(altered)
-    return found
-
-
-def length_problem(indexed: IndexedDataset, seq_length: int, min_samples: int) -> str | None:
-    """Report a corpus that does not fill a window, or a global batch."""
-    if indexed.num_tokens < seq_length + 1:
-        return too_short(indexed, seq_length)
-    windows = windows_per_epoch(indexed.num_tokens, seq_length)
-    if windows >= min_samples:
-        return None
-    return (
-        f"{indexed.bin_path} holds {windows} windows of data.seq_length={seq_length}, fewer than "
-        f"train.global_batch_size={min_samples}: lower train.global_batch_size to {windows} or less, lower "
-        f"data.seq_length, or set data.path to a larger corpus"
-    )
+    return problems
 
 
 def content_problem(indexed: IndexedDataset) -> str | None:
@@ -138,14 +122,14 @@ def content_problem(indexed: IndexedDataset) -> str | None:
     try:
         entry = (read_receipt(indexed.prefix.parent) or {}).get("files", {}).get(path.name, {})
         recorded = entry.get("digest" if indexed.bin_bytes <= WHOLE else "sampled")
-        if recorded is None or (found := indexed.sampled_digest()) == recorded:
+        if recorded is None or (digest := indexed.sampled_digest()) == recorded:
             return None
     except UserError as error:
         return str(error)
     except OSError as error:
         return f"{path}: {error.strerror}: set data.path to a corpus that can be read"
     return (
-        f"{path}: altered since it was written, digest {found}, {RECEIPT} has {recorded}. Restore it from a "
+        f"{path}: altered since it was written, digest {digest}, {RECEIPT} has {recorded}. Restore it from a "
         "copy, or write the corpus again with `mlm data build`"
     )
 

@@ -68,7 +68,8 @@ class StoredTokens:
         """Fetch runs of tokens at once, for slices that follow. begin, length: int64, same shape."""
         first, last = begin // self.width, (begin + np.maximum(length, 1) - 1) // self.width
         runs = [np.arange(a, b + 1) for a, b in zip(first.flat, last.flat, strict=True)]
-        self._fetch([each for each in np.unique(np.concatenate(runs)) if not self._path(each).exists()])
+        blocks = np.unique(np.concatenate(runs))
+        self._fetch([block for block in blocks if not self._path(block).exists()])
 
     def sampled_digest(self) -> str:
         """Return what `files.sampled_digest` returns of the same tokens in a file."""
