@@ -26,9 +26,6 @@ MARKS = re.compile(f"[{BEGIN}{END}{PROBE}]")
 RESERVED = re.compile(f"[{BEGIN}{END}{PROBE}{chr(WRITTEN)}-\U0010fffd]")
 """Letters that messages may not hold; those for private use only if a message spells out a name."""
 
-AT_ONCE = 1 << 22
-"""Letters that are tokenised at a time: meanwhile a token takes some hundred bytes."""
-
 Answers = Literal["all", "last"]
 
 
@@ -74,7 +71,8 @@ def encode(
             letters += len(waiting[-1].text)
         except ChatError as error:
             problem = error
-        if problem is not None or letters >= AT_ONCE:
+        # letters that are tokenised at a time: meanwhile a token takes some hundred bytes
+        if problem is not None or letters >= 1 << 22:
             yield from tokens_of(waiting, speller)
             waiting, letters = [], 0
         if problem is not None:
@@ -103,30 +101,27 @@ def text_of(
 
 def tokens_of(texts: Sequence[RenderedText], speller: "Speller") -> list[Tokens]:
     """Return the tokens of rendered conversations."""
-    found = dict[int, Tokens]()
+    tokens = dict[int, Tokens]()
     for is_hidden, encode_all in ((False, speller.tokenizer.encode_marked), (True, speller.encode)):
         numbers = [n for n, text in enumerate(texts) if text.is_hidden == is_hidden]
         encoded = encode_all([texts[n].text for n in numbers])
         prompts = encode_all([texts[n].prompt or "" for n in numbers])
-        for number, (ids, places), (before, _) in zip(numbers, encoded, prompts, strict=True):
+        for number, (ids, offsets), (before, _) in zip(numbers, encoded, prompts, strict=True):
             text, notes = texts[number], texts[number].notes
             if text.prompt is None:
-                found[number] = Tokens(ids, overlaps(places, text.answers), notes)
+                tokens[number] = Tokens(ids, overlaps(offsets, text.answers), notes)
                 continue
             begin = common_start(before, ids)
             if begin < len(before):
                 notes = (*notes, "the answer begins where the prompt alone is rendered otherwise")
-            found[number] = Tokens(ids, np.arange(len(ids)) >= begin, notes)
-    return [found[n] for n in range(len(texts))]
+            tokens[number] = Tokens(ids, np.arange(len(ids)) >= begin, notes)
+    return [tokens[n] for n in range(len(texts))]
 
 
 def common_start(one: Any, other: Any) -> int:
     """Return the number of equal items with which two sequences begin."""
-    size = min(len(one), len(other))
-    if isinstance(one, np.ndarray):
-        differs = np.flatnonzero(one[:size] != other[:size])
-        return int(differs[0]) if len(differs) else size
-    return next((n for n in range(size) if one[n] != other[n]), size)
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def encode_prompt(conversation: Conversation, tokenizer: Tokenizer, template: ChatTemplate) -> list[int]:
@@ -270,26 +265,26 @@ class AnswerFinder:
         return min((m.start() for m in inside if m.start() < size < m.end()), default=size)
 
 
-def overlaps(places: NDArray[np.int32], ranges: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-    """Return which tokens, of letters `places` [n, 2], have a letter in one of the ranges: [n].
+def overlaps(offsets: NDArray[np.int32], ranges: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+    """Return which tokens, of letters `offsets` [n, 2], have a letter in one of the ranges: [n].
 
     Begins and ends of the ranges are in ascending order.
     """
     if not ranges:
-        return np.zeros(len(places), dtype=bool)
+        return np.zeros(len(offsets), dtype=bool)
     begins, ends = np.array(ranges).T
-    last = np.searchsorted(begins, places[:, 1]) - 1  # of the ranges that begin before a token's end
-    found: NDArray[np.bool_] = (last >= 0) & (ends[last] > places[:, 0])
-    return found
+    last = np.searchsorted(begins, offsets[:, 1]) - 1  # of the ranges that begin before a token's end
+    overlap: NDArray[np.bool_] = (last >= 0) & (ends[last] > offsets[:, 0])
+    return overlap
 
 
 def reserved(value: Any, letters: re.Pattern[str]) -> str | None:
     """Return the first of these letters in the texts of JSON values; None if they hold none."""
     if isinstance(value, str):
-        letter = letters.search(value)
-        return None if letter is None else letter[0]
+        match = letters.search(value)
+        return None if match is None else match[0]
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return next((found for item in items if (found := reserved(item, letters)) is not None), None)
+    return next((letter for item in items if (letter := reserved(item, letters)) is not None), None)
 
 
 class Speller:
@@ -315,11 +310,11 @@ class Speller:
         try:
             hidden = self._hidden(given)
             is_hidden = hidden != given
-            found = reserved(given, RESERVED if is_hidden else MARKS)
+            letter = reserved(given, RESERVED if is_hidden else MARKS)
         except RecursionError:
             raise ChatError("its messages or tools are nested too deeply: flatten them") from None
-        if found is not None:
-            raise ChatError(f"it holds the letter U+{ord(found):X}, which has another use here: delete it")
+        if letter is not None:
+            raise ChatError(f"it holds the letter U+{ord(letter):X}, which has another use here: delete it")
         messages, tools, options = hidden
         return replace(conversation, messages=messages, tools=tools, options=options), is_hidden
 
@@ -341,10 +336,7 @@ class Speller:
         return self.tokenizer.encode_private(shown)
 
     def _replaced(self, text: str, first: int) -> str:
-        def letters(found: re.Match[str]) -> str:
-            return chr(first + self.numbers[found[0]]) * len(found[0])
-
-        return self.known.sub(letters, text)
+        return self.known.sub(lambda name: chr(first + self.numbers[name[0]]) * len(name[0]), text)
 
 
 def end_of_turn_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]:

@@ -84,7 +84,7 @@ def make_conversation(
         if cleaned != [messages, tools, options]:
             changes.append("nulls removed from tools, calls and their arguments (task.keep_nulls=true keeps)")
         messages, tools, options = cleaned
-    if any(isinstance(each, dict) and each.get("from") in (CALL, "observation") for each in said):
+    if any(message.get("from") in (CALL, "observation") for message in said):
         changes.append(f"turns of {CALL} and observation read as calls and results of tools")
     system = record.get(SYSTEM)
     if system is not None and not isinstance(system, str):
@@ -94,7 +94,7 @@ def make_conversation(
         changes.append(f"the column '{SYSTEM}' read as the first message")
     elif system and messages[0]["content"] != system:
         raise ChatError(f"'{SYSTEM}' is another text than the first message's: delete one")
-    if not all(is_trained(each) for each in messages if each["role"] == ASSISTANT):
+    if not all(is_trained(message) for message in messages if message["role"] == ASSISTANT):
         if prompt:
             raise ChatError("a turn of weight 0 beside a prompt, after which all is trained: write messages")
         changes.append("turns of weight 0 not trained")
@@ -139,8 +139,14 @@ def checked(given: Any, number: int) -> Message:
     if "from" in message and "role" not in message:
         speaker, said = message.pop("from"), message.pop("value", None)
         if speaker == CALL:
-            called = {"type": "function", "function": call_in(said, number)}
-            message |= {"role": ASSISTANT, "tool_calls": [called]}
+            try:
+                call: Any = json.loads(said) if isinstance(said, str) else said
+            except (ValueError, RecursionError):
+                call = None
+            if not isinstance(call, dict) or not {"name", "arguments"} <= call.keys():
+                form = '{"name": "…", "arguments": {…}}'
+                raise ChatError(f"message {number}: no call {form} as JSON: fix it")
+            message |= {"role": ASSISTANT, "tool_calls": [{"type": "function", "function": call}]}
         else:
             message |= {"role": SPEAKERS.get(str(speaker), speaker), "content": said}
     role, content = message.get("role"), message.get("content")
@@ -153,8 +159,8 @@ def checked(given: Any, number: int) -> Message:
     if calls := objects_in(message.get("tool_calls"), f"message {number}: 'tool_calls'"):
         message["tool_calls"] = calls
     if isinstance(content, list):
-        given = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        texts = [part["text"] for part in given if isinstance(part.get("text"), str)]
+        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
         if len(texts) < len(content):
             part = 'a part of its \'content\' is not {"type": "text", "text": "…"}'
             raise ChatError(f"message {number}: {part}: delete the row")
@@ -164,17 +170,6 @@ def checked(given: Any, number: int) -> Message:
     if not isinstance(content, str):
         raise ChatError(f"message {number}: its 'content' is no text: give one, or delete the message")
     return {**message, "content": content}
-
-
-def call_in(said: Any, number: int) -> dict[str, Any]:
-    """Return a call of a function from its JSON. Raises ChatError."""
-    try:
-        call: Any = json.loads(said) if isinstance(said, str) else said
-    except (ValueError, RecursionError):
-        call = None
-    if not isinstance(call, dict) or not {"name", "arguments"} <= call.keys():
-        raise ChatError(f'message {number}: no call {{"name": "…", "arguments": {{…}}}} as JSON: fix it')
-    return dict(call)
 
 
 def is_trained(message: Message) -> bool:

@@ -23,14 +23,7 @@ Located = tuple[str, Record]
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
 PACKED = (".gz", ".bz2", ".zst")
-LONGEST_CELL = 1 << 24  # letters of a CSV file
-LONGEST_LINE = 1 << 26  # bytes of a .json file that are read to see if it holds an object per line
 BOM = b"\xef\xbb\xbf"
-BATCH_ROWS = 64
-BUFFER = 1 << 20  # bytes read ahead per column of a Parquet file
-NOT_SUPPORTED = re.compile(
-    r"(?i)not yet implemented|currently not supp|unsupported|decrypt|much memory|memory usage"
-)
 
 
 def form_of(file: Path) -> str:
@@ -111,7 +104,7 @@ def is_json_lines(file: Path) -> bool:
     Raises OSError, UserError, CorruptFileError.
     """
     with open_unpacked(file) as f:
-        first, more = f.readline(LONGEST_LINE), f.read(64).strip()
+        first, more = f.readline(1 << 26), f.read(64).strip()  # 64 MiB
     try:
         return bool(more) and isinstance(json.loads(first), dict)
     except (ValueError, RecursionError):
@@ -147,7 +140,7 @@ def json_problem(error: ValueError | RecursionError) -> str:
 def _table_records(file: Path, form: str) -> Iterator[Located]:
     """Yield the rows below a line of column names. In a .tsv quotes are ordinary characters, as in GLUE's."""
     dialect: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if form == ".tsv" else {}
-    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))
+    csv.field_size_limit(max(csv.field_size_limit(), 1 << 24))  # letters of a cell
     with open_unpacked(file) as f:
         reader = csv.DictReader(TextIOWrapper(f, encoding="utf-8-sig", newline=""), **dialect)
         try:
@@ -176,7 +169,7 @@ def _parquet_records(file: Path) -> Iterator[Located]:
         with open_parquet(file) as table:
             check_names(file, table.schema_arrow.names)
             for group in range(table.num_row_groups):
-                for batch in row_group_batches(table, group, BATCH_ROWS):
+                for batch in row_group_batches(table, group, 64):
                     for index in range(len(batch)):
                         row += 1
                         yield f"{file}:row {row}", batch.slice(index, 1).to_pylist()[0]
@@ -201,7 +194,7 @@ def open_parquet(file: str | Path) -> Any:
     metadata = parquet.read_metadata(source)
     texts = [metadata.schema.column(i).path for i in range(len(metadata.schema))]
     return parquet.ParquetFile(
-        source, metadata=metadata, pre_buffer=False, buffer_size=BUFFER, read_dictionary=texts
+        source, metadata=metadata, pre_buffer=False, buffer_size=1 << 20, read_dictionary=texts
     )
 
 
@@ -223,11 +216,10 @@ def check_supported(file: str, error: Exception) -> None:
 
     pyarrow has a type of error for some of these, and words alone for the others.
     """
-    if isinstance(error, NotImplementedError) or NOT_SUPPORTED.search(str(error)):
-        fix = "write it again, unencrypted and with gzip, or as .jsonl"
-        raise UserError(
-            f"{file} is of a form that is not supported ({one_line(error)[:200]}): {fix}"
-        ) from error
+    words = r"(?i)not yet implemented|currently not supp|unsupported|decrypt|much memory|memory usage"
+    if isinstance(error, NotImplementedError) or re.search(words, str(error)):
+        problem = f"{file} is of a form that is not supported ({one_line(error)[:200]})"
+        raise UserError(f"{problem}: write it again, unencrypted and with gzip, or as .jsonl") from error
 
 
 @lru_cache(maxsize=4)

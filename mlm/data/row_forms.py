@@ -65,7 +65,6 @@ def _question(row: Record) -> list[Record] | None:
 
 
 def without(row: Record, names: tuple[str, ...]) -> Record:
-    """Return a row without some of its columns."""
     return {key: value for key, value in row.items() if key not in names}
 
 

@@ -43,9 +43,7 @@ class SampleBlock(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, rows: "slice | Ids", /) -> Self:
-        """Some of the samples."""
-        ...
+    def __getitem__(self, rows: "slice | Ids", /) -> Self: ...
 
     def followed_by(self, others: Sequence[Self], /) -> Self:
         """These samples and others after them."""
@@ -69,9 +67,7 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def gather(self, sample_ids: ArrayLike, /) -> Samples:
-        """Samples in bulk."""
-        ...
+    def gather(self, sample_ids: ArrayLike, /) -> Samples: ...
 
 
 @runtime_checkable
@@ -104,9 +100,9 @@ def collate(samples: Samples, first_sample: int, *, pin_memory: bool = False) ->
     import torch  # late: checks of a corpus read this module and need none
 
     def tensor(x: NDArray[np.int64]) -> "Tensor":
-        made = torch.from_numpy(np.ascontiguousarray(x))
+        copied = torch.from_numpy(np.ascontiguousarray(x))
         # page-locked memory copies to a CUDA device without making the host wait
-        return made.pin_memory() if pin_memory else made
+        return copied.pin_memory() if pin_memory else copied
 
     if not isinstance(samples, np.ndarray):
         return samples.batch(first_sample, tensor)
@@ -114,11 +110,9 @@ def collate(samples: Samples, first_sample: int, *, pin_memory: bool = False) ->
 
 
 Ranges = Sequence[tuple[int, int]]
-"""Sample numbers that a run leaves out: (first, count) in order, disjoint."""
-
-
+"""Sample numbers that a run excludes: (first, count) in order, disjoint."""
 Ramp = tuple[int, int, int]
-"""Growth of the global batch: its first size, what it grows by, and the samples after which it is whole."""
+"""Growth of the global batch: its first size, what it grows by, and the samples after which it is full."""
 
 
 def batch_at(position: int, whole: int, ramp: Ramp | None) -> tuple[int, int | None]:

@@ -32,8 +32,6 @@ EOD_NAMES = (EOD, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", SEP)
 marked as special. BERT's vocabulary has only [SEP]; Megatron-LM adds an [EOS]."""
 FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 """A folder with a tokenizer has one of these."""
-BYTE_LEVEL_SPACES = "ĠĊĉčċČ"
-"""Byte-level BPE's letters for space, \\n, \\t, \\r, \\v and \\f."""
 PRIVATE = 0x100000
 """Letter of the first special token for `encode_private`: the second plane for private use."""
 MAX_TOKENS = 1 << 24  # of a vocabulary: tables have a row for each
@@ -95,14 +93,13 @@ class Tokenizer:
             return self._vocabulary[eod]
         if eod is not None and self._is_token(eod):
             return eod
-        special, ends = self.special_names, self.declared.model_ends
-        found = [self.name_of(id) for id in ends if id in self.special_ids]
+        special = self.special_names
+        ends = [self.name_of(id) for id in self.declared.model_ends if id in self.special_ids]
         named = [self.declared.names.get("eos_token", "")]  # of a chat's tokenizer alone the end of a turn
-        for name in (*found, *(named if self.declared.is_model else ()), *EOD_NAMES, *named):
+        for name in (*ends, *(named if self.declared.is_model else ()), *EOD_NAMES, *named):
             if name in (special or self._vocabulary):
                 return self._vocabulary[name]
-        marks = "|".join(("end", "eos", "eot", "/s", "sep"))
-        near = [name for name in special if re.search(marks, name, re.IGNORECASE)]
+        near = [name for name in special if re.search("end|eos|eot|/s|sep", name, re.IGNORECASE)]
         fix = " or ".join(f"eod={name}" for name in (near or special)[:3])
         raise UserError(
             f"{source} has no end-of-document token: set {fix or 'eod=NAME of one of its tokens'}, "
@@ -183,7 +180,6 @@ class Tokenizer:
         return frozenset(id for id, token in added.items() if token.special)
 
     def name_of(self, id: int) -> str:
-        """Return the name of a token."""
         return str(self._backend.id_to_token(id))
 
     def id_of(self, name: str) -> int:
@@ -230,7 +226,7 @@ class Tokenizer:
         if isinstance(model, models.WordPiece):
             inside = [id for name, id in self._vocabulary.items() if name.startswith(CONTINUES)]
         elif "ByteLevel" in str(self._backend.pre_tokenizer):
-            spaces = tuple(BYTE_LEVEL_SPACES)
+            spaces = tuple("ĠĊĉčċČ")  # its letters for space, \n, \t, \r, \v and \f
             inside = [id for name, id in self._vocabulary.items() if not name.startswith(spaces)]
         else:
             inside = []
@@ -280,12 +276,12 @@ class Tokenizer:
 
         `transformers` would add those that it lacks, beyond the rows of the model's token table.
         """
-        usual = {role: name for role, name in self.declared.names.items() if name in self}
-        return {**usual, **self.declared.settings}
+        in_vocabulary = {role: name for role, name in self.declared.names.items() if name in self}
+        return {**in_vocabulary, **self.declared.settings}
 
     @property
     def content(self) -> bytes:
-        """The bytes of its tokenizer.json."""
+        """Its tokenizer.json."""
         return self._content.encode()
 
     def content_ending_texts(self) -> bytes:

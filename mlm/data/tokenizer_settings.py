@@ -56,14 +56,18 @@ class Declared:
     def read(cls, folder: Path) -> "Declared":
         """Read them in a folder, which may have none of them. Raises UserError, CorruptFileError."""
         config, generation = read_config(folder / CONFIG), read_config(folder / GENERATION_CONFIG)
-        names, said = named_tokens(folder) or {}, named_tokens(folder, of_class=False) or {}
+        in_files = named_tokens(folder, of_class=False) or {}
         settings = read_config(folder / SETTINGS)
-        kept = {key: value for key, value in settings.items() if key not in NOT_CARRIED}
+        carried = {key: value for key, value in settings.items() if key not in NOT_CARRIED}
         keys = ("bos_token_id", "eos_token_id", "pad_token_id")
         ids = {key: config[key] for key in keys if config.get(key) is not None}
-        ends = (*ids_of(config.get("eos_token_id")), *ids_of(generation.get("eos_token_id")))
-        declared = {name: token or None for name, token in said.items()}
-        return cls(names, kept | declared, ids | generation, ends, (folder / CONFIG).is_file())
+        return cls(
+            names=named_tokens(folder) or {},
+            settings=carried | {name: token or None for name, token in in_files.items()},
+            generation=ids | generation,
+            model_ends=(*ids_of(config.get("eos_token_id")), *ids_of(generation.get("eos_token_id"))),
+            is_model=(folder / CONFIG).is_file(),
+        )
 
     def of_another_model(self) -> "Declared":
         """Return what is true of the tokenizer alone."""

@@ -14,9 +14,6 @@ BOS, EOS = "[BOS]", "[EOS]"
 """Special tokens that Megatron-LM adds to BERT's."""
 CONTINUES = "##"
 """Prefix of a WordPiece token inside a word."""
-LONGEST_WORD = 100
-"""Letters; BERT has no token for a longer word (its max_input_chars_per_word)."""
-ADDED_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 
 
 def byte_level(model: models.Model, *, prefix_space: bool = False) -> Backend:
@@ -65,12 +62,14 @@ def add_tokens(backend: Backend, folder: Path) -> None:
     path, named = folder / ADDED, set((named_tokens(folder) or {}).values())
     decoder = read_config(folder / SETTINGS).get("added_tokens_decoder")
     entries = decoder.items() if isinstance(decoder, dict) else ()
-    known = {str(each["content"]): (id, each) for id, each in entries if isinstance(each, dict)}
+    known = {str(entry["content"]): (id, entry) for id, entry in entries if isinstance(entry, dict)}
     ids = {name: int(id) if id.isdigit() else id for name, (id, _) in known.items()} | read_config(path)
     for name, id in sorted(ids.items(), key=lambda item: str(item[1]).zfill(12)):
         flags = {"special": name in named, "normalized": name not in named}
-        said = known[name][1] if name in known else {}
-        flags |= {flag: said[flag] for flag in ADDED_FLAGS if isinstance(said.get(flag), bool)}
+        entry = known[name][1] if name in known else {}
+        for flag in ("special", "normalized", "lstrip", "rstrip", "single_word"):
+            if isinstance(entry.get(flag), bool):
+                flags[flag] = entry[flag]
         token = AddedToken(name, **flags)
         (backend.add_special_tokens if flags["special"] else backend.add_tokens)([token])
         if backend.token_to_id(name) != id:
@@ -115,7 +114,8 @@ def read_bert(file: Path) -> str:
     check_size(file)
     try:
         names = file.read_text(encoding="utf-8").split("\n")
-        model = models.WordPiece.from_file(str(file), unk_token=UNK, max_input_chars_per_word=LONGEST_WORD)
+        # of BERT: a longer word is [UNK]
+        model = models.WordPiece.from_file(str(file), unk_token=UNK, max_input_chars_per_word=100)
     except BaseException as error:
         raise damaged(str(file), error) from error
     if model.token_to_id(UNK) is None or model.token_to_id(SEP) is None:
