@@ -95,11 +95,7 @@ class Chat(TaskType):
 
 
 def example_of(
-    row: int,
-    texts: Sequence[Tokens],
-    max_length: int,
-    label_of: Callable[[Any], Any],
-    problem: str,
+    row: int, texts: Sequence[Tokens], max_length: int, label_of: Callable[[Any], Any], problem: str
 ) -> RowExamples:
     """Return the example of a row's texts, none where no answer begins in `max_length` tokens of one.
 

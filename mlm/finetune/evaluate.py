@@ -24,11 +24,7 @@ from mlm.finetune.scoring import (
     score_split,
 )
 from mlm.finetune.splits import TaskSplit, held_out_part, read_split
-from mlm.inference.trained import (
-    load_trained,
-    open_for_layout,
-    result_identity,
-)
+from mlm.inference.trained import load_trained, open_for_layout, result_identity
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError, format_value
 from mlm.util.ownership import claim_problems

@@ -15,10 +15,7 @@ from urllib.request import getproxies
 from mlm.util.errors import UserError
 
 OFFLINE = "HF_HUB_OFFLINE"
-SETTINGS = {
-    "huggingface_hub.constants": (OFFLINE,),
-    "datasets.config": (OFFLINE, "HF_DATASETS_OFFLINE"),
-}
+SETTINGS = {"huggingface_hub.constants": (OFFLINE,), "datasets.config": (OFFLINE, "HF_DATASETS_OFFLINE")}
 """Modules in which libraries that are already imported keep the setting."""
 
 

@@ -110,21 +110,6 @@ def race(folder: Path, rows: list[dict[str, Any]], **how: Any) -> TokenizedSplit
 
 
 LONG = " ".join([ARTICLE] * 700)  # more than 10,000 words
-RACE_ROWS = {
-    "question": race_row("Who was near the river ?"),
-    "blank": race_row("It was _ that ran ."),
-    "two blanks": race_row("When _ saw the _ ?"),
-    "lines": race_row("Who\n sat ?", article="The  cat\nsat . \n It ran ."),
-    "long question": race_row("Who saw it " * 90),
-    "long article": race_row("Who saw it ?", article=LONG),
-}
-
-
-def test_article_of_ten_thousand_words_is_cut_and_counted(tmp_path: Path) -> None:
-    assert len(LONG.split()) > 10_000
-    examples = race(tmp_path, list(RACE_ROWS.values()))
-    assert examples.truncated == 2
-    assert max(len(text) for example in examples.examples for text in example.texts) == 512
 
 
 def test_gpt2_reads_the_question_and_its_option_last(tmp_path: Path) -> None:

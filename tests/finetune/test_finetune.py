@@ -155,10 +155,6 @@ class TestWhen:
 class TestRows:
     """data.train_rows and data.predict_tests."""
 
-    def test_train_rows_are_as_many_as_asked_for(self, folder: Path, tmp_path: Path) -> None:
-        result = finetune(finetuning(folder, out=str(tmp_path), data={"train_rows": 5}))
-        assert (result["steps_per_epoch"], result["steps"]) == (2, 4)
-
     def test_train_rows_are_the_same_for_every_seed(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

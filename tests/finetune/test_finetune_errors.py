@@ -15,16 +15,7 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
 from tests.finetune.material import VOCABULARY, gpt2
-from tests.finetune.runs import (
-    BERT,
-    GPT2,
-    finetune,
-    finetuning,
-    losses,
-    task_of,
-    write_data,
-    write_model,
-)
+from tests.finetune.runs import BERT, GPT2, finetune, finetuning, losses, task_of, write_data, write_model
 from tests.slow import thinned
 
 
@@ -118,10 +109,6 @@ class TestGoingOn:
             task=replace(task_of("classification"), submission=("mine",), lr=1.0),
         )
         assert training.preflight(config) == []
-
-    def test_all_that_differs_is_named(self, folder: Path) -> None:
-        found = training.preflight(finetuning(folder, seed=5, train={"epochs": 3}))
-        assert [problem.split("=")[0] for problem in found] == ["seed", "train.epochs"]
 
     @pytest.mark.parametrize("to", ["bert", "other"])
     def test_a_folder_of_another_kind_of_run_is_rejected(self, folder: Path, to: str) -> None:

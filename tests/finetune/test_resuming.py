@@ -12,15 +12,7 @@ from mlm.finetune import training
 from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.trainer import Trainer
-from tests.finetune.runs import (
-    finetune,
-    finetuning,
-    losses,
-    read,
-    weights,
-    write_data,
-    write_model,
-)
+from tests.finetune.runs import finetune, finetuning, losses, read, weights, write_data, write_model
 
 STEPS = 6  # 11 rows in batches of 4, 2 epochs
 

@@ -98,13 +98,6 @@ def test_columns_and_labels_of_ones_own(tmp_path: Path) -> None:
     ]
 
 
-def test_rows_of_another_form_are_the_conversations_that_they_mean(tmp_path: Path) -> None:
-    said = [{"role": "user", "content": "Add\n1 2"}, {"role": "assistant", "content": "3"}]
-    wanted = split_of(tmp_path / "a", shipped("chat"), [{"messages": said}])
-    alpaca = {"instruction": "Add", "input": "1 2", "output": "3"}
-    assert split_of(tmp_path / "b", shipped("chat"), [alpaca]).digest == wanted.digest
-
-
 def test_rows_read_as_another_form_are_counted(tmp_path: Path) -> None:
     rows = [{"instruction": "Sing", "output": "la"}] * 2 + [{"prompt": "Sing", "completion": "la"}]
     split = split_of(tmp_path, shipped("chat"), rows)

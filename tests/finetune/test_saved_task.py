@@ -62,12 +62,6 @@ def test_ones_own_yaml_stands_above_the_run(
     assert "task.max_length=30" in capsys.readouterr().err
 
 
-def test_its_keys_can_be_typed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["eval", "stars", f"ckpt={folder}/out", "task.max_length=30", *OPTIONS]
-    assert main(command) == 2
-    assert "task.max_length=30" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("task", "problem"),
     [

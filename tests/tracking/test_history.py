@@ -29,13 +29,6 @@ def test_resuming_cuts_off_what_came_after_the_checkpoint(tmp_path: Path) -> Non
     assert history == [("run", 0), *before, ("run", 3), *((kind, 4) for kind in kinds)]
 
 
-def test_an_attempt_beyond_the_checkpoint_is_forgotten(tmp_path: Path) -> None:
-    attempt(tmp_path, 0, 2)
-    attempt(tmp_path, 2, 4)
-    attempt(tmp_path, 1, 1)
-    assert [r["start_step"] for r in read_metrics(tmp_path) if r["kind"] == "run"] == [0, 1]
-
-
 def test_starting_from_scratch_begins_a_new_history(tmp_path: Path) -> None:
     attempt(tmp_path, 0, 2)
     attempt(tmp_path, 0, 0)
@@ -74,14 +67,6 @@ def test_records_without_a_type_or_with_a_step_that_is_none_are_left_out(tmp_pat
     )
     (tmp_path / FILE_NAME).write_bytes(b"\n".join(lines))
     assert list(read_records(tmp_path / FILE_NAME)) == []
-
-
-def test_a_whole_last_line_without_its_newline_is_kept(tmp_path: Path) -> None:
-    attempt(tmp_path, 0, 2)
-    path = tmp_path / FILE_NAME
-    path.write_bytes(path.read_bytes()[:-1])
-    attempt(tmp_path, 2, 3)
-    assert [r["step"] for r in read_metrics(tmp_path) if r["kind"] == "saved"] == [1, 2, 3]
 
 
 def test_blocks_of_zeros_left_by_a_power_loss_are_removed(tmp_path: Path) -> None:

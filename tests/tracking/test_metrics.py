@@ -56,17 +56,6 @@ def test_a_lap_while_paused_leaves_the_watch_standing() -> None:
     assert throughput.lap().step_time_s == pytest.approx(3.0)
 
 
-def test_mfu_is_unknown_without_a_peak() -> None:
-    throughput = watch(clock := Clock(), peak=None)
-    throughput.start()
-    run_steps(throughput, clock, 1, 2.0)
-    assert throughput.lap().mfu is None
-
-
-def test_eta_is_unknown_before_the_first_step() -> None:
-    assert Eta(100, Clock()).seconds() is None
-
-
 def test_eta_of_the_first_step_takes_its_own_duration() -> None:
     eta = Eta(100, Clock())
     eta.update(10, step_time_s=2.0)

@@ -58,17 +58,6 @@ def test_loss_scale_shows_in_fp16_only(tmp_path: Path) -> None:
     assert pairs(fp16)["skipped"] == "2"
 
 
-def test_header_and_resumed_step_come_first(tmp_path: Path) -> None:
-    console = terminal()
-    with reporter(tmp_path, console, start_step=40):
-        pass
-    assert [line for line in shown(console).splitlines() if not line.startswith("units")] == [
-        "run     try",
-        "layout  tp=2 pp=1 dp=1",
-        "resumed  after step 40",
-    ]
-
-
 def test_a_note_is_printed_as_it_is(tmp_path: Path) -> None:
     console = terminal(width=20)
     with reporter(tmp_path, console, header=[]) as report:
@@ -112,22 +101,6 @@ def test_a_plain_line_names_the_loss_of_every_corpus(tmp_path: Path) -> None:
     blended, single = map(pairs, shown(console).splitlines())
     assert (blended["validation/wiki"], blended["validation/web"]) == ("3.2500", "3.7500")
     assert list(single) == ["step", "validation_loss", "validation_ppl"]
-
-
-def test_the_panel_shows_the_loss_of_every_corpus() -> None:
-    console = terminal(is_terminal=True)
-    panel = LivePanel(console, title="try", header=[], start_step=0, total_steps=100, clock=Clock())
-    panel.validation(20, 3.5, 33.1155, PARTS)
-    with console.capture() as capture:
-        console.print(panel.render())
-    shown_parts = capture.get()
-    assert "wiki 3.2500" in shown_parts
-    assert "web 3.7500" in shown_parts
-
-
-def test_the_panel_shows_the_loss_scale_in_fp16_only() -> None:
-    assert "loss scale 2^16" in panel_text(loss_scale=65536.0)
-    assert "loss scale" not in panel_text()
 
 
 @pytest.mark.parametrize("width", [30, 60, 100, 250])

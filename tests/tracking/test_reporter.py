@@ -2,7 +2,6 @@
 
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,22 +62,6 @@ def test_step_record_holds_every_number(tmp_path: Path) -> None:
     record = read_metrics(tmp_path)[1]
     assert record.pop("time") > 0
     assert record == {"kind": "step", **flatten_metrics(step_metrics(10))}
-
-
-def test_step_record_holds_the_parts_of_the_loss(tmp_path: Path) -> None:
-    with reporter(tmp_path) as report:
-        report.step(replace(step_metrics(10), parts={"mlm_loss": 2.5}))
-    assert read_metrics(tmp_path)[1]["mlm_loss"] == 2.5
-
-
-def test_run_record_says_what_runs(tmp_path: Path) -> None:
-    with reporter(tmp_path, start_step=0, run={"config_digest": "xxh3:12", "layout": {"tp": 2}}):
-        pass
-    record = read_metrics(tmp_path)[0]
-    assert record["config_digest"] == "xxh3:12"
-    assert record["layout"] == {"tp": 2}
-    assert record["start_step"] == 0
-    assert set(record["versions"]) == {"mlm", "torch", "python"}
 
 
 def test_a_record_is_in_the_file_before_the_next(tmp_path: Path) -> None:

@@ -133,15 +133,6 @@ def test_of_a_step_logged_twice_the_later_value_holds() -> None:
     assert table["loss"].tolist() == [5.0, 4.5, 3.0]
 
 
-def test_steps_after_the_one_that_is_returned_to_are_dropped() -> None:
-    rows = Rows()
-    for step in (1, 2, 3):
-        rows.add({"step": step, "loss": 1.0 * step})
-    rows.drop_after(1)
-    rows.add({"step": 2, "loss": 9.0})
-    assert rows.table()["loss"].tolist() == [1.0, 9.0]
-
-
 def test_a_column_that_comes_later_begins_with_gaps_and_their_number_is_bounded() -> None:
     rows = Rows()
     rows.add({"step": 1})

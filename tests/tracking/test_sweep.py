@@ -92,11 +92,6 @@ def test_a_full_disk_fails_no_sweep(
     assert "the table is not kept" in capsys.readouterr().out
 
 
-def test_settings_are_keys_and_values() -> None:
-    run = run_of(["optimizer.lr=0.001", "+data.blend=[a,b]"], None, None)
-    assert run["settings"] == {"optimizer.lr": "0.001", "data.blend": "[a,b]"}
-
-
 def test_a_row_of_the_table_is_one_line_however_narrow_the_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,12 +54,6 @@ def test_a_writer_about_to_leave_is_waited_for(tmp_path: Path, holder: "subproce
         pass
 
 
-def test_the_folder_is_free_again_afterwards(tmp_path: Path) -> None:
-    for _ in range(2):
-        with single_writer(tmp_path, wait_s=0.0):
-            pass
-
-
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (

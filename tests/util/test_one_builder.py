@@ -81,11 +81,6 @@ def test_a_holder_that_never_ends_is_not_waited_for_for_ever(tmp_path: Path) -> 
         pass
 
 
-def test_a_second_file_is_not_waited_for(tmp_path: Path) -> None:
-    with single_builder(tmp_path / "x"), single_builder(tmp_path / "y"):
-        assert {path.name for path in tmp_path.iterdir()} == {".x.lock", ".y.lock"}
-
-
 def test_a_file_system_without_locks_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(95, "Operation not supported")

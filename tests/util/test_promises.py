@@ -107,10 +107,6 @@ def test_every_sentence_of_the_page_names_tests_of_this_file() -> None:
         assert all(callable(globals().get(name)) for name in names), names
 
 
-def test_the_page_is_linked_from_the_readme() -> None:
-    assert "(scripts/docs/pages/guides/file-safety.md)" in (PAGE.parents[4] / "README.md").read_text()
-
-
 # ---- every path key of every command, pointed at what is the user's
 
 

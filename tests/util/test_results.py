@@ -141,28 +141,6 @@ def test_values_are_written_as_json_with_the_version_of_mlm(tmp_path: Path) -> N
     assert is_result(tmp_path / "a.json")
 
 
-def test_versions_among_the_values_are_kept(tmp_path: Path) -> None:
-    write_result(tmp_path / "a.json", {"versions": {"mlm": "0", "torch": "1"}, "score": 1})
-    assert (tmp_path / "a.json").read_text().startswith('{\n  "versions": {\n    "mlm": "0",')
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (b'<!doctype html><meta name="generator" content="mlm">', True),
-        (b"<!doctype html><p>mlm", False),
-        (b"GGUF\x03\0\0\0general.quantized_by\x08\0\0\0\x03\0\0\0\0\0\0\0mlm", True),
-        (b"GGUF\x03\0\0\0general.quantized_by\x08\0\0\0\x05\0\0\0\0\0\0\0other", False),
-    ],
-)
-def test_pages_and_models_of_other_programs_are_no_results(
-    tmp_path: Path, content: bytes, expected: bool
-) -> None:
-    path = tmp_path / "out"
-    path.write_bytes(content)
-    assert is_result(path) is expected
-
-
 def test_a_write_that_numpy_cut_short_names_the_disk(tmp_path: Path) -> None:
     def write(file: BinaryIO) -> None:
         raise OSError("32768 requested and 22080 written")  # numpy.ndarray.tofile, without a number

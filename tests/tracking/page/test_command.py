@@ -14,7 +14,7 @@ from mlm.cli.commands import COMMANDS
 from mlm.cli.compose.arguments import parse
 from mlm.tracking.config import ReportConfig
 from mlm.tracking.page import report
-from mlm.tracking.page.report import make_page, run
+from mlm.tracking.page.report import run
 from mlm.tracking.runs import RunRecords, read_run
 from tests.slow import thinned
 from tests.tracking.page.made import some_run, stepped, write_run
@@ -55,11 +55,6 @@ def test_a_page_is_written_and_replaced(desk: Path, capsys: pytest.CaptureFixtur
     assert sorted(path.name for path in (desk / "runs/a").iterdir()) == ["config.yaml", "metrics.jsonl"]
 
 
-def test_a_page_goes_to_standard_output(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", "runs/a", "out=-"]) == 0
-    assert capsys.readouterr().out.startswith("<!doctype html>")
-
-
 @pytest.mark.parametrize(
     ("words", "line"),
     thinned(
@@ -69,16 +64,10 @@ def test_a_page_goes_to_standard_output(desk: Path, capsys: pytest.CaptureFixtur
                 "runs is required: add runs=… (Run folders, at most 20; other paths among them are skipped)",
             ),
             (["runs=[]"], "runs=[]: no run; name a run folder: mlm report runs/shakespeare"),
-            (
-                ["runs/c"],
-                f"runs=runs/c: no such folder; {FIX}",
-            ),
+            (["runs/c"], f"runs=runs/c: no such folder; {FIX}"),
             (["runs"], "runs=runs: holds a sweep; name its runs: mlm report runs/*/"),
             (["."], f"runs=.: holds no run; {FIX}"),
-            (
-                ["runs/a/config.yaml"],
-                f"runs=runs/a/config.yaml: is not a folder; {FIX}",
-            ),
+            (["runs/a/config.yaml"], f"runs=runs/a/config.yaml: is not a folder; {FIX}"),
             (["runs/a", "runs/c"], f"runs=runs/c: no such folder; {FIX}"),
             (
                 [f"many/{number}" for number in range(21)],
@@ -147,12 +136,6 @@ def test_it_imports_no_torch_and_no_scipy(desk: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_the_library_is_in_the_package_with_its_licence() -> None:
-    page = make_page([]).decode()
-    assert "uPlot (v1.6.32)" in page
-    assert "Permission is hereby granted, free of charge" in page
 
 
 def config(desk: Path, **changed: object) -> ReportConfig:

@@ -2,15 +2,12 @@
 
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 from markupsafe import Markup
 
 from mlm.tracking.page.html import curves_of, page, paragraph, table, thin
-from mlm.tracking.runs import read_run
-from tests.tracking.page.made import some_run
 
 NAUGHTY = "</title></script><script>alert(1)</script>"
 
@@ -27,14 +24,6 @@ def test_texts_are_escaped() -> None:
     found = page(NAUGHTY, [("a", NAUGHTY, table([NAUGHTY], [[NAUGHTY, NAUGHTY]]))])
     assert b"<script" not in found
     assert found.count(b"&lt;script&gt;alert(1)") == 7  # the region's label is that of the heading
-
-
-def test_curves_of_run_folders_bring_their_data_and_scripts(tmp_path: Path) -> None:
-    curves, data = curves_of([read_run(some_run(tmp_path / name), name) for name in ("a", "b")])
-    found = page("Experiment", [("curves", "Curves", curves)], data=data).decode()
-    assert [run["name"] for run in data["runs"]] == ["a", "b"]
-    assert data["charts"][0] == {"key": "step:loss", "title": "Training loss", "unit": "nats per token"}
-    assert all(needed in found for needed in ('id="charts"', 'id="controls"', 'id="data"', "uPlot (v"))
 
 
 @pytest.mark.parametrize("data", [None, curves_of([])[1]], ids=["none", "empty"])

@@ -212,12 +212,6 @@ def test_twenty_long_runs_fit(tmp_path: Path) -> None:
     assert "drawn as their first, last, lowest and highest value" in page.text
 
 
-def test_a_page_that_is_watched_reloads(tmp_path: Path) -> None:
-    runs = [read_run(some_run(tmp_path / "a"), "a")]
-    assert Page(make_page(runs, reload_s=5.0)).data["reload"] == 5.0
-    assert Page(make_page(runs)).data["reload"] is None
-
-
 def test_validation_of_a_blend_and_parts_of_a_loss_have_charts(tmp_path: Path) -> None:
     record = {**validated(1), "validation/wiki": 3.0}
     page = page_of(write_run(tmp_path / "a", started(), stepped(1, sop_loss=0.5), record))
