@@ -5,7 +5,7 @@ from pathlib import Path
 from mlm.cli.command import Command
 from mlm.config.tree import out_of_range
 from mlm.tracking.config import ReportConfig
-from mlm.tracking.page.chosen import choose
+from mlm.tracking.page.chosen import choose_runs
 from mlm.util.errors import Problem
 from mlm.util.results import folder_problem, is_stream
 
@@ -25,12 +25,11 @@ def check_report(config: ReportConfig) -> list[Problem]:
 
 def preflight(config: ReportConfig) -> list[Problem]:
     """Problems of the folders that are to be runs."""
-    chosen = choose(config.runs)
-    if len(chosen.runs) > MAX_RUNS:
+    runs, _, problems = choose_runs(config.runs)
+    if len(runs) > MAX_RUNS:
         fix = "choose some, or write several pages"
-        many = Problem(("runs",), f"runs: {len(chosen.runs)} runs; {MAX_RUNS} is the limit", fix)
-        return [*chosen.problems, many]
-    return chosen.problems
+        problems.append(Problem(("runs",), f"runs: {len(runs)} runs; {MAX_RUNS} is the limit", fix))
+    return problems
 
 
 def _page_problem(config: ReportConfig) -> Problem | None:

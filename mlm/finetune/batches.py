@@ -127,12 +127,12 @@ class Batcher:
         count = -(-len(units) // (rows * self.size))
         count = -(-count // self.groups_of) * self.groups_of
         rows = -(-len(units) // (count * self.size))
-        made = []
+        batches = []
         for i in range(count):
             first = (i * self.size + self.rank) * rows
-            mine = units[first : first + rows]
-            made.append(self.batch(examples, mine, numbers[-1], first_sample + first))
-        return made
+            units_of_rank = units[first : first + rows]
+            batches.append(self.batch(examples, units_of_rank, numbers[-1], first_sample + first))
+        return batches
 
     def sequences(self, examples: Sequence[Example], numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbered examples in units that a micro-batch holds whole, here of one each."""

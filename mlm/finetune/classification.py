@@ -47,7 +47,6 @@ class Labelling(TaskType):
     def predict(
         self, task: TaskConfig, row: TaskRow, examples: Sequence[Example], outputs: Sequence[Output]
     ) -> Prediction:
-        """Return the label with the largest score; the first of equals."""
         (scores,) = outputs
         return Prediction(row.id, int(scores.argmax()), tuple(scores.tolist()))
 
@@ -123,7 +122,6 @@ class MultipleChoice(Labelling):
         return 1
 
     def row_id(self, task: TaskConfig, name: str, earlier: int) -> str:
-        """Return the id of a question: an article has several."""
         return f"{name}-{earlier}"
 
     def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
@@ -151,18 +149,18 @@ class MultipleChoice(Labelling):
         so that its last token has seen the option.
         """
         articles = encode((clean_text(row.texts[0]) for row in rows), tokenizer)
-        asked = encode(
+        questions = encode(
             (fill_blank(row.texts[1], option) for row in rows for option in row.options), tokenizer
         )
         limit = min(task.question_length or frame.max_length, frame.room(2))
         for number, (row, article) in enumerate(zip(rows, articles, strict=True)):
             texts, was_truncated = list[InputText](), False
             for _ in row.options:
-                whole = next(asked)
-                question = whole[:limit]
+                full_question = next(questions)
+                question = full_question[:limit]
                 part = article[: frame.room(2) - len(question)]
                 texts.append(frame.two(part, question) if frame.causal else frame.two(question, part))
-                was_truncated |= len(question) + len(part) < len(whole) + len(article)
+                was_truncated |= len(question) + len(part) < len(full_question) + len(article)
             yield [Example(number, tuple(texts), row.label)], was_truncated
 
 
@@ -189,7 +187,6 @@ class Regression(OneOrTwoTexts):
     def predict(
         self, task: TaskConfig, row: TaskRow, examples: Sequence[Example], outputs: Sequence[Output]
     ) -> Prediction:
-        """Return the output itself, even outside task.label_range."""
         (scores,) = outputs
         return Prediction(row.id, float(scores[0]))
 

@@ -38,9 +38,6 @@ from mlm.util.results import (
 )
 from mlm.util.terminal import add_row, console, one_line, table
 
-READ_ALIKE = ("kind", "labels", "max_length", "question_length", "doc_stride", "answers")
-"""Settings of a task that a checkpoint was finetuned with and must be scored with."""
-
 
 def preflight(config: EvalTaskConfig) -> list[str]:
     try:
@@ -88,13 +85,12 @@ def split_of(config: EvalTaskConfig, name: str, start: Start) -> TaskSplit:
     if data.path is not None:
         return read_split(task, name, path=data.path, columns=data.columns, skips=start.skips)
     path, columns = saved.get(DATA_PATH), saved.get(DATA_COLUMNS)
-    whole = read_split(task, name, path=path, columns=columns, skips=start.skips)
+    split = read_split(task, name, path=path, columns=columns, skips=start.skips)
     share = saved.get("depends_on", {}).get("task.held_out", task.held_out)
-    return held_out_part(replace(task, held_out=float(share)), whole, path)
+    return held_out_part(replace(task, held_out=float(share)), split, path)
 
 
 def task_problems(config: EvalTaskConfig, start: Start) -> list[str]:
-    """Return the problems of a model finetuned on another task, or on this one with other settings."""
     task, model, kind = config.task, start.model, task_type(config.task.kind)
     saved = saved_state(start).get("depends_on", {})
     other = saved.get("task.name", task.name)
@@ -110,12 +106,12 @@ def task_problems(config: EvalTaskConfig, start: Start) -> list[str]:
         return [
             f"task.loss={task.loss}: compares with the model before training; its scores are in result.json"
         ]
-    mine = {**to_dict(task), "max_length": start.max_length}
+    now = {**to_dict(task), "max_length": start.max_length}
     return [
-        f"task.{key}={format_value(mine[key])}: ckpt={config.ckpt} was finetuned with {format_value(then)}; "
+        f"task.{key}={format_value(now[key])}: ckpt={config.ckpt} was finetuned with {format_value(then)}; "
         f"use task.{key}={format_value(then)}"
-        for key in READ_ALIKE
-        if (then := saved.get(f"task.{key}", mine[key])) != mine[key]
+        for key in ("kind", "labels", "max_length", "question_length", "doc_stride", "answers")
+        if (then := saved.get(f"task.{key}", now[key])) != now[key]
     ]
 
 
@@ -144,8 +140,9 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     scores = []
     for name in splits(config):
         tokenized = tokenize_split(task, split_of(config, name, start), start)
-        beside = None if tokenized.split.has_labels else place.parent / "predictions"
-        folder = beside if config.predictions is None else Path(config.predictions)
+        folder = None if tokenized.split.has_labels else place.parent / "predictions"
+        if config.predictions is not None:
+            folder = Path(config.predictions)
         scores.append(score_split(task, tokenized, trained.model, objective, batcher, folder))
     if not ctx.is_main:
         return
@@ -201,17 +198,16 @@ def split_result(task: TaskConfig, scored: Scored) -> dict[str, Any]:
 
 def show_table(result: dict[str, Any], out: Path) -> None:
     title = f"eval {result['task']} · {one_line(result['checkpoint'])} · step {result['step']}"
-    made = table(title, "split", "rows#", "metric", "value#")
+    grid = table(title, "split", "rows#", "metric", "value#")
     for entry in result["results"]:
-        for name, value in entry["metrics"].items():
-            add_row(made, entry["split"], f"{entry['rows']:,}", name, f"{value:.4f}")
+        rows = [(name, f"{value:.4f}") for name, value in entry["metrics"].items()]
         for name, best in entry.get("best_null_threshold", {}).items():
             label = f"best {name}, at task.null_threshold={best['threshold']:.3f}"
-            add_row(made, entry["split"], f"{entry['rows']:,}", label, f"{best['value']:.4f}")
-        if not entry["metrics"]:
-            add_row(made, entry["split"], f"{entry['rows']:,}", "no labels: predicted only", "")
+            rows.append((label, f"{best['value']:.4f}"))
+        for row in rows or [("no labels: predicted only", "")]:
+            add_row(grid, entry["split"], f"{entry['rows']:,}", *row)
     screen = console()
-    screen.print(made)
+    screen.print(grid)
     for entry in result["results"]:
         for note in entry["notes"]:
             screen.print(one_line(note))

@@ -46,7 +46,6 @@ class Start:
 
     @property
     def notes(self) -> list[Note]:
-        """Remarks on the weights, as far as they concern the model with its new head."""
         modules = {name.partition(".")[0] for name in parameters(self.model)}
         return [note for note in self.source.notes if not note.about or note.about in modules]
 
@@ -100,8 +99,8 @@ def read_splits(config: FinetuneConfig, start: Start | None = None) -> dict[str,
         return replace(start, skips=True).tokenize(task, part).problems if start and part.rows else ()
 
     def read(name: str) -> TaskSplit:
-        whole = read_split(task, name, path=data.path, columns=data.columns, skips=skips, check=check)
-        return held_out_part(task, whole, data.path)
+        split = read_split(task, name, path=data.path, columns=data.columns, skips=skips, check=check)
+        return held_out_part(task, split, data.path)
 
     attempts = {name: attempt(problems, partial(read, name)) for name in names}
     if problems:
@@ -187,16 +186,16 @@ def change_problems(config: FinetuneConfig, now: Settings) -> list[str]:
     then = state.get("depends_on") if isinstance(state, dict) else None
     if not isinstance(then, dict):
         return [f"out={config.out}: holds checkpoints of another type of run: set another out=…"]
-    return [change(config, key, now.get(key), then[key]) for key in then if now.get(key) != then[key]]
-
-
-def change(config: FinetuneConfig, key: str, now: Any, then: Any) -> str:
-    key, _, split = key.partition(" ")
-    value, other, remedy = {
-        "ckpt": (config.ckpt, "other weights", "name those"),
-        "data.tokenizer": (config.data.tokenizer, "another vocabulary", "name that tokenizer"),
-        "data.chat_template": (config.data.chat_template, "another chat template", "name that"),
-        "data.path": (config.data.path, f"other rows of split {split}", "bring them back"),
-    }.get(key, (now, format_value(then), f"use {key}={format_value(then)}"))
-    problem = f"out={config.out} was begun with {other}: {remedy}, or set another out=…"
-    return f"{key}={format_value(value)}: {problem}"
+    problems = []
+    for name in (name for name in then if now.get(name) != then[name]):
+        key, _, split = name.partition(" ")
+        saved = format_value(then[name])
+        value, other, remedy = {
+            "ckpt": (config.ckpt, "other weights", "name those"),
+            "data.tokenizer": (config.data.tokenizer, "another vocabulary", "name that tokenizer"),
+            "data.chat_template": (config.data.chat_template, "another chat template", "name that"),
+            "data.path": (config.data.path, f"other rows of split {split}", "bring them back"),
+        }.get(key, (now.get(name), saved, f"use {key}={saved}"))
+        problem = f"out={config.out} was begun with {other}: {remedy}, or set another out=…"
+        problems.append(f"{key}={format_value(value)}: {problem}")
+    return problems

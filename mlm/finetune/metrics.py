@@ -62,7 +62,6 @@ def mse(labels: Values, values: Values) -> float:
 
 
 def rmse(labels: Values, values: Values) -> float:
-    """Root of the mean of the squared errors, in the unit of the labels."""
     return math.sqrt(mse(labels, values))
 
 

@@ -166,7 +166,6 @@ class AnswerLoss(NextToken):
         return tokens, labels, Documents(positions, document_spans(ends, self.dtype))
 
     def scores(self, means: Sequence[float]) -> dict[str, float]:
-        """Return the metrics of a validation: mean loss per token of the answers, and its perplexity."""
         (loss,) = means
         return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
 
@@ -194,7 +193,6 @@ class PairPacker(Packer):
     def batch(  # type: ignore[override]
         self, examples: Sequence[Example], units: Sequence[Sequence[int]], filler: int, first_sample: int
     ) -> PairBatch:
-        """Return a micro-batch of sequences; without any it holds `filler`, not scored."""
         packed = super().batch(examples, units, filler, first_sample)
         assert packed.ends is not None, "a pair is two texts"
         ends = packed.ends.flatten().long()

@@ -22,8 +22,6 @@ from mlm.models.family import family_of
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import ConfigError, CorruptFileError, UserError, type_of
 
-PREFIX = "task."
-
 
 def predict(
     trained: Trained, tokenizer: Tokenizer, rows: Sequence[Any], *, batch_size: int, ctx: ParallelContext
@@ -49,10 +47,10 @@ def predict(
     batcher = make_batcher(trained.model, batch_size, length)
     predictions = compute_predictions(trained.model, objective, task, tokenized, batcher)
     if not task_type(task.kind).gives_probabilities:
-        return [each.value for each in predictions]
+        return [prediction.value for prediction in predictions]
     return [
-        {"label": task.labels[int(each.value)], "probabilities": label_probabilities(task, each)}
-        for each in predictions
+        {"label": task.labels[int(p.value)], "probabilities": label_probabilities(task, p)}
+        for p in predictions
     ]
 
 
@@ -65,9 +63,9 @@ def task_of(trained: Trained, *, is_pair: bool) -> TaskConfig:
     saved = state.get("depends_on") if isinstance(state, dict) else None
     if not isinstance(saved, dict):
         return _foreign_task(trained, is_pair=is_pair)
-    own = {key.removeprefix(PREFIX): value for key, value in saved.items() if key.startswith(PREFIX)}
+    settings = {key.removeprefix("task."): saved[key] for key in saved if key.startswith("task.")}
     try:
-        task = from_dict(TaskConfig, own)
+        task = from_dict(TaskConfig, settings)
     except ConfigError as error:
         reason = error.problems[0]
         raise CorruptFileError(f"{trained.path}: its task cannot be read ({reason}). {RESTORE}") from error

@@ -34,7 +34,6 @@ def check_installed(task: TaskConfig) -> None:
 
 
 def check_task(task: TaskConfig) -> list[Problem]:
-    """Return every problem of a task, each with its keys below `task`."""
     try:
         kind = task_type(task.kind)
     except UserError as error:
@@ -43,11 +42,7 @@ def check_task(task: TaskConfig) -> list[Problem]:
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         problem = f"task.label_range={format_value([low, high])} must be the least and the largest label"
         problems.append(Problem(("task.label_range",), problem))
-    return [*problems, *_metrics(task, kind), *_names(task)]
-
-
-def _metrics(task: TaskConfig, kind: TaskType) -> list[Problem]:
-    known, problems = kind.metric_names or tuple(kind.metrics), list[Problem]()
+    known = kind.metric_names or tuple(kind.metrics)
     if not task.metrics or len(set(task.metrics)) < len(task.metrics):
         problem = f"task.metrics={format_value(list(task.metrics))} must be one or more, all different"
         problems.append(Problem(("task.metrics",), problem))
@@ -58,11 +53,6 @@ def _metrics(task: TaskConfig, kind: TaskType) -> list[Problem]:
             problems.append(Problem(("task.metrics",), problem, f"did you mean '{near}'?" if near else ""))
         elif (unsuited := kind.metric_problem(task, name)) is not None:
             problems.append(unsuited)
-    return problems
-
-
-def _names(task: TaskConfig) -> list[Problem]:
-    problems = []
     if task.hub is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", task.hub):
         problems.append(Problem(("task.hub",), f"task.hub={task.hub} is no Hub dataset", "write OWNER/NAME"))
     splits = {"train": (task.train,), "validations": task.validations, "tests": task.tests}

@@ -173,14 +173,14 @@ def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -
             claim_folder(config.out, "run", writes=(RESULT,))
             write_atomic(Path(config.out) / RESULT, dump_json(document))
     title = f"finetune {config.task.name} · {one_line(config.ckpt)}"
-    made, screen = table(title, *["seed"] * several, "split", "metric", "value#", "best step#"), console()
+    grid, screen = table(title, *["seed"] * several, "split", "metric", "value#", "best step#"), console()
     for seed, scores, best_step in lines:
         for split, metrics in scores.items():
             for name, value in metrics.items():
-                add_row(made, *(seed,) * several, split, name, f"{value:.4f}", best_step)
+                add_row(grid, *(seed,) * several, split, name, f"{value:.4f}", best_step)
     if not is_new:
         screen.print(f"{one_line(config.out)} is finished: set another out=… to train again")
-    screen.print(made)
+    screen.print(grid)
     screen.print(f"written to {one_line(Path(config.out) / RESULT)}")
     errors = task_type(config.task.kind).errors
     best = max(results, key=lambda result: merit(result.scores, errors))

@@ -135,6 +135,5 @@ def sequence(value: Any) -> list[Any] | None:
 
 
 def shown(value: Any) -> str:
-    """Return a value of a file, shortened, without control characters."""
     text = one_line(value)
     return repr(text if len(text) <= 60 else text[:60] + "…") if isinstance(value, str) else text[:60]

@@ -88,7 +88,6 @@ Objective = Finetuning | AnswerLoss
 
 
 def make_objective(task: TaskConfig, ctx: ParallelContext, dtype: torch.dtype) -> Objective:
-    """Return the objective of a task; `dtype` is that of activations."""
     kind = task_type(task.kind)
     if isinstance(kind, Preferences):
         return PairLoss(ctx, dtype, task)
@@ -122,8 +121,8 @@ def compute_outputs(
             continue  # tp ranks have equal outputs
         rows = iter(result.cpu().double())  # of each text [num_labels], or [S, 2] with padding
         for number in batch.examples:
-            mine = torch.cat([next(rows) for _ in examples[number].texts])
-            flat[ends[number] - sizes[number] : ends[number]] = mine.flatten()[: sizes[number]]
+            output = torch.cat([next(rows) for _ in examples[number].texts])
+            flat[ends[number] - sizes[number] : ends[number]] = output.flatten()[: sizes[number]]
     outputs = all_reduce(flat, model.ctx.world).numpy().astype(np.float32)
     return [part.reshape(-1, 2) if spans else part for part in np.split(outputs, ends[:-1])]
 
@@ -191,22 +190,10 @@ def compute_predictions(
             raise CheckFailedError(
                 f"the model's outputs of {place} are not finite in precision={precision}{NOT_FINITE}"
             )
-    return predict(task, split, examples, outputs)
-
-
-def predict(
-    task: TaskConfig, split: TaskSplit, examples: Sequence[Example], outputs: Sequence[Output]
-) -> list[Prediction]:
-    """Return one prediction per row of a split.
-
-    `outputs[i]` belongs to `examples[i]`: [num_labels] per text, or [n, 2] for the n tokens of its text (head
-    span), without padding.
-    """
-    kind = task_type(task.kind)
-    predictions = list[Prediction]()
+    kind, predictions = task_type(task.kind), list[Prediction]()
+    # every row has examples, in the order of the rows
     for row, pairs in groupby(zip(examples, outputs, strict=True), key=lambda pair: pair[0].row):
         predictions.append(kind.predict(task, split.rows[row], *zip(*pairs, strict=True)))
-    assert len(predictions) == len(split), "every row has examples, in the order of the rows"
     return predictions
 
 
@@ -261,6 +248,5 @@ def write_predictions(
 
 
 def prediction_files(task: TaskConfig, split: str) -> list[str]:
-    """Return the names of the files of a split's predictions, named after it or as in task.submission."""
     stem = dict(zip(task.tests, task.submission, strict=False)).get(split, split)
     return task_type(task.kind).files(task, stem)

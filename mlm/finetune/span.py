@@ -170,7 +170,6 @@ class SpanTask(TaskType):
     def score(
         self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
     ) -> dict[str, float]:
-        """Return SQuAD's metrics, without those of questions with or without an answer that a split lacks."""
         scores = scores_by_question(task, rows, predictions)
         return {name: float(scores[name].mean()) for name in task.metrics if scores[name].size}
 

@@ -77,7 +77,7 @@ def read_split(
     kind, source = task_type(task.kind), path or f"{task.hub} {task.hub_config or ''}".rstrip()
     rows, places, earlier = list[TaskRow](), list[str](), Counter[str]()
     problems, unread, others, number = list[tuple[str, RowError]](), list[tuple[str, RowError]](), 0, -1
-    renamed = ", ".join(f"{ours} read from the column {theirs}" for ours, theirs in (columns or {}).items())
+    renamed = ", ".join(f"{name} read from the column {column}" for name, column in (columns or {}).items())
     unlabelled = RowError(f"no label ('{task.label}'): add it, or delete the row")
     for place, record in rename_columns(read_split_records(task, split, path), columns or {}, source):
         # a record without the column is reported by parsing
@@ -98,12 +98,12 @@ def read_split(
             (unread if skips else problems).append((place, error))
     has_labels = any(row.label is not None for row in rows)
     if rows and not has_labels:
-        problems = [each for each in problems if each[1] is not unlabelled]
+        problems = [(place, error) for place, error in problems if error is not unlabelled]
         if split in (task.train, *task.validations):
             fix = "set task.label, or give a file with labels"
             missing = RowError(f"no row of split {split} has a label ('{task.label}'): {fix}")
             problems.insert(0, (source, missing))
-    found = TaskSplit(
+    task_split = TaskSplit(
         name=split,
         source=source,
         rows=rows,
@@ -112,23 +112,23 @@ def read_split(
         has_labels=has_labels,
         skipped=unread,
     )
-    raise_problems([*problems, *check(found)])
+    raise_problems([*problems, *check(task_split)])
     if not rows:
         prefixes = " or ".join(task.subsets)
         hint = f" ({others} have an {task.id} that does not begin with {prefixes}: see task.subsets)"
         raise UserError(f"{source}: split {split} holds no row{hint * bool(others)}: give another file")
-    return found
+    return task_split
 
 
-def held_out_part(task: TaskConfig, whole: TaskSplit, path: str | None) -> TaskSplit:
-    """Return a split that was read from `path`; of a single file of conversations its part of them.
+def held_out_part(task: TaskConfig, split: TaskSplit, path: str | None) -> TaskSplit:
+    """Return a split that was read from `path`; its part of the rows, if `path` is a file of conversations.
 
     Some are held out of task.train. Equal conversations are on one side. Which side is a function of the
     conversation and its file alone. Raises UserError.
     """
     if path is None or not Path(path).is_file() or not task_type(task.kind).is_chat:
-        return whole
-    ranks = [xxhash.xxh3_64_intdigest(row.texts[0].encode()) for row in whole.rows]
+        return split
+    ranks = [xxhash.xxh3_64_intdigest(row.texts[0].encode()) for row in split.rows]
     distinct = sorted(set(ranks))
     if len(distinct) < 2:
         raise UserError(
@@ -136,8 +136,8 @@ def held_out_part(task: TaskConfig, whole: TaskSplit, path: str | None) -> TaskS
             "folder with train.jsonl and validation.jsonl"
         )
     last = distinct[min(max(1, round(exact(task.held_out) * len(distinct))), len(distinct) - 1) - 1]
-    part = whole.select([n for n, rank in enumerate(ranks) if (rank <= last) == (whole.name != task.train)])
-    note = f"{path}: {len(part):,} of {len(whole):,} conversations are {whole.name}"
+    part = split.select([n for n, rank in enumerate(ranks) if (rank <= last) == (split.name != task.train)])
+    note = f"{path}: {len(part):,} of {len(split):,} conversations are {split.name}"
     return replace(part, digest=digest_rows(part.rows), note=note)
 
 

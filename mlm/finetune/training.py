@@ -148,7 +148,6 @@ def run(config: FinetuneConfig, ctx: ParallelContext) -> int:
 
 
 def configs_by_seed(config: FinetuneConfig) -> list[FinetuneConfig]:
-    """Return the runs of a command: one, or one per seed, each in a separate folder."""
     if config.seeds == 1:
         return [config]
     seeds = range(config.seed, config.seed + config.seeds)
@@ -189,7 +188,6 @@ class FinetuneLoop(Loop):
         return self.config.train.validate_every or self.order.steps_per_epoch
 
     def is_done(self) -> bool:
-        """True after the last step, or if patience is exhausted."""
         return super().is_done() or 0 < self.config.train.patience <= self.progress.without_gain
 
     def is_save_due(self, validated: bool) -> bool:
@@ -218,7 +216,6 @@ class FinetuneLoop(Loop):
         return self.progress.tokens
 
     def parts(self, means: Sequence[float], rates: Rates) -> Parts:
-        """Epochs, and examples per second since the last logged step."""
         rows, self.rows = self.rows, 0
         names = self.trainer.objective.metrics
         return {
@@ -228,7 +225,6 @@ class FinetuneLoop(Loop):
         }
 
     def score(self) -> None:
-        """Score every validation split, and keep the weights if they are the best."""
         trainer, task = self.trainer, self.config.task
         objective = cast(Objective, trainer.objective)
         shown = trainer.ctx.is_main and self.config.log.live == "off"  # a live panel has the terminal

@@ -96,7 +96,6 @@ class MetricsFile(Sink):
         return open(open_regular(self.path, flags), "ab", buffering=0)
 
     def append(self, kind: str, fields: Mapping[str, object]) -> None:
-        """Write one record, and any that wait."""
         head = {"kind": kind, "time": round(time.time(), 3)}
         record = {**head, **fields, **head}  # an observer's number may have such a name
         self.flush(json.dumps(replace_nonfinite(record), allow_nan=False).encode() + b"\n")
@@ -184,7 +183,6 @@ def step_of(record: Mapping[str, Any]) -> int:
 
 
 def replace_nonfinite(value: object) -> object:
-    """Return `value` with every float that is not finite replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

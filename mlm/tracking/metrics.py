@@ -25,7 +25,8 @@ class ExpertLoads:
     def imbalance(self) -> dict[int, float]:
         """Largest over mean load, by layer: 1 is even, E over experts per token the most."""
         return {
-            layer: max(each) * len(each) / max(1, sum(each)) for layer, each in sorted(self.counts.items())
+            layer: max(counts) * len(counts) / max(1, sum(counts))
+            for layer, counts in sorted(self.counts.items())
         }
 
     @property
@@ -35,7 +36,6 @@ class ExpertLoads:
         return dropped / max(1, counts)
 
     def summary(self) -> dict[str, Any]:
-        """JSON values of the record of a step."""
         by_layer = {str(layer): round(value, 4) for layer, value in self.imbalance.items()}
         largest, dropped = max(by_layer.values()), round(self.dropped_share, 6)
         return {"imbalance": largest, "imbalance_by_layer": by_layer, "dropped": dropped}
@@ -76,7 +76,7 @@ class StepMetrics:
 
 
 def flatten_metrics(metrics: StepMetrics) -> dict[str, Any]:
-    named = {each.name: getattr(metrics, each.name) for each in fields(metrics)}
+    named = {field.name: getattr(metrics, field.name) for field in fields(metrics)}
     del named["parts"], named["loads"]
     return {**named, **metrics.parts, **(metrics.loads.summary() if metrics.loads else {})}
 

@@ -142,7 +142,6 @@ class PlainLines(Display):
         )
 
     def counter(self, step: int) -> str:
-        """Return `step 10/200`, equally wide for every step."""
         total = str(self.total_steps)
         return f"step {f'{step}/{total}':>{2 * len(total) + 1}}"
 

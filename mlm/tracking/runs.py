@@ -46,7 +46,6 @@ class Rows:
             column.append(numbers.get(name, math.nan))
 
     def drop_after(self, step: float) -> None:
-        """Drop the rows after `step`: they are trained again."""
         keep = np.array(self.columns["step"]) <= step
         if not keep.all():
             self.columns = {name: array("d", np.array(c)[keep]) for name, c in self.columns.items()}

@@ -109,7 +109,6 @@ def is_summary(path: Path) -> bool:
 
 
 def started(run: RunRecords) -> Rows:
-    """Return rows on each attempt: the command as it was typed, and when and where it was started."""
     attempts = [attempt for attempt in run.attempts if "command" in attempt]
     shown = attempts if len(attempts) <= MAX_ATTEMPTS else [attempts[0], *attempts[1 - MAX_ATTEMPTS :]]
     rows = []
@@ -239,7 +238,6 @@ def override(key: str, value: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], headings: Sequence[str] = ("", "")) -> str:
-    """Return a Markdown table; empty for no rows."""
     lines = [headings, ["---"] * len(headings), *rows] if rows else []
     return "\n".join(f"| {' | '.join(map(escaped, line))} |" for line in lines)
 

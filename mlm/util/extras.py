@@ -46,7 +46,6 @@ def go_offline_without_hub() -> None:
 
 @cache
 def is_reachable() -> bool:
-    """True if a connection to the Hub opens, or a proxy is configured."""
     url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     if url.scheme in getproxies() or "all" in getproxies():
         return True

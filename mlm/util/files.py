@@ -200,7 +200,6 @@ DIGEST = re.compile(r"xxh3:[0-9a-f]{32}")
 
 
 def digest_name(h: "xxhash.xxh3_128") -> str:
-    """Format a digest as in manifests and receipts."""
     return f"xxh3:{h.hexdigest()}"
 
 
@@ -280,5 +279,4 @@ def parse_json(content: bytes | str, *, foreign: bool = False) -> Any:
 
 
 def dump_json(values: Mapping[str, Any]) -> bytes:
-    """Return indented JSON with a line end, as results and receipts are written."""
     return (json.dumps(values, indent=2) + "\n").encode()

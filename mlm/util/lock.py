@@ -105,7 +105,6 @@ class Lock:
             os.pwrite(self._descriptor, json.dumps(note).encode(), 0)
 
     def holder(self) -> str:
-        """The process that signed the file, in words."""
         note = self.note()
         return "process {pid} on {host} since {since}".format(**note) if note else "another process"
 

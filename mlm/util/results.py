@@ -212,7 +212,6 @@ def rename_earlier_result(
 
 
 def short_digest(digest: str) -> str:
-    """Return enough of a digest for a file name."""
     return digest.partition(":")[2][:8]
 
 

@@ -133,10 +133,8 @@ def test_packing_changes_neither_loss_nor_gradients(folder: Path) -> None:
 
 LAYOUTS = {
     "tp2-pp2-sp": ParallelConfig(tp=2, pp=2, sequence_parallel=True),
-    "pp2-zb_h1": ParallelConfig(pp=2, pipeline="zb_h1"),
     "dp3-zero3": ParallelConfig(dp=3, zero=3),
     "pp2-dp2-zero2": ParallelConfig(pp=2, dp=2, zero=2),
-    "tp2-sp-dp2-zero2": ParallelConfig(tp=2, sequence_parallel=True, dp=2, zero=2, zero_reduce="every"),
 }
 
 
@@ -147,7 +145,7 @@ def alone(folder: Path) -> Path:
     return Path(config.out)
 
 
-@pytest.mark.parametrize("layout", slow_but({3}, LAYOUTS))
+@pytest.mark.parametrize("layout", slow_but({2}, LAYOUTS))
 def test_run_is_the_same_at_every_layout(folder: Path, alone: Path, layout: str) -> None:
     """Losses, weights and scores, in float64. Steps of 8, 8 and 4 conversations: some ranks have none."""
     parallel = LAYOUTS[layout]
@@ -247,8 +245,6 @@ def problem_of(config: FinetuneConfig) -> str:
     [
         (TALK[:1], "'messages' has no message of the assistant: add the answer, or delete the row"),
         ([{"role": "human", "content": "a"}, TALK[1]], "message 1: role='human' is unknown"),
-        ([{"from": ["human"], "value": "a"}, TALK[1]], "message 1: role=\"['human']\" is unknown"),
-        ([{"from": "human"}, TALK[1]], "message 1: its 'content' is no text"),
         ([TALK[0], {"role": "assistant", "content": 1}], "message 2: its 'content' is no text"),
         ([{**TALK[0], "role": "tool"}, TALK[1]], "chat_template fails (no tools)"),
         ([TALK[0], {**TALK[1], "content": ""}], "renders its answers as no text"),

@@ -66,9 +66,8 @@ def test_scores_are_those_of_the_run(folder: Path, tmp_path: Path, kind: str) ->
 @pytest.mark.parametrize(
     ("batch_size", "parallel"),
     slow_but(
-        {2},
+        {1},
         [
-            (1, ParallelConfig()),
             (100, ParallelConfig()),
             (3, ParallelConfig(tp=2)),
             (2, ParallelConfig(pp=2, vp=2)),

@@ -32,10 +32,8 @@ ROWS = [PAIR, PAIR | {"first": '"Who" sat naïve ?', "label": 0, "idx": 1}]
 @pytest.mark.parametrize(
     "name",
     [
-        *("train.jsonl", "train.ndjson", "train.json", "train.parquet", "train.csv", "train.tsv"),
-        *("train.jsonl.gz", "train.json.gz", "train.csv.gz"),
-        *("train-00000-of-00001.parquet", "train-00000-of-00001.jsonl"),
-        "data/train-00000-of-00001-0123456789abcdef.parquet",
+        *("train.jsonl", "train.json", "train.parquet", "train.csv", "train.tsv", "train.jsonl.gz"),
+        *("train-00000-of-00001.jsonl", "data/train-00000-of-00001-0123456789abcdef.parquet"),
     ],
 )
 def test_rows_and_digest_are_the_same_from_every_form(tmp_path: Path, name: str) -> None:

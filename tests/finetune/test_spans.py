@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlm.finetune.scoring import predict
 from mlm.finetune.span import SPAN, Window
 from mlm.finetune.splits import tokenize
 from tests.finetune.material import bert, gpt2, sentence, shipped, split_of, their_bert
@@ -143,7 +142,7 @@ def test_pairs_that_end_before_they_begin_take_no_place_among_the_best(tmp_path:
     scores = np.zeros((len(window.texts[0]), 2), dtype=np.float32)
     scores[window.first + np.array([5, 1]), 0] = 10, 1
     scores[window.first + np.array([2, 6]), 1] = 10, 1
-    (found,) = predict(task, split, examples, [scores])
+    found = SPAN.predict(task, split.rows[0], examples, [scores])
     assert [(c.text, c.score) for c in found.n_best] == [("cat sat", 11.0), ("old mat", 11.0)]
 
 
@@ -158,7 +157,7 @@ def test_no_answer_is_given_when_its_score_exceeds_the_best_by_the_threshold(
     outputs = [np.zeros((len(e.texts[0]), 2), dtype=np.float32) for e in examples]
     for output in outputs:
         output[0] = 1.0  # no answer has 2, the best answer 0
-    (found,) = predict(task, split, examples, outputs)
+    found = SPAN.predict(task, split.rows[0], examples, outputs)
     assert (found.value != "") == answered
     assert found.null_score == 2.0
 

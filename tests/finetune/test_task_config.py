@@ -23,15 +23,8 @@ def content(name: str) -> dict[str, Any]:
 
 def test_all_of_glue_and_race_and_squad_are_there() -> None:
     glue = {"cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"}
-    assert set(TASKS) == glue | {
-        "race",
-        "race_middle",
-        "race_high",
-        "squad",
-        "squad_v2",
-        "chat",
-        "preferences",
-    }
+    others = ("race", "race_middle", "race_high", "squad", "squad_v2", "chat", "preferences")
+    assert set(TASKS) == glue.union(others)
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -62,7 +55,6 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
     "three texts": (MINE | {"columns": ["a", "b", "c"]}, "kind classification has one or two columns"),
     "one column of a choice": (MINE | {"kind": "choice"}, "the columns of article, question and options"),
     "one label": (MINE | {"labels": ["no"]}, "two or more names"),
-    "a label twice": (MINE | {"labels": ["no", "no"]}, "two or more names, all different"),
     "labels of numbers": (MINE | {"kind": "regression", "metrics": ["pearson"]}, "kind regression has none"),
     "a range upside down": (
         {"name": "m", "kind": "regression", "columns": ["a"], "metrics": ["pearson"], "label_range": [5, 0]},
@@ -75,7 +67,6 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
     "no answers": (SPAN | {"metrics": ["no_answer_f1"]}, "needs task.unanswerable=true"),
     "a hub of one word": (MINE | {"hub": "glue"}, "write OWNER/NAME"),
     "a split that is a path": (MINE | {"tests": ["../test"]}, r"task.tests: '../test' is no name"),
-    "a file that is a path": (MINE | {"submission": ["/etc/x"]}, r"task.submission: '/etc/x' is no name"),
     "no validation": (MINE | {"validations": []}, "no split to choose the best checkpoint on"),
     "too many files": (MINE | {"submission": ["A", "B"]}, "more names than task.tests"),
     "windows that stand": (SPAN | {"max_length": 256}, "task.doc_stride=128 must be less than half"),

@@ -71,7 +71,7 @@ def panel_text(width: int = 100, **changed: object) -> str:
     panel = LivePanel(console, title="try", header=[], start_step=0, total_steps=100, clock=clock)
     panel.step(step_metrics(10))
     clock.now += 60
-    panel.validation(20, 3.5, 33.1155)
+    panel.validation(20, 3.5, 33.1155, {"wiki": 3.25})
     panel.step(step_metrics(30, **changed))
     with console.capture() as capture:
         console.print(panel.render())
@@ -79,24 +79,21 @@ def panel_text(width: int = 100, **changed: object) -> str:
 
 
 def test_the_panel_shows_every_number() -> None:
-    text = panel_text()
+    text = panel_text(loss_scale=65536.0)
     numbers = (
         *("step 30/100", "30%", "loss 4.2500", "lr 3.000e-04", "gradient norm 0.7500", "tokens seen 30k"),
         *("tokens/s 2,000", "step time 500.0 ms", "TFLOP/s 0.1230", "MFU 42.0%", "memory 1.50 GiB"),
-        *("loss 3.5000 · perplexity 33.12 · step 20", "elapsed 0:01:00"),
+        *("loss 3.5000 · perplexity 33.12 · step 20", "wiki 3.2500", "loss scale 2^16", "elapsed 0:01:00"),
         "loss nats per token · TFLOP/s and MFU per device · memory of rank 0",
         "left 0:03:30",  # 20 steps took 60 s, 70 remain
     )
     assert [number for number in numbers if number not in text] == []
 
 
-PARTS = {"wiki": 3.25, "web": 3.75}
-
-
 def test_a_plain_line_names_the_loss_of_every_corpus(tmp_path: Path) -> None:
     console = terminal(width=40)
     with reporter(tmp_path, console, header=[]) as report:
-        report.validation(20, 3.5, 33.1155, PARTS)
+        report.validation(20, 3.5, 33.1155, {"wiki": 3.25, "web": 3.75})
         report.validation(30, 3.5, 33.1155)
     blended, single = map(pairs, shown(console).splitlines())
     assert (blended["validation/wiki"], blended["validation/web"]) == ("3.2500", "3.7500")

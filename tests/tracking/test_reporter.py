@@ -57,11 +57,13 @@ def test_a_tracker_gets_the_loss_of_every_corpus() -> None:
 
 
 def test_step_record_holds_every_number(tmp_path: Path) -> None:
+    metrics = replace(step_metrics(10), parts={"mlm_loss": 2.5})
     with reporter(tmp_path) as report:
-        report.step(step_metrics(10))
+        report.step(metrics)
     record = read_metrics(tmp_path)[1]
     assert record.pop("time") > 0
-    assert record == {"kind": "step", **flatten_metrics(step_metrics(10))}
+    assert record == {"kind": "step", **flatten_metrics(metrics)}
+    assert record["mlm_loss"] == 2.5
 
 
 def test_a_record_is_in_the_file_before_the_next(tmp_path: Path) -> None:

@@ -21,6 +21,9 @@ RESULTS = {
     "generated": b'{"prompt":"","sample":0,"continuation":"","tokens":[],"stop":"eod","seed":1}\n',
     "samples": b'{"task": "lambada", "protocol": "strict"}\n{"task": "lambada", "protocol": "strict"}\n',
     "probabilities": b'{"split": "test", "id": "1", "probabilities": {"yes": 0.5, "no": 0.5}}\n',
+    "page": b'<!doctype html><meta name="generator" content="mlm">',
+    "gguf": b"GGUF\x03\0\0\0general.quantized_by\x08\0\0\0\x03\0\0\0\0\0\0\0mlm",
+    "csv": b"layout,tp,cp,ep,expert_tp,pp,vp,dp,zero\n",
     "empty": b"",
 }
 FOREIGN = {
@@ -31,6 +34,9 @@ FOREIGN = {
     "mixed": RESULTS["generated"] + b'{"prompt": "mine"}\n',
     "svg": b"<svg><dc:title>mine</dc:title></svg>",
     "png": b"\x89PNG\r\n\x1a\n....tEXtSoftware\0Matplotlib....",
+    "page": b"<!doctype html><p>mlm",
+    "gguf": b"GGUF\x03\0\0\0general.quantized_by\x08\0\0\0\x05\0\0\0\0\0\0\0other",
+    "a quoted mark": b'# Notes on <meta name="generator" content="mlm">',
     "binary": bytes(range(256)),
     "nested": b"{" + b"[" * 100_000,
 }

@@ -1,7 +1,6 @@
 """Run folders among the paths that a user named."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mlm.tracking.history import FILE_NAME, SWEEP_FILE
@@ -9,25 +8,16 @@ from mlm.util.errors import Absent, Problem
 from mlm.util.ownership import kind_of_folder
 
 
-@dataclass(frozen=True)
-class ChosenRuns:
-    """Paths that a user named, by what they are."""
+def choose_runs(paths: Sequence[str]) -> tuple[list[str], list[Problem], list[Problem]]:
+    """Return run folders, others that are skipped, and problems: absent paths, or all if none is a run.
 
-    runs: list[str]
-    """Run folders."""
-    skipped: list[Problem]
-    """Others, of which a pattern of the shell names some: `mlm report runs/lr/*`."""
-    problems: list[Problem]
-    """Paths that are not there, and all if none is a run."""
-
-
-def choose(paths: Sequence[str]) -> ChosenRuns:
-    """Tell runs from what else is named beside them."""
+    A pattern of the shell names other paths too: `mlm report runs/lr/*`.
+    """
     problem_of = {path: _run_problem(path) for path in dict.fromkeys(paths)}
     runs = [path for path, problem in problem_of.items() if problem is None]
     others = [problem for problem in problem_of.values() if problem is not None]
     fatal = [problem for problem in others if not runs or isinstance(problem, Absent)]
-    return ChosenRuns(runs, [problem for problem in others if problem not in fatal], fatal)
+    return runs, [problem for problem in others if problem not in fatal], fatal
 
 
 def _run_problem(path: str) -> Problem | None:

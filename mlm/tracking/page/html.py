@@ -161,7 +161,7 @@ def curves_of(runs: Sequence[RunRecords]) -> tuple[Markup, dict[str, Any]]:
     units = {unit[:80] for run in runs if isinstance(unit := run.latest.get("loss_unit"), str)}
     loss_unit = units.pop() if len(units) == 1 else ""
     return macro("curves.html", "curves", thinned) if charts else Markup(), {
-        "runs": [{"name": run.name, "curves": each} for run, each in zip(runs, curves, strict=True)],
+        "runs": [{"name": run.name, "curves": drawn} for run, drawn in zip(runs, curves, strict=True)],
         "charts": [
             {"key": f"{kind}:{name}", "title": title, "unit": loss_unit if name == "loss" else unit}
             for kind, name, title, unit in charts
@@ -200,11 +200,11 @@ def thin(x: Mapping[str, Column], y: Column, most: int) -> dict[str, Any]:
 
 def rounded(columns: Mapping[str, Column]) -> dict[str, list[float | int | None]]:
     """Numbers for JSON: whole ones as such, others to some digits, null for NaN."""
-    return {name: list(map(_rounded, column.tolist())) for name, column in columns.items()}
 
+    def round_value(value: float) -> float | int | None:
+        if not math.isfinite(value):
+            return None
+        is_whole = value.is_integer() and abs(value) < LARGEST
+        return int(value) if is_whole else float(f"{value:.7g}")
 
-def _rounded(value: float) -> float | int | None:
-    if not math.isfinite(value):
-        return None
-    whole = value.is_integer() and abs(value) < LARGEST
-    return int(value) if whole else float(f"{value:.{7}g}")
+    return {name: list(map(round_value, column.tolist())) for name, column in columns.items()}

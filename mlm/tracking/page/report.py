@@ -14,7 +14,7 @@ from rich.text import Text
 
 import mlm
 from mlm.tracking.config import ReportConfig
-from mlm.tracking.page.chosen import choose
+from mlm.tracking.page.chosen import choose_runs
 from mlm.tracking.page.html import curves_of, figure, macro, page, text
 from mlm.tracking.runs import MISSING, RunRecords, names_of, number, read_run
 from mlm.tracking.summary import MAX_ATTEMPTS
@@ -45,15 +45,15 @@ def run(
     Raises UserError, CorruptFileError.
     """
     console = console or Screen()
-    chosen = choose(config.runs)
-    for problem in chosen.skipped:
+    folders, skipped, _ = choose_runs(config.runs)
+    for problem in skipped:
         print(f"mlm report: skipped: {escape_controls(problem)}", file=sys.stderr)
-    runs = read_runs(chosen.runs)
+    runs = read_runs(folders)
     try:
         while config.watch and not all(run.is_finished for run in runs):
             write_page(config, runs, config.every_s)
             sleep(config.every_s)
-            runs = read_runs(chosen.runs)
+            runs = read_runs(folders)
     finally:  # also after Ctrl-C: a page that no longer reloads
         console.print(Text(write_page(config, runs, None)), soft_wrap=True)
 
@@ -147,18 +147,15 @@ def draw_load(record: Mapping[str, Any]) -> Markup:
     Of a large model the least even layers; empty for a damaged record.
     """
     counts = record.get("counts")
-    rows = [row for each in counts.items() if (row := load_row(*each))] if isinstance(counts, dict) else []
+    rows = list[tuple[str, list[float]]]()
+    for layer, tokens in counts.items() if isinstance(counts, dict) else ():
+        loads = list(map(number, tokens)) if isinstance(tokens, list) else []
+        total = sum(loads)
+        if layer.isdecimal() and total > 0 and min(loads) >= 0:  # a NaN makes the sum one
+            rows.append((layer, [load * len(loads) / total for load in loads]))
     if not rows:
         return Markup()
     most = max(1, MAX_CELLS // max(len(loads) for _, loads in rows))
     uneven = sorted(rows, key=lambda row: -max(row[1]))[:most]
     shown = [row for row in rows if row in uneven]
     return macro("experts.html", "loads", record["step"], shown, len(rows) - len(shown))
-
-
-def load_row(layer: str, counts: object) -> tuple[str, list[float]] | None:
-    """Return a layer's number and the loads of its experts over their mean; None if they are damaged."""
-    loads = list(map(number, counts)) if isinstance(counts, list) else []
-    total = sum(loads)
-    is_sound = layer.isdecimal() and total > 0 and min(loads) >= 0  # a NaN makes the sum one
-    return (layer, [load * len(loads) / total for load in loads]) if is_sound else None
