@@ -57,7 +57,7 @@ def test_a_tracker_gets_the_loss_of_every_corpus() -> None:
 
 
 def test_step_record_holds_every_number(tmp_path: Path) -> None:
-    metrics = replace(step_metrics(10), parts={"mlm_loss": 2.5})
+    metrics = step_metrics(10, parts={"mlm_loss": 2.5})
     with reporter(tmp_path) as report:
         report.step(metrics)
     record = read_metrics(tmp_path)[1]
