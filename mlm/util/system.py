@@ -18,23 +18,6 @@ from typing import Any, TextIO
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
-@contextmanager
-def imports_uncollected() -> Iterator[None]:
-    """Import torch and the like without garbage collection, inside and later.
-
-    Python would look through their hundred thousands of objects ten times while they are defined, and again
-    whenever a quarter more has come: a tenth of what the imports take.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_on:
-            gc.enable()
-
-
 def host_memory() -> int:
     """Bytes of memory that this host's programs can have: the machine's, or less in a container."""
     most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -149,8 +132,15 @@ def _take_every_text(stream: TextIO) -> None:
 def resolve(target: str) -> Any:
     """The function that an import string names: `mlm.evaluate.loss:run`."""
     path, _, name = target.partition(":")
-    module = sys.modules.get(path)
-    if module is None:
-        with imports_uncollected():
-            module = import_module(path)
-    return getattr(module, name)
+    if path not in sys.modules:
+        # Python would look through the hundred thousands of objects of torch ten times while they are
+        # defined, and again whenever a quarter more has come: a tenth of what the imports take.
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            import_module(path)
+        finally:
+            gc.freeze()
+            if was_on:
+                gc.enable()
+    return getattr(sys.modules[path], name)

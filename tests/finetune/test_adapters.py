@@ -115,9 +115,6 @@ def test_a_target_that_names_no_layer_is_an_error(folder: Path, tmp_path: Path) 
     lora = replace(LORA, targets=("q_proj", "proj"))
     (problem,) = training.preflight(adapting(folder, lora=lora, out=str(tmp_path / "out")))
     assert problem.startswith('lora.targets=["q_proj","proj"]: no layer is named proj; use ')
-    none = replace(LORA, targets=())
-    (problem,) = training.preflight(adapting(folder, lora=none, out=str(tmp_path / "out")))
-    assert problem.startswith("lora.targets=[]: no layer is named there; use ")
 
 
 def test_in_bfloat16_the_base_has_no_float32_copy(folder: Path) -> None:

@@ -8,7 +8,6 @@ import stat
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -134,32 +133,22 @@ def test_other_files_in_a_folder_are_left_alone(name: str, leaf: Leaf, tmp_path:
     assert {file: after[file] for file in before} == before
 
 
-@dataclass(frozen=True)
-class Stand:
-    """Something of the user's at a path."""
-
-    make: Callable[[Path], object]
-
-
-STANDS = {
-    "text": Stand(lambda p: p.write_text("my thesis")),
-    "json": Stand(lambda p: p.write_text('{"task": "mine"}')),
-    "tokenizer": Stand(lambda p: p.write_text('{"model": {}}')),
-    "folder": Stand(lambda p: (p.mkdir(), (p / "a.txt").write_text("mine"))),
-    "broken link": Stand(lambda p: p.symlink_to("gone")),
-    "link to itself": Stand(lambda p: p.symlink_to(p.name)),
+MAKE: dict[str, Callable[[Path], object]] = {
+    "text": lambda p: p.write_text("my thesis"),
+    "json": lambda p: p.write_text('{"task": "mine"}'),
+    "folder": lambda p: (p.mkdir(), (p / "a.txt").write_text("mine")),
+    "broken link": lambda p: p.symlink_to("gone"),
+    "link to itself": lambda p: p.symlink_to(p.name),
 }
-
-
-STANDING = [*((*key, "text") for key in FILES), *((*FILES[0], stand) for stand in STANDS if stand != "text")]
+TAKEN = [*((*key, "text") for key in FILES), *((*FILES[0], kind) for kind in MAKE if kind != "text")]
 """A text at every key, and everything else at one: all keys go through the same checks."""
 
 
-@pytest.mark.parametrize(("name", "leaf", "stand"), STANDING)
-def test_a_file_of_the_users_is_unharmed(name: str, leaf: Leaf, stand: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "leaf", "kind"), TAKEN)
+def test_a_file_of_the_users_is_unharmed(name: str, leaf: Leaf, kind: str, tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     place = tmp_path / "d" / "mine.json"
-    STANDS[stand].make(place)
+    MAKE[kind](place)
     before = state(tmp_path / "d")
     error = write_where_told(name, leaf, str(place))
     assert error is not None
@@ -366,10 +355,7 @@ def test_deletions_follow_no_link(checkpoints: Path, tmp_path: Path) -> None:
 
 COMMAND_LINES = {
     "plan schedule": ["plan", "schedule", "pp=2", "micro_batches=2"],
-    "data inspect": ["data", "inspect", "{corpus}/train"],
     "data verify": ["data", "verify", "{corpus}/train", "vocab_size=999"],
-    "ckpt inspect": ["ckpt", "inspect", "{run}"],
-    "ckpt verify": ["ckpt", "verify", "{run}"],
     "ckpt diff": ["ckpt", "diff", "{run}", "{run}"],
 }
 

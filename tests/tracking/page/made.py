@@ -6,19 +6,7 @@ from typing import Any
 
 import yaml
 
-LAYOUT: dict[str, Any] = {
-    **{
-        "tp": 2,
-        "cp": 1,
-        "pp": 2,
-        "vp": 1,
-        "dp": 2,
-        "sequence_parallel": False,
-        "pipeline": "1f1b",
-        "zero": 0,
-    },
-    **{"zero_reduce": "last", "recompute": "none"},
-}
+LAYOUT: dict[str, Any] = {"tp": 2, "cp": 1, "pp": 2, "dp": 2, "sequence_parallel": False, "zero": 0}
 MODEL: dict[str, Any] = {
     **{"kind": "gpt2", "num_layers": 4, "hidden_size": 64, "num_heads": 4, "max_positions": 32},
     "vocab_size": 200,
@@ -42,13 +30,8 @@ def settings(**changed: Any) -> dict[str, Any]:
 
 def started(step: int = 0, **fields: Any) -> dict[str, Any]:
     """Record of an attempt."""
-    known = {
-        "total_steps": 100,
-        "layout": LAYOUT,
-        "loss_unit": "nats per token",
-        "command": ["mlm", "pretrain"],
-    }
-    return {"kind": "run", "time": 1000.0 + step, "start_step": step, **known, **fields}
+    known = {"total_steps": 100, "loss_unit": "nats per token", "command": ["mlm", "pretrain"]}
+    return {"kind": "run", "time": 1000.0 + step, "start_step": step, "layout": LAYOUT, **known, **fields}
 
 
 def stepped(step: int, **fields: Any) -> dict[str, Any]:
@@ -76,11 +59,5 @@ def some_run(folder: Path, steps: int = 20, **changed: Any) -> Path:
     records = [started()]
     for step in range(1, steps + 1):
         records += [stepped(step), *([validated(step)] if step % 10 == 0 else [])]
-    saved = {
-        "kind": "saved",
-        "time": 2000.0,
-        "step": steps,
-        "path": "runs/a/checkpoints/step-1",
-        "seconds": 0.1,
-    }
-    return write_run(folder, *records, {**saved, "waited": 0.1}, **changed)
+    saved = {"kind": "saved", "time": 2000.0, "step": steps, "seconds": 0.1, "waited": 0.1}
+    return write_run(folder, *records, {**saved, "path": "runs/a/checkpoints/step-1"}, **changed)

@@ -68,7 +68,6 @@ def test_a_page_is_written_and_replaced(desk: Path, capsys: pytest.CaptureFixtur
             (["runs"], "runs=runs: holds a sweep; name its runs: mlm report runs/*/"),
             (["."], f"runs=.: holds no run; {FIX}"),
             (["runs/a/config.yaml"], f"runs=runs/a/config.yaml: is not a folder; {FIX}"),
-            (["runs/a", "runs/c"], f"runs=runs/c: no such folder; {FIX}"),
             (
                 [f"many/{number}" for number in range(21)],
                 "runs: 21 runs; 20 is the limit; choose some, or write several pages",
@@ -76,10 +75,6 @@ def test_a_page_is_written_and_replaced(desk: Path, capsys: pytest.CaptureFixtur
             (
                 ["runs/a", "out=x.png"],
                 "out=x.png: a page ends in .html; use a file that ends in .html, such as out=x.html",
-            ),
-            (
-                ["runs/a", "out=runs"],
-                "out=runs: is a directory; name a file in it, such as out=runs/result.json",
             ),
             (
                 ["runs/a", "out=no/x.html"],
@@ -90,13 +85,11 @@ def test_a_page_is_written_and_replaced(desk: Path, capsys: pytest.CaptureFixtur
                 ["runs/a", "out=mine.html"],
                 "out=mine.html: exists and was not written by mlm; name another file, or delete it",
             ),
-            (["runs/a", "every_s=0"], "every_s=0.0 must be above 0 and at most 86400, a day"),
             (["runs/a", "every_s=86401"], "every_s=86401.0 must be above 0 and at most 86400, a day"),
             (
                 ["runs/a", "watch=true", "out=-"],
                 "out=-: watch=true writes the page again; name a file, such as out=report.html",
             ),
-            (["runs/a", "watch=maybe"], "watch=maybe must be true or false"),
         ],
         2,
     ),
