@@ -4,8 +4,7 @@ from pathlib import Path
 
 from mlm.cli.command import Command
 from mlm.config.tree import out_of_range
-from mlm.tracking.config import ReportConfig
-from mlm.tracking.page.chosen import choose_runs
+from mlm.tracking.config import ReportConfig, choose_runs
 from mlm.util.errors import Problem
 from mlm.util.results import folder_problem, is_stream
 

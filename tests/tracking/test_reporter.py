@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from mlm.tracking.config import LogConfig
-from mlm.tracking.metrics import flatten_metrics
+from mlm.tracking.metrics import ExpertLoads, StepMetrics, flatten_metrics
 from mlm.tracking.reporter import WeightsAndBiases
 from mlm.util.errors import UserError
 from tests.tracking.reporting import read_metrics, reporter, shown, step_metrics, terminal
@@ -164,3 +165,12 @@ def test_an_out_that_is_a_file_is_a_user_error(tmp_path: Path) -> None:
     out.write_text("")
     with pytest.raises(UserError, match=rf"^out={out}: cannot write metrics.jsonl"), reporter(out):
         pass
+
+
+GUIDE = (Path(__file__).parents[2] / "scripts/docs/pages/guides/runs.md").read_text()
+
+
+def test_every_field_of_a_step_has_a_row() -> None:
+    named = {line.split("`")[1] for line in GUIDE.splitlines() if line.startswith("| `")}
+    of_experts = set(ExpertLoads({0: [1]}, {0: [0]}).summary())
+    assert {field.name for field in fields(StepMetrics)} - {"parts", "loads"} | of_experts <= named

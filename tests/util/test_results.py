@@ -1,17 +1,20 @@
 """mlm/util/results.py: what a result replaces, and what it is written to."""
 
+import errno
 import json
 import os
 import socket
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
+from unittest import mock
 
 import pytest
 
 import mlm
 from mlm.util.errors import UserError
-from mlm.util.files import write_atomic
+from mlm.util.files import fsync_directory, write_atomic
 from mlm.util.results import is_result, result_problems, write_result
 
 OURS = json.dumps({"task": "loss", "versions": {"mlm": "0.1"}}).encode()
@@ -154,3 +157,29 @@ def test_a_write_that_numpy_cut_short_names_the_disk(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"out=.*/x: the disk took a part alone \(32768 requested"):
         write_result(tmp_path / "x", write)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_cannot_sync_a_directory_still_takes_files(tmp_path: Path, number: int) -> None:
+    with mock.patch("mlm.util.files.os.fsync", failing_for_directories(number)):
+        write_atomic(tmp_path / "file", b"content")
+    assert (tmp_path / "file").read_bytes() == b"content"
+
+
+def test_a_directory_that_fails_to_reach_the_disk_is_an_error(tmp_path: Path) -> None:
+    with (
+        mock.patch("mlm.util.files.os.fsync", failing_for_directories(errno.EIO)),
+        pytest.raises(OSError, match="Input/output"),
+    ):
+        fsync_directory(tmp_path)
+
+
+def failing_for_directories(number: int) -> Callable[[int], None]:
+    really = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        really(descriptor)
+
+    return fsync

@@ -1,6 +1,9 @@
 """Progress and tables where the stream is no terminal."""
 
+import io
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +11,9 @@ import pytest
 
 import mlm
 from mlm.tracking.reporter import training_console
+from mlm.util.system import writable_streams
 from mlm.util.terminal import ProgressLines, Screen, add_row, console, progress_bar, table
+from tests.slow import slow_but
 
 
 def test_a_log_gets_a_line_a_minute_with_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,3 +68,45 @@ def test_progress_in_a_log_is_lines(
         with progress_bar("scoring", 2, shown=shown) as advance:
             advance(1)
     assert capsys.readouterr().err == "scoring: 1 of 2\n"
+
+
+class TestStreams:
+    """Standard output as a shell may leave it."""
+
+    def test_text_that_an_encoding_lacks_is_written_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        raw = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+        with writable_streams():
+            print("80 × 2 …")
+        assert raw.getvalue() == b"80 \\xd7 2 \\u2026\n"
+
+    def test_closed_streams_take_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "stdout", None)
+        monkeypatch.setattr(sys, "stderr", None)
+        with writable_streams():
+            assert not sys.stdout.isatty()
+            print("nobody reads this", file=sys.stderr)
+        assert sys.stdout is None
+
+    @pytest.mark.parametrize(
+        "line, code, said",
+        slow_but(
+            {1, 3},
+            [
+                ('"$0" -m mlm help pretrain', 0, ""),
+                ('"$0" -m mlm help pretrain | true; exit "${PIPESTATUS[0]}"', 0, ""),
+                ('"$0" -m mlm plan schedule pp=2 | true; exit "${PIPESTATUS[0]}"', 0, ""),
+                (
+                    '"$0" -m mlm help pretrain > /dev/full',
+                    1,
+                    "mlm: standard output: No space left on device; what follows is not shown\n",
+                ),
+            ],
+        ),
+    )
+    def test_command_survives_its_standard_output(self, line: str, code: int, said: str) -> None:
+        env = {"PYTHONIOENCODING": "ascii", "PATH": "/usr/bin:/bin", "PYTHONUNBUFFERED": "1"}
+        found = subprocess.run(
+            ["bash", "-c", line, sys.executable], capture_output=True, text=True, env=env, timeout=120
+        )
+        assert (found.returncode, found.stderr) == (code, said)

@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 import mlm
-from mlm.tracking.config import ReportConfig
-from mlm.tracking.page.chosen import choose_runs
+from mlm.tracking.config import ReportConfig, choose_runs
 from mlm.tracking.page.html import curves_of, figure, macro, page, text
 from mlm.tracking.runs import MISSING, RunRecords, names_of, number, read_run
 from mlm.tracking.summary import MAX_ATTEMPTS
