@@ -116,14 +116,14 @@ class CostModel:
         self.element = counts.element
         self.peak = hardware.peak(half)
         self.bandwidth = hardware.memory_gbps * 1e9 * hardware.efficiency.memory
-        self.home_times, self.stage_times = cache(self._homes), cache(self._stages)
-        self.prices, self.updates = cache(self._price), cache(self._update)
-        self.elements, self.unmeasured_share = cache(self._elements), cache(self._unmeasured_share)
+        self.home_times, self.stage_times = cache(self._home_times), cache(self._stage_times)
+        self.updates, self.elements = cache(self._update), cache(self._elements)
+        self.unmeasured_share = cache(self._unmeasured_share)
 
     # -- kernels and messages
 
     def product(self, p: Product) -> float:
-        """Products: the slower of arithmetic and memory."""
+        """Seconds of products: the slower of arithmetic and memory."""
         constants, c = self.hardware.efficiency, self.hardware.efficiency.matmul_half
         share = constants.matmul * p.m / (p.m + c) * p.k / (p.k + c) * p.n / (p.n + c)
         arithmetic = 2 * p.times * p.m * p.k * p.n / (self.peaks[p.operand] * share)
@@ -193,36 +193,30 @@ class CostModel:
         """Passes of each home on a micro-batch of a layout, what is recomputed in backward."""
         return self.home_times(layout.split, layout.micro_batch)
 
-    def _homes(self, split: ParallelConfig, micro_batch: int) -> dict[str, HomeTime]:
-        again, more, found = split.recompute, micro_batch - 1, {}
-        if again == "full" or (again == "selective" and self.hardware.device == "gpu"):
+    def _home_times(self, split: ParallelConfig, micro_batch: int) -> dict[str, HomeTime]:
+        recompute, homes = split.recompute, dict[str, HomeTime]()
+        if recompute == "full" or (recompute == "selective" and self.hardware.device == "gpu"):
             split = replace(split, recompute="none")  # a layer's forward pass once more; nothing
-        priced = self.prices(split)
-        for home in {home for _, home in priced}:
-            forward, backward = (
-                tuple(max(a + more * (b - a), 0.0) for a, b in zip(*priced[phase, home], strict=True))
-                for phase in (FORWARD, BACKWARD)
-            )
+        one, two = self.counts.counts(split).passes
+        for home in one.saved_bytes:
+            times = list[Times]()
+            for phase in (FORWARD, BACKWARD):
+                a, b = (
+                    self.price(count.work.get((phase, home), Work()), split, fused=self.software.compiled)
+                    for count in (one, two)
+                )
+                times.append(
+                    tuple(max(x + (micro_batch - 1) * (y - x), 0.0) for x, y in zip(a, b, strict=True))
+                )
+            forward, backward = times
             if home.isdigit():
-                backward = tuple(map(sum, zip(backward, self.repeated(forward, again), strict=True)))
-            found[home] = HomeTime(forward, backward)
-        return found
+                backward = tuple(map(sum, zip(backward, self.repeated(forward, recompute), strict=True)))
+            homes[home] = HomeTime(forward, backward)
+        return homes
 
     def repeated(self, forward: Times, recompute: str) -> Times:
         """The part of a layer's forward pass that recomputation adds to its backward pass."""
         return forward if recompute == "full" else (0.0,) * len(forward)
-
-    def _price(self, split: ParallelConfig) -> dict[tuple[str, str], tuple[Times, Times]]:
-        """Seconds of one sample and of two by phase and home."""
-        one, two = self.counts.counts(split).passes
-        return {
-            (phase, home): (
-                self.price(one.work.get((phase, home), Work()), split, fused=self.software.compiled),
-                self.price(two.work.get((phase, home), Work()), split, fused=self.software.compiled),
-            )
-            for home in one.kept
-            for phase in (FORWARD, BACKWARD)
-        }
 
     # -- a step
 
@@ -230,17 +224,19 @@ class CostModel:
         """Times of each stage (chunk) on one micro-batch."""
         return self.stage_times(layout.split, layout.micro_batch, layout.pp, layout.vp)
 
-    def _stages(self, split: ParallelConfig, micro_batch: int, p: int, v: int) -> StageTimes:
-        times, whole = self.home_times(split, micro_batch), replace(split, recompute="none")
-        counted = self.counts.counts(whole)
-        each = self.traffic(counted.accumulation, fused=False) / max(counted.trained, 1)
-        each *= self.software.gradient_bytes / 4
+    def _stage_times(self, split: ParallelConfig, micro_batch: int, p: int, v: int) -> StageTimes:
+        times = self.home_times(split, micro_batch)
+        counted = self.counts.counts(replace(split, recompute="none"))
+        addition_s = self.traffic(counted.accumulation, fused=False) / max(counted.trained, 1)
+        addition_s *= self.software.gradient_bytes / 4
 
         @cache
         def cost(home: str) -> tuple[float, float, float]:
             """Forward, backward with additions to gradients, and its part for weights."""
             parts = [times[part] for part in ENDS.get(home, (home,))]
-            added = each * sum(held.size for held in self.counts.state(split, home) if held.is_trained)
+            added = addition_s * sum(
+                shard.size for shard in self.counts.state(split, home) if shard.is_trained
+            )
             forward, backward = (sum(sum(getattr(x, n)) for x in parts) for n in ("forward", "backward"))
             return forward, backward + added, sum(x.weight_gradient for x in parts) + added
 
@@ -269,18 +265,14 @@ class CostModel:
             elapsed = pipeline_time(layout.pipeline, p, layout.vp, m, costs)
         reduction, optimizer, gathers = self.after(layout)
         parts = self._parts(layout, busy)
-        parts |= {
-            "pp": min(elapsed - busy, 2 * (p - 1) * transfer),  # there and back through the ramps
-            "dp": reduction + gathers,
-            "optimizer": optimizer,
-        }
+        parts["pp"] = min(elapsed - busy, 2 * (p - 1) * transfer)  # there and back through the ramps
+        parts["dp"], parts["optimizer"] = reduction + gathers, optimizer
         parts["bubble"] = max(elapsed - busy - parts["pp"], 0.0)
         total = elapsed + reduction + gathers + optimizer
         unmeasured = self.unmeasured_share(layout.split, layout.micro_batch)
-        return StepTime(total, {name: parts[name] for name in PARTS}, elapsed / busy - 1, unmeasured)
+        return StepTime(total, parts, elapsed / busy - 1, unmeasured)
 
     def _unmeasured_share(self, split: ParallelConfig, micro_batch: int) -> float:
-        """`StepTime.unmeasured`."""
         known, more = self.hardware.efficiency, micro_batch - 1
         if known.matmul_least is None or known.matmul_most is None:
             return 0.0
@@ -317,10 +309,12 @@ class CostModel:
 
     def _elements(self, split: ParallelConfig, pp: int, vp: int) -> tuple[float, float, float]:
         """Elements of the first pipeline rank, which has the most: experts, the rest, and a tied table."""
-        homes = homes_of(self.counts.kinds, pp, vp, 0)
-        state = [(e, n) for home, n in homes.items() for e in self.counts.state(split, home)]
-        experts = sum(n * e.size for e, n in state if e.is_expert)
-        return experts, sum(n * e.size for e, n in state) - experts, self.counts.tied(split) * (pp > 1)
+        experts = rest = 0
+        for home, n in homes_of(self.counts.kinds, pp, vp, 0).items():
+            for shard in self.counts.state(split, home):
+                experts += n * shard.size * shard.is_expert
+                rest += n * shard.size * (not shard.is_expert)
+        return experts, rest, self.counts.tied(split) * (pp > 1)
 
     def after(self, layout: PlannedLayout) -> tuple[float, float, float]:
         """Seconds of gradient reduction, of the optimizer, and of gathering sharded weights, that show."""
@@ -369,27 +363,26 @@ class CostModel:
         return reduction, optimizer, gathers
 
     def _update(self, split: ParallelConfig) -> tuple[float, float, float]:
-        """Share of elements that is trained, and seconds of the optimizer for each element that is held.
+        """Share of elements that is trained, and seconds of the optimizer for each element.
 
-        Those of Muon's products, and of its messages over tp, are apart: for each element of a layer.
+        Then those of Muon's products, and of its messages over tp, for each element of a layer.
         """
         counted = self.counts.counts(split)
-        homes = (BOTH, *map(str, set(self.counts.kinds)))
-        ends, *layers = (self.counts.elements(split, home) for home in homes)
+        layers = sum(self.counts.elements(split, str(kind)) for kind in set(self.counts.kinds))
+        total = layers + self.counts.elements(split, BOTH)
         products, _, elementwise, *messages = self.price(counted.per_step, split, fused=False)
-        muon = (products + sum(messages)) / sum(layers) if products else 0.0
-        held = ends + sum(layers)
-        return counted.trained / held, elementwise / held, muon
+        muon = (products + sum(messages)) / layers if products else 0.0
+        return counted.trained / total, elementwise / total, muon
 
     def _parts(self, layout: PlannedLayout, busy: float) -> dict[str, float]:
         """Computation and exposed communication of the modules, of an average pipeline rank."""
         homes, m, p = self.homes(layout), layout.micro_batches, layout.pp
         parts = dict.fromkeys(PARTS, 0.0)
         for home, count in Counter(map(str, self.counts.kinds)).items():
-            time, again = homes[home], self.repeated(homes[home].forward, layout.recompute)
-            for name, f, b, r in zip(COMPUTED, time.forward, time.backward, again, strict=True):
+            time, repeated = homes[home], self.repeated(homes[home].forward, layout.recompute)
+            for name, f, b, r in zip(COMPUTED, time.forward, time.backward, repeated, strict=True):
                 parts[name] += m / p * count * (f + b - r)
-            parts["recompute"] += m / p * count * sum(again)
+            parts["recompute"] += m / p * count * sum(repeated)
         for home in (EMBEDDING, VOCABULARY):
             passes = (homes[home].forward, homes[home].backward)
             for name, seconds in zip(COMPUTED, map(sum, zip(*passes, strict=True)), strict=True):

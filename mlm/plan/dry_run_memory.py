@@ -14,18 +14,16 @@ BUFFERS, TEMPORARIES = "communication buffers", "temporaries"
 
 @dataclass(eq=False, slots=True)
 class Allocation:
-    """An allocation."""
+    """A block of memory, with the phase and the part of the model that allocated it."""
 
     size: int
     """Bytes."""
     phase: str
-    """Phase that made it."""
     label: str
-    """Part of the model that made it."""
     part: str | None = None
     """Its purpose where that is known for sure: weights, gradients, optimizer state."""
     is_kept: bool = False
-    """True if it outlived the forward pass that made it: something waits there for backward."""
+    """True if it outlived the forward pass that made it, waiting for backward."""
     is_input: bool = False
     """True for hidden states that were received, once they are used."""
     is_transported: bool = False
@@ -63,19 +61,17 @@ class Log:
     """Allocations and releases in order."""
 
     live: dict[int, Allocation] = field(default_factory=dict)
-    """Tensors in memory, by the storage's address."""
+    """Blocks in memory, by the storage's address."""
     events: list[tuple[Allocation, int]] = field(default_factory=list)
     """(block, change of memory in bytes)."""
     pass_begins: list[int] = field(default_factory=list)
     """Number of events before each forward pass."""
 
-    def allocated(self, key: int, block: Allocation) -> None:
-        """Note an allocation."""
+    def allocate(self, key: int, block: Allocation) -> None:
         self.live[key] = block
         self.events.append((block, block.size))
 
-    def freed(self, key: int, block: Allocation) -> None:
-        """Note a release."""
+    def free(self, key: int, block: Allocation) -> None:
         if self.live.get(key) is block:
             del self.live[key]
             self.events.append((block, -block.size))
@@ -83,16 +79,16 @@ class Log:
     def begin_pass(self, backward: str) -> None:
         """Begin a forward pass: what backward passes left until now are gradients that are added up."""
         self.pass_begins.append(len(self.events))
-        self.tag_left(backward, GRADIENTS)
+        self.tag_remaining(backward, GRADIENTS)
 
-    def tag_left(self, phase: str, part: str) -> None:
-        """Name the purpose of what `phase` made and is still there, now that it is over."""
+    def tag_remaining(self, phase: str, part: str) -> None:
+        """Name the purpose of what `phase`, which is over, allocated and did not free."""
         for block in self.live.values():
             if block.part is None and block.phase == phase and not block.is_transported:
                 block.part = part
 
     def end_pass(self) -> None:
-        """End it: what it made and is still there waits for backward."""
+        """End a forward pass: what it allocated and did not free waits for backward."""
         live = {id(block) for block in self.live.values()}
         for block, change in self.events[self.pass_begins[-1] :]:
             if change > 0 and block.phase == "forward" and id(block) in live:
@@ -101,16 +97,16 @@ class Log:
     def peak(self) -> MemoryPeak:
         """Memory when it was fullest."""
         totals = list(accumulate(change for _, change in self.events))
-        at = max(range(len(totals)), key=totals.__getitem__, default=0)
-        held: dict[int, Allocation] = {}
+        at = max(range(len(totals)), key=totals.__getitem__, default=None)
+        if at is None:
+            return MemoryPeak(0, "", {})
+        blocks: dict[int, Allocation] = {}
         for block, change in self.events[: at + 1]:
             if change > 0:
-                held[id(block)] = block
+                blocks[id(block)] = block
             else:
-                held.pop(id(block), None)
+                blocks.pop(id(block), None)
         parts = Counter[str]()
-        for block in held.values():
+        for block in blocks.values():
             parts[block.purpose] += block.size
-        phase = self.events[at][0].phase if self.events else ""
-        whole = totals[at] if totals else 0
-        return MemoryPeak(whole, phase, dict(parts.most_common()))
+        return MemoryPeak(totals[at], self.events[at][0].phase, dict(parts.most_common()))

@@ -21,7 +21,6 @@ from torch.utils.flop_counter import flop_registry
 
 from mlm.models.backbone import Transformer
 from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY, Allocation, Log
-from mlm.plan.meta_device import watching_resizes
 from mlm.plan.trace import Message, Place, Trace, tensors_of
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER, BETWEEN = (
@@ -79,8 +78,8 @@ class Labels:
         self.firsts: list[int] = [-1]
         self.names: list[str] = [OUTSIDE]
 
-    def set(self) -> None:
-        """Note that from here on nodes belong to the innermost module."""
+    def assign_next_nodes(self) -> None:
+        """Note that from here on autograd nodes belong to the innermost module."""
         name, number = self.stack[-1] if self.stack else OUTSIDE, torch.autograd._get_sequence_nr()
         if self.firsts[-1] == number:
             self.names[-1] = name
@@ -88,14 +87,12 @@ class Labels:
             self.firsts.append(number)
             self.names.append(name)
 
-    def now(self) -> str:
+    def current(self) -> str:
         """The label of the operation that runs."""
         if self.stack:
             return self.stack[-1]
         node = torch._C._current_autograd_node()
-        if node is None:
-            return OUTSIDE
-        number = node._sequence_nr()
+        number = FIRST_LEAF if node is None else node._sequence_nr()
         return OUTSIDE if number >= FIRST_LEAF else self.names[bisect_right(self.firsts, number) - 1]
 
 
@@ -106,7 +103,7 @@ class Meter(TorchDispatchMode):
         counts: FLOPs and messages so far.
         log: allocations and releases so far, on devices of type `device_type`.
         trace: work by place, if `is_traced`: that takes as long as all other counts.
-        phase: of what runs outside passes; None tells by itself.
+        axes: name and size of the axis of each process group, by the group's name.
     """
 
     def __init__(self, device_type: str, *, is_traced: bool = False) -> None:
@@ -114,24 +111,24 @@ class Meter(TorchDispatchMode):
         self.device_type, self.is_traced, self.trace = device_type, is_traced, Trace()
         self.counts, self.log, self.labels = StepCounts(), Log(), Labels()
         self.axes: dict[str, tuple[str, int]] = {}
-        self.phase: str | None = None
+        self._given_phase: str | None = None
 
-    def now(self) -> str:
+    def current_phase(self) -> str:
         """The phase of the operation that runs."""
-        if self.phase is not None:
-            return self.phase
+        if self._given_phase is not None:
+            return self._given_phase
         if torch._C._current_graph_task_id() != -1:
             return RECOMPUTED if self.labels.stack else BACKWARD
         return FORWARD if self.labels.stack else BETWEEN
 
     @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
         """Count all inside as of one phase."""
-        before, self.phase = self.phase, phase
+        before, self._given_phase = self._given_phase, name
         try:
             yield
         finally:
-            self.phase = before
+            self._given_phase = before
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -147,28 +144,27 @@ class Meter(TorchDispatchMode):
     ) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):  # importing it would load a compiler
             return NotImplemented  # it comes back as operations on its parts
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
         formula, flops = flop_registry.get(func._overloadpacket), 0
-        place = self.now(), self.labels.now()
+        place = self.current_phase(), self.labels.current()
         if formula is not None:
-            flops = formula(*args, **(kwargs or {}), out_val=out)
+            flops = formula(*args, **kwargs, out_val=out)
             # five products for two in forward: one of them is made again
             again = flops // 5 if func._overloadpacket in FUSED_BACKWARD else 0
             self.counts.flops[place[0]] += flops - again
             self.counts.flops[IN_ATTENTION] += again
         if self.is_traced:
-            self.trace.operator(place, func, args, kwargs or {}, out, flops)
-        if func.namespace == "c10d":
-            self.count_message(place, func.__name__.split(".")[0], args)
+            self.trace.operator(place, func, args, kwargs, out, flops)
+        name = func.__name__.split(".")[0]
+        if func.namespace == "c10d" and name in OPERATIONS:
+            self._count_message(place, OPERATIONS[name], args)
         for tensor in tensors_of([out]):
-            self.see(tensor)
+            self.track_storage(tensor)
         return out
 
-    def count_message(self, place: Place, name: str, args: tuple[Any, ...]) -> None:
-        """Count an operator of torch.distributed, and mark the buffers that it fills."""
-        if name not in OPERATIONS:
-            return
-        operation = OPERATIONS[name]
+    def _count_message(self, place: Place, operation: str, args: tuple[Any, ...]) -> None:
+        """Count an operator of torch.distributed, and mark the buffer that it fills."""
         tensors = list(tensors_of(args[:2]))
         group = next(x for x in args if isinstance(x, torch.ScriptObject))
         axis, ranks = self.axes[dist.ProcessGroup.unbox(group).group_name]
@@ -179,20 +175,19 @@ class Meter(TorchDispatchMode):
         if block is not None:
             block.is_transported = True
 
-    def see(self, tensor: Tensor) -> None:
+    def track_storage(self, tensor: Tensor) -> None:
         """Follow a tensor's storage until it is freed."""
-        if tensor.device.type != self.device_type:
-            return
         storage = tensor.untyped_storage()
-        if storage._cdata not in self.log.live and storage.nbytes():
-            self.follow(storage)
+        if tensor.device.type == self.device_type and storage._cdata not in self.log.live:
+            self._track(storage)
 
-    def follow(self, storage: torch.UntypedStorage) -> None:
+    def _track(self, storage: torch.UntypedStorage) -> None:
         """Note an allocation, and its end when it comes."""
-        key, log = storage._cdata, self.log
-        block = Allocation(storage.nbytes(), self.now(), self.labels.now())
-        log.allocated(key, block)
-        weakref.finalize(storage, log.freed, key, block).atexit = False
+        if storage.nbytes():
+            key, log = storage._cdata, self.log
+            block = Allocation(storage.nbytes(), self.current_phase(), self.labels.current())
+            log.allocate(key, block)
+            weakref.finalize(storage, log.free, key, block).atexit = False
 
     def block_of(self, tensor: Tensor) -> Allocation | None:
         """The block that a tensor lies in; None on other devices."""
@@ -201,20 +196,10 @@ class Meter(TorchDispatchMode):
     def tag(self, tensors: Iterable[Tensor], part: str) -> None:
         """Name the purpose of the blocks of some tensors."""
         for tensor in tensors:
-            self.see(tensor)
+            self.track_storage(tensor)
             block = self.block_of(tensor)
             if block is not None:
                 block.part = part
-
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        """Note a storage that was given another size in place, as sharded weights are."""
-        if storage.device.type != self.device_type:
-            return
-        block = self.log.live.get(storage._cdata)
-        if block is not None and block.size != storage.nbytes():
-            self.log.freed(storage._cdata, block)
-        if storage.nbytes() and storage._cdata not in self.log.live:
-            self.follow(storage)
 
     @contextmanager
     def watching(self, stages: Iterable[nn.Module]) -> Iterator[None]:
@@ -222,16 +207,20 @@ class Meter(TorchDispatchMode):
         labels = self.labels
         labels.of = {module: home_of(name) for stage in stages for name, module in stage.named_modules()}
 
-        def enter(module: nn.Module, args: Any) -> None:
+        def begin_module(module: nn.Module, args: Any) -> None:
             if module not in labels.of:
                 return
             if labels.of[module] == STAGE:
-                self._begin_pass(args)
+                self.log.begin_pass(BACKWARD)
+                self.trace.begin_pass()
+                for x in tensors_of(args):  # what the stage received belongs to the pass
+                    if (block := self.block_of(x)) is not None:
+                        block.is_input = True
                 labels.has_loss = isinstance(module, Transformer) and module.stage.is_last
             labels.stack.append(EMBEDDING if labels.of[module] == STAGE else labels.of[module])
-            labels.set()
+            labels.assign_next_nodes()
 
-        def leave(module: nn.Module, args: Any, out: Any) -> None:
+        def end_module(module: nn.Module, args: Any, out: Any) -> None:
             if module not in labels.of:
                 return
             ended = labels.of[module]
@@ -240,26 +229,43 @@ class Meter(TorchDispatchMode):
                 self.log.end_pass()
             elif labels.stack == [EMBEDDING] and ended != EMBEDDING and labels.has_loss:
                 labels.stack[0] = VOCABULARY  # what the last stage itself computes after its layers
-            labels.set()
+            labels.assign_next_nodes()
 
         hooks = (
-            nn.modules.module.register_module_forward_pre_hook(enter),
-            nn.modules.module.register_module_forward_hook(leave, always_call=True),
+            nn.modules.module.register_module_forward_pre_hook(begin_module),
+            nn.modules.module.register_module_forward_hook(end_module, always_call=True),
         )
         try:
-            with watching_resizes(self._resized), self:
+            with self._watching_resizes(), self:
                 yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _begin_pass(self, args: Any) -> None:
-        """A stage begins a micro-batch: what it received belongs to the pass."""
-        self.log.begin_pass(BACKWARD)
-        self.trace.begin_pass()
-        for x in tensors_of(args):
-            if (block := self.block_of(x)) is not None:
-                block.is_input = True
+    @contextmanager
+    def _watching_resizes(self) -> Iterator[None]:
+        """Note storages that are given another size in place.
+
+        FSDP2 frees and takes memory of gathered weights by `UntypedStorage.resize_`, which is no operator: no
+        dispatch mode or hook sees it.
+        """
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_note(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            result = resize(storage, size)
+            if storage.device.type == self.device_type:
+                block = self.log.live.get(storage._cdata)
+                if block is not None and block.size != storage.nbytes():
+                    self.log.free(storage._cdata, block)
+                if storage._cdata not in self.log.live:
+                    self._track(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_and_note  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
 STAGE = "stage"

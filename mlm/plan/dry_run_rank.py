@@ -26,14 +26,12 @@ from torch.utils.checkpoint import checkpoint
 
 from mlm.data.sampler import MicroBatch, collate
 from mlm.optim.adamw import moments
-from mlm.parallel.config import ParallelConfig
 from mlm.parallel.matmul import prepare_products
 from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.pipeline.actions import SENDS_KEPT
 from mlm.parallel.pipeline.engine import NOTHING
 from mlm.plan.dry_run_memory import CASTS, GRADIENTS, STATE, TABLES, WEIGHTS, Log
 from mlm.plan.dry_run_meter import BACKWARD, OPTIMIZER, Meter, StepCounts
-from mlm.plan.meta_device import sharding_on_meta
 from mlm.runs.config import AttentionKernel, PretrainConfig
 from mlm.runs.corpora import train_dataset
 from mlm.training.observer import Observer, Observers
@@ -73,7 +71,11 @@ def dry_run(
     dp = p.dp or 1
     config = replace(countable(config), parallel=replace(p, dp=dp))
     prepare_products(device)
-    with as_rank(rank, p, dp, device) as ctx:
+    # Groups that answer at once: no other process, no thread, no socket.
+    dist.init_process_group("fake", rank=rank, world_size=p.replica * dp, store=FakeStore())
+    sizes = {"tp": p.tp, "cp": p.cp, "pp": p.pp, "dp": dp, "ep": p.ep, "expert_tp": p.expert_tp}
+    try:
+        ctx = build_mesh(**sizes, device=device, timeout_s=60, host_backend="fake")  # type: ignore[arg-type]
         meter = Meter(device.type)
         axes = (ctx.tp, ctx.cp, ctx.pp, ctx.dp, ctx.replicas, ctx.tied, ctx.world, ctx.experts.ep)
         for axis in (*axes, ctx.experts.replicas):
@@ -86,8 +88,9 @@ def dry_run(
                 stack.enter_context(sharding_on_meta())
             with meter:
                 trainer: Trainer[MicroBatch] = Trainer(config, ctx)
-            found = run_steps(trainer, meter, in_full=in_full)
-        return replace(found, attention=attention.kernel)
+            return replace(run_steps(trainer, meter, in_full=in_full), attention=attention.kernel)
+    finally:
+        dist.destroy_process_group()
 
 
 def countable(run: PretrainConfig) -> PretrainConfig:
@@ -98,28 +101,29 @@ def countable(run: PretrainConfig) -> PretrainConfig:
 
 def run_steps(trainer: Trainer[MicroBatch], meter: Meter, *, in_full: bool) -> DryRun:
     """Count a step of the trainer, and of its micro-batches as many as needed."""
-    config, ctx = trainer.config, trainer.ctx
-    whole = config.train.global_batch_size // (ctx.dp.size * config.train.micro_batch_size)
-    few, enough = (whole, whole) if in_full else numbers_to_run(config, ctx, whole)
+    config, ctx, size = trainer.config, trainer.ctx, trainer.config.train.micro_batch_size
+    total = config.train.global_batch_size // (ctx.dp.size * size)
+    steady, warmup = (total, total) if in_full else numbers_to_run(config, ctx, total)
     tag_state(trainer, meter)
     trainer.observers = Observers([LateWork(meter)])
-    batches = batches_of(config, [config.train.micro_batch_size] * enough)
+    # One micro-batch stands for all: BERT's hold different numbers of masked tokens.
+    batches = batches_of(config, [size]) * warmup
     log, counts = meter.log, StepCounts()
     with meter.watching(trainer.model.chunks):
         meter.counts = counts
         step(trainer, meter, batches)
-        if few < enough:
+        if steady < warmup:
             meter.log, meter.counts = Log(), StepCounts()  # memory is that of the first step
-            step(trainer, meter, batches[:few])
-            counts = extrapolated(meter.counts, few, counts, enough, whole)
+            step(trainer, meter, batches[:steady])
+            counts = extrapolated(meter.counts, steady, counts, warmup, total)
     return DryRun(
         ctx,
         sum(shard.parameter.numel() for shard in trainer.shards),
         [list(chunk.stage.layers) for chunk in trainer.model.chunks],
         counts,
         log,
-        whole,
-        enough,
+        total,
+        warmup,
     )
 
 
@@ -131,36 +135,36 @@ def step(trainer: Trainer[MicroBatch], meter: Meter, batches: Sequence[MicroBatc
     meter.tag([s.parameter.grad for s in trainer.shards if s.parameter.grad is not None], GRADIENTS)
     vote = StopVote(trainer, lambda: 0)
     vote.before_update()
-    with meter.during(OPTIMIZER):
+    with meter.phase(OPTIMIZER):
         trainer.clip_and_update(parts)
     vote.result()
 
 
-def numbers_to_run(config: PretrainConfig, ctx: ParallelContext, whole: int) -> tuple[int, int]:
+def numbers_to_run(config: PretrainConfig, ctx: ParallelContext, total: int) -> tuple[int, int]:
     """Two numbers of micro-batches: from the first on counts are linear, with the second memory is fullest.
 
     Interleaved schedules take rounds of p micro-batches. GPipe holds all of a step's, so it runs them all.
     """
     p, s, pipeline = ctx.pp.size, ctx.pp.rank, config.parallel.pipeline
     if pipeline == "gpipe" and p > 1:
-        return whole, whole
+        return total, total
     if config.parallel.vp > 1:
-        few, enough = p, 3 * p
+        steady, warmup = p, 3 * p
     elif p > 1:
         in_flight = 2 * p if pipeline == "zb_h1" else p - s  # arXiv:2104.04473, section 2.2.1
-        few, enough = 1, in_flight + SENDS_KEPT + 2
+        steady, warmup = 1, in_flight + SENDS_KEPT + 2
     else:
-        few, enough = 1, 3
-    return (whole, whole) if enough >= whole else (few, enough)
+        steady, warmup = 1, 3
+    return (total, total) if warmup >= total else (steady, warmup)
 
 
-def extrapolated(less: StepCounts, few: int, more: StepCounts, enough: int, whole: int) -> StepCounts:
-    """Counts of `whole` micro-batches from those of two smaller numbers. Exact, as each adds the same."""
+def extrapolated(less: StepCounts, steady: int, more: StepCounts, warmup: int, total: int) -> StepCounts:
+    """Counts of `total` micro-batches from those of two smaller numbers. Exact, as each adds the same."""
 
     def extend(before: Counter[Any], after: Counter[Any]) -> Counter[Any]:
-        added = {key: divmod(n - before[key], enough - few) for key, n in after.items()}
+        added = {key: divmod(n - before[key], warmup - steady) for key, n in after.items()}
         assert not any(rest for _, rest in added.values()), "each micro-batch computes and sends the same"
-        return Counter({key: n + added[key][0] * (whole - enough) for key, n in after.items()})
+        return Counter({key: n + added[key][0] * (total - warmup) for key, n in after.items()})
 
     return StepCounts(extend(less.flops, more.flops), extend(less.messages, more.messages))
 
@@ -194,35 +198,48 @@ class LateWork(Observer):
         self.meter = meter
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context around what is late."""
         return self._counted() if name in ("weight", "reduce") else NOTHING
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        with self.meter.during(BACKWARD):
+        with self.meter.phase(BACKWARD):
             yield
-        self.meter.log.tag_left(BACKWARD, GRADIENTS)
+        self.meter.log.tag_remaining(BACKWARD, GRADIENTS)
+
+
+class _NoStreams:
+    """A device's module whose streams and events are itself, and do nothing."""
+
+    def current_device(self) -> int:
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: self
+
+    def __enter__(self) -> "_NoStreams":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 @contextlib.contextmanager
-def as_rank(rank: int, parallel: ParallelConfig, dp: int, device: torch.device) -> Iterator[ParallelContext]:
-    """One rank of a layout, with groups that answer at once: no other process, no thread, no socket."""
-    p = parallel
-    dist.init_process_group("fake", rank=rank, world_size=p.replica * dp, store=FakeStore())
+def sharding_on_meta() -> Iterator[None]:
+    """Let FSDP2 run on the meta device.
+
+    It asks `torch.meta` for streams and events, which PyTorch would register for good, and rejects parameters
+    without numbers: a checkpoint could have been forgotten. No option lets it.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    validate = FSDPParamGroup._validate_no_meta_params
+    torch.meta = _NoStreams()  # type: ignore[attr-defined]
+    FSDPParamGroup._validate_no_meta_params = lambda group: None  # type: ignore[method-assign]
     try:
-        yield build_mesh(
-            tp=p.tp,
-            cp=p.cp,
-            pp=p.pp,
-            dp=dp,
-            ep=p.ep,
-            expert_tp=p.expert_tp,
-            device=device,
-            timeout_s=60,
-            host_backend="fake",
-        )
+        yield
     finally:
-        dist.destroy_process_group()
+        FSDPParamGroup._validate_no_meta_params = validate  # type: ignore[method-assign]
+        del torch.meta  # type: ignore[attr-defined]
 
 
 class MetaAttention(TorchFunctionMode):

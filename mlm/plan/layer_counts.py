@@ -14,7 +14,6 @@ from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
-from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import HashStore, ProcessGroup
 
@@ -27,7 +26,6 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.expert.router import Router
 from mlm.parallel.matmul import prepare_products
 from mlm.parallel.mesh import CPU, Axis, ExpertAxes, ParallelContext, folds_tp
-from mlm.parallel.sharding import ParameterShard
 from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY, Log
 from mlm.plan.dry_run_meter import BACKWARD, HEAD, OPTIMIZER, OUTSIDE, RECOMPUTED, Meter
 from mlm.plan.dry_run_rank import META, MetaAttention, batches_of, countable, tag_state
@@ -37,8 +35,6 @@ from mlm.runs.config import PretrainConfig
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 
-LONGEST = 160
-"""Characters of another's error in one of ours."""
 HOMES = {HEAD: VOCABULARY}
 """Homes of labels that are none: the last norm is a part of the head."""
 SIZES = (1, 1, 2)
@@ -46,7 +42,7 @@ SIZES = (1, 1, 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ShardSize:
     """A parameter as one rank of its split holds it, before ZeRO shards it."""
 
     rows: int
@@ -64,7 +60,7 @@ class Held:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.rows * self.columns
 
     def share(self, rank: int, ranks: int) -> int:
@@ -79,18 +75,18 @@ class PassCounts:
 
     work: dict[tuple[str, str], Work]
     """By phase and home."""
-    kept: dict[str, int]
+    saved_bytes: dict[str, int]
     """Bytes that wait from forward to backward, by home."""
-    working: dict[str, int]
-    """Most bytes on top of those, and of what is still kept by the homes before, while a home runs backward;
-    of the head also while it computes the loss."""
+    peak_workspace_bytes: dict[str, int]
+    """Most bytes on top of those of this home and the homes before, while a home runs backward; of the head
+    also while it computes the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Micro-batches of a split."""
 
-    alone: PassCounts
+    first: PassCounts
     """One sample, before there are gradients."""
     passes: tuple[PassCounts, PassCounts]
     """One sample and two, when gradients exist."""
@@ -112,39 +108,55 @@ class LayerCounts:
         self.run, self.device = countable(run), device
         self.element = {"fp32": 4, "tf32": 4, "fp64": 8}.get(run.precision.dtype, 2)
         """Bytes of an activation's element."""
-        self._state, self._counts = cache(self._held), cache(self._count)
+        self._state, self._counts = cache(self._shard_sizes), cache(self._count)
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """Of each layer the first that is like it: of parameters of the same names and shapes."""
-        model, firsts = self.run.model, dict[object, int]()
+        model, firsts, kinds = self.run.model, dict[object, int](), list[int]()
         built = num_distinct_layers(model)
         with without_numbers(self.run), META:
             module = family_of(model.kind).model(model, stage=PipelineStage(range(built), False, False))
-        kinds = [firsts.setdefault(signature(layer), int(n)) for n, layer in module.layers.items()]
+        for n, layer in module.layers.items():
+            shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
+            kinds.append(firsts.setdefault((shapes, tuple(map(type, layer.modules()))), int(n)))
         return (*kinds, *[kinds[-1]] * (model.num_layers - built))
 
-    def state(self, split: ParallelConfig, home: str) -> list[Held]:
+    def state(self, split: ParallelConfig, home: str) -> list[ShardSize]:
         """The parameters of a home: FIRST, LAST, BOTH or the number of a kind of layer."""
         return self._state(split_of_state(split), home if home in (FIRST, LAST) else BOTH)[home]
 
-    def _held(self, split: ParallelConfig, ends: str) -> dict[str, list[Held]]:
+    def _shard_sizes(self, split: ParallelConfig, ends: str) -> dict[str, list[ShardSize]]:
         """Those of an end, and of the layers that a stage with both has."""
         numbers = sorted(set(self.kinds)) if ends == BOTH else [0]  # adapters alone make an optimizer
         stage = PipelineStage(numbers, ends != LAST, ends != FIRST)  # type: ignore[arg-type]
-        found = defaultdict[str, list[Held]](list)
+        sizes = defaultdict[str, list[ShardSize]](list)
         with self._trainer(split, stage) as (trainer, _):
             copied = {getattr(module, name) for module, name, _ in trainer.model.casts.reads}
-            size = trainer.model.dtype.itemsize
             for shard in trainer.shards:
-                layer = parameter_home(shard.name)
-                cast = size if shard.parameter in copied else 0
-                found[str(layer) if isinstance(layer, int) else ends].append(held(shard, trainer, cast))
-        return found
+                p, layer = shard.parameter, parameter_home(shard.name)
+                state, rows = trainer.optimizer.state.get(p, {}), p.shape[0] if p.dim() else 1
+                is_adapter = bool(self.run.lora.rank) and p.requires_grad
+                size = ShardSize(
+                    rows=rows,
+                    columns=p.numel() // max(rows, 1),
+                    weight_bytes=p.element_size(),
+                    state_bytes=sum(
+                        state[name].element_size()
+                        for name in moments(trainer.optimizer, shard)
+                        if name in state
+                    ),
+                    cast_bytes=trainer.model.dtype.itemsize if p in copied else 0,
+                    is_trained=p.requires_grad,
+                    is_whole=isinstance(shard.module, Router) or is_adapter,
+                    is_expert=shard.experts is not None,
+                )
+                sizes[str(layer) if isinstance(layer, int) else ends].append(size)
+        return sizes
 
     def elements(self, split: ParallelConfig, home: str) -> int:
         """Elements of a home's parameters."""
-        return sum(each.size for each in self.state(split, home))
+        return sum(shard.size for shard in self.state(split, home))
 
     def tied(self, split: ParallelConfig) -> int:
         """Elements of the table that both ends of a pipeline hold."""
@@ -196,7 +208,7 @@ def without_numbers(run: PretrainConfig) -> Iterator[None]:
         why = f"{type(cause).__name__}: {cause}".splitlines()[0]
         raise UserError(
             f"{' '.join(own)}: cannot be planned, as it does not run on tensors without numbers "
-            f"({why[:LONGEST]}); let no shape or branch depend on values (item(), nonzero(), if), or train "
+            f"({why[:160]}); let no shape or branch depend on values (item(), nonzero(), if), or train "
             "without a plan"
         ) from error
 
@@ -217,31 +229,6 @@ def counts_of(run: PretrainConfig, device: str) -> LayerCounts:
         run.fuse_accumulation,
     )
     return KNOWN.setdefault((repr(parts), device), LayerCounts(run, device))
-
-
-def signature(layer: nn.Module) -> object:
-    """Parameters of a layer, by name and shape, and the classes of its modules."""
-    shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
-    return shapes, tuple(map(type, layer.modules()))
-
-
-def held(shard: ParameterShard, trainer: Trainer[MicroBatch], cast_bytes: int) -> Held:
-    """A parameter of a rank with its optimizer's state."""
-    p = shard.parameter
-    state = trainer.optimizer.state.get(p, {})
-    sizes = [state[name].element_size() for name in moments(trainer.optimizer, shard) if name in state]
-    rows = p.shape[0] if p.dim() else 1
-    is_whole = isinstance(shard.module, Router) or (bool(trainer.config.lora.rank) and p.requires_grad)
-    return Held(
-        rows,
-        p.numel() // max(rows, 1),
-        p.element_size(),
-        sum(sizes),
-        cast_bytes,
-        p.requires_grad,
-        is_whole,
-        shard.experts is not None,
-    )
 
 
 def split_context(split: ParallelConfig, meter: Meter) -> ParallelContext:
@@ -275,18 +262,18 @@ def count_passes(trainer: Trainer[MicroBatch], meter: Meter, sizes: tuple[int, .
         parts = trainer.forward_backward(batches)
         begins = [*log.pass_begins, len(log.events)]
         trace.begin_pass()
-        with meter.during(OPTIMIZER):
+        with meter.phase(OPTIMIZER):
             trainer.reduce_gradients()
             trainer.clip_and_update(parts)
     casts, *works, update = trace.passes[before - 1 :]
     homes = [EMBEDDING, *trainer.model.chunks[0].layers, VOCABULARY]
-    found = [
+    passes = [
         PassCounts(by_home(work), *memory_of(log, begin, end, homes))
         for work, (begin, end) in zip(works, pairwise(begins), strict=True)
     ]
     return Counts(
-        alone=found[0],
-        passes=(found[1], found[-1]),
+        first=passes[0],
+        passes=(passes[1], passes[-1]),
         trained=sum(shard.parameter.numel() for shard in trainer.shards if shard.is_trained),
         per_step=joined([*casts.values(), *update.values()]),
         accumulation=works[1][BACKWARD, OUTSIDE],
@@ -295,26 +282,25 @@ def count_passes(trainer: Trainer[MicroBatch], meter: Meter, sizes: tuple[int, .
 
 def by_home(work: dict[Place, Work]) -> dict[Place, Work]:
     """Work of the modules by phase and home, what is recomputed in backward as a part of it."""
-    found = dict[Place, Work]()
+    parts = defaultdict[Place, list[Work]](list)
     for (phase, label), its in work.items():
         if label != OUTSIDE:
-            place = (BACKWARD if phase == RECOMPUTED else phase, HOMES.get(label, label))
-            found[place] = joined([found[place], its]) if place in found else its
-    return found
+            parts[BACKWARD if phase == RECOMPUTED else phase, HOMES.get(label, label)].append(its)
+    return {place: joined(works) for place, works in parts.items()}
 
 
 def memory_of(log: Log, begin: int, end: int, homes: list[str]) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes that are kept by home, and those that work on top of them, of the pass of these events."""
-    kept = dict.fromkeys(homes, 0)
+    """Saved and workspace bytes by home, of the pass of these events: as in `PassCounts`."""
+    saved = dict.fromkeys(homes, 0)
     for block, change in log.events[begin:end]:
         if change > 0 and block.is_kept and block.part is None:
-            kept[HOMES.get(block.label, block.label)] += block.size
-    until = dict(zip(homes, accumulate(kept.values()), strict=True))  # of the homes up to each
-    working, live, home = dict.fromkeys(homes, 0), 0, homes[0]
+            saved[HOMES.get(block.label, block.label)] += block.size
+    until = dict(zip(homes, accumulate(saved.values()), strict=True))  # of the homes up to each
+    workspace, live, home = dict.fromkeys(homes, 0), 0, homes[0]
     for block, change in log.events[begin:end]:
         live += change
         label = HOMES.get(block.label, block.label)
-        home = label if label in kept and change > 0 else home
+        home = label if label in saved and change > 0 else home
         if change > 0 and (block.phase in (BACKWARD, RECOMPUTED) or home == homes[-1]):
-            working[home] = max(working[home], live - until[home])
-    return kept, working
+            workspace[home] = max(workspace[home], live - until[home])
+    return saved, workspace

@@ -1,7 +1,7 @@
 """Commands that print forecasts: layouts that fit, parts of a step in two, memory of the ranks of one."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -29,7 +29,7 @@ from mlm.plan.report import (
     wide_screen,
     write_rows,
 )
-from mlm.plan.search import LayoutForecast, Models, SearchResult, search, search_cheapest, search_leanest
+from mlm.plan.search import LayoutForecast, Models, SearchResult, search, search_cheapest
 from mlm.runs.config import PretrainConfig
 from mlm.tracking.panel import format_count
 from mlm.util.errors import UserError, format_settings
@@ -53,7 +53,7 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
     if config.goal == "cost":
         result = search_cheapest(query, config.show, share)
     else:
-        result = (search_leanest if config.goal == "memory" else search)(query, config.show)
+        result = search(query, config.show, is_lean=config.goal == "memory")
     if not result.best:
         assert result.nearest is not None
         layout, lacks = result.nearest
@@ -65,7 +65,14 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
         as_row(query, each, config.tokens, config.price_per_gpu_hour, share(each.layout.gpus))
         for each in result.best
     ]
-    screen.print(title(config, query))
+    model = f"{format_count(count_parameters(config.model))} parameters"
+    if architecture_of(config.model).experts:
+        model += f", {format_count(count_active_parameters(config.model))} of a token"
+    screen.print(
+        f"{config.name} ({model}) on {query.gpus} GPUs of {query.hardware.name}, "
+        f"{gib(query.memory_bytes)} each · {query.run.precision.dtype} · "
+        f"{config.train.global_batch_size} x {config.data.seq_length} tokens a step"
+    )
     show_layouts(rows, screen)
     best = result.best[0]
     screen.print(footnote(result, config.goal))
@@ -73,25 +80,14 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
         failure, interval = map(format_seconds, (progress.failure_s, progress.interval_s))
         line = f"goodput {progress.share:.1%}: a failure every {failure}, a checkpoint every {interval}"
         screen.print(f"{line}; days and price include it")
-    for line in notes(query, best):
+    _, assumed = time_error(query.hardware, query.run.model, best.layout.gpus, best.step.unmeasured)
+    notes = [*time_caution(assumed), *node_cautions(query.hardware, best.layout)]
+    for line in notes:
         screen.print(line)
     screen.print(f"\n{command_line(config, best.layout)}")
-    found = {"memory_bytes_per_gpu": query.memory_bytes, "valid_layouts": result.candidates}
-    write_rows(config, "layouts", {**found, "notes": notes(query, best), "layouts": rows}, screen)
+    facts = {"memory_bytes_per_gpu": query.memory_bytes, "valid_layouts": result.candidates}
+    write_rows(config, "layouts", {**facts, "notes": notes, "layouts": rows}, screen)
     return result
-
-
-def title(config: PlanLayoutsConfig, query: Query) -> str:
-    """The heading: model, GPUs, batch."""
-    size = count_parameters(config.model)
-    active = count_active_parameters(config.model)
-    of = f"{format_count(size)} parameters"
-    of += f", {format_count(active)} of a token" if architecture_of(config.model).experts else ""
-    return (
-        f"{config.name} ({of}) on {query.gpus} GPUs of {query.hardware.name}, "
-        f"{gib(query.memory_bytes)} each · {query.run.precision.dtype} · "
-        f"{config.train.global_batch_size} x {config.data.seq_length} tokens a step"
-    )
 
 
 def show_layouts(rows: Sequence[Row], screen: Console) -> None:
@@ -141,12 +137,6 @@ def footnote(result: SearchResult, goal: str) -> str:
     return f"{line}. `mlm plan compare` and `memory` show the parts of a layout."
 
 
-def notes(query: Query, best: LayoutForecast) -> list[str]:
-    """Lines on how far the best layout's numbers can be trusted."""
-    _, assumed = time_error(query.hardware, query.run.model, best.layout.gpus, best.step.unmeasured)
-    return [*time_caution(assumed), *node_cautions(query.hardware, best.layout)]
-
-
 def compare(config: PlanCompareConfig) -> tuple[LayoutForecast, LayoutForecast]:
     """Print both layouts and their difference, write `out` where it is given, and return the forecasts.
 
@@ -164,10 +154,10 @@ def compare(config: PlanCompareConfig) -> tuple[LayoutForecast, LayoutForecast]:
     screen.print(f"{config.name} on {config.hardware.name} · {config.precision.dtype} · {tokens}")
     cells = list[tuple[str, str, str, str]]()
     for name in (*TIME_PARTS, "step"):
-        mine, other = (each.step.parts.get(name, each.step.total) for each in (a, b))
-        if mine or other:  # a part that takes time in either step
-            more = f"{(other - mine) * 1e3:+,.4g} ms"
-            cells.append((name, format_seconds(mine), format_seconds(other), more))
+        of_a, of_b = (forecast.step.parts.get(name, forecast.step.total) for forecast in forecasts)
+        if of_a or of_b:  # a part that takes time in either step
+            more = f"{(of_b - of_a) * 1e3:+,.4g} ms"
+            cells.append((name, format_seconds(of_a), format_seconds(of_b), more))
     show_table(screen, "", ("", "A#", "B#", "B - A#"), cells)
     reasons = dict[str, None]()
     for name, query, each in zip("AB", queries, forecasts, strict=True):
@@ -204,20 +194,17 @@ def memory(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:
     batch = f"{layout.micro_batches} micro-batches of {layout.micro_batch} x {seq} tokens"
     where = f"{layout.label} on {layout.gpus} GPUs of {hardware.name}"
     screen.print(f"{config.name} · {where} · {config.precision.dtype} · {batch}")
-    show_table(screen, "", ("", *(f"rank {rank}#" for rank in peaks)), memory_lines(rows))
+    lines = list[tuple[str, ...]]()
+    for key in list(rows[0])[1:]:
+        name, values = key.removesuffix("_bytes").replace("_", " "), [row[key] for row in rows]
+        if not key.endswith("_bytes"):
+            lines.append((name, *(x if isinstance(x, str) else format_count(x) for x in values)))
+        elif max(values) >= 0.005 * GIB:  # parts that no rank has are left out
+            lines.append((f"{name}, GiB", *(f"{x / GIB:.2f}" for x in values)))
+    show_table(screen, "", ("", *(f"rank {rank}#" for rank in peaks)), lines)
     rank, fullest = max(peaks.items(), key=lambda each: each[1].total)
     screen.print(f"rank {rank} {fit(fullest.total, capacity)}")
     for line in node_cautions(hardware, layout):
         screen.print(line)
     write_rows(config, "memory", {"memory_bytes_per_gpu": capacity, "ranks": rows}, screen)
     return peaks
-
-
-def memory_lines(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    """Lines of the table, but for parts of memory that no rank has."""
-    for key in list(rows[0])[1:]:
-        name, values = key.removesuffix("_bytes").replace("_", " "), [row[key] for row in rows]
-        if name == key.replace("_", " "):
-            yield name, *(each if isinstance(each, str) else format_count(each) for each in values)
-        elif max(values) >= 0.005 * GIB:
-            yield f"{name}, GiB", *(f"{each / GIB:.2f}" for each in values)

@@ -18,7 +18,7 @@ from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY
 from mlm.plan.layout import BOTH, FIRST, LAST, PlannedLayout, split_of_state
 
 if TYPE_CHECKING:  # pages of runs read this module and need no torch
-    from mlm.plan.layer_counts import Counts, Held, LayerCounts
+    from mlm.plan.layer_counts import LayerCounts
 
 PARTS = (
     "weights",
@@ -56,7 +56,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """Bytes of the parameters of one device, and of what belongs to them."""
+    """Parameters of one device and what belongs to them: bytes, but for those that count elements."""
 
     parameters: int
     """Elements, of sharded ones this rank's rows."""
@@ -64,7 +64,7 @@ class StageState:
     optimizer: int
     gradients: int
     """Of this rank's rows."""
-    whole_gradients: int
+    full_gradients: int
     """Before sharding."""
     cast: int
     """Copies of the unsharded weights in the dtype of compute."""
@@ -127,29 +127,29 @@ class MemoryModel:
         self, split: ParallelConfig, pp: int, vp: int, ranks: int, stage_rank: int, rank: int
     ) -> StageState:
         homes = homes_of(self.counts.kinds, pp, vp, stage_rank)
-        found = [(each, n) for home, n in homes.items() for each in self.counts.state(split, home)]
         folds = split.tp if split.expert_tp == 1 else 1  # ranks of tp that hold whole experts
-
-        def share(each: "Held") -> int:
-            """Elements that a rank of the replicas which shard it holds."""
-            if each.is_whole or ranks == 1:
-                return each.size
-            if each.is_expert:
-                return each.share(rank * folds // split.ep, ranks * folds // split.ep)
-            return each.share(rank, ranks)
-
-        own = [(each, n * share(each)) for each, n in found]
+        parameters = weights = optimizer = gradients = full_gradients = cast = gathered = 0
+        for home, n in homes.items():
+            for shard in self.counts.state(split, home):
+                if shard.is_whole or ranks == 1:
+                    size = n * shard.size
+                elif shard.is_expert:
+                    size = n * shard.share(rank * folds // split.ep, ranks * folds // split.ep)
+                else:
+                    size = n * shard.share(rank, ranks)
+                parameters += size
+                weights += shard.weight_bytes * size
+                optimizer += shard.state_bytes * size
+                cast += shard.cast_bytes * shard.size * n
+                gathered += shard.size * n * (not shard.is_whole)
+                if shard.is_trained:
+                    gradients += shard.weight_bytes * size
+                    full_gradients += shard.weight_bytes * shard.size * n
         sizes = {home: self.counts.elements(split, home) for home in homes}
+        layer = max((size for home, size in sizes.items() if home.isdigit()), default=0)
+        ends = sum(size for home, size in sizes.items() if not home.isdigit())
         return StageState(
-            parameters=sum(size for _, size in own),
-            weights=sum(each.weight_bytes * size for each, size in own),
-            optimizer=sum(each.state_bytes * size for each, size in own),
-            gradients=sum(each.weight_bytes * size for each, size in own if each.is_trained),
-            whole_gradients=sum(each.weight_bytes * each.size * n for each, n in found if each.is_trained),
-            cast=sum(each.cast_bytes * each.size * n for each, n in found),
-            gathered=sum(each.size * n for each, n in found if not each.is_whole),
-            layer=max((size for home, size in sizes.items() if home.isdigit()), default=0),
-            ends=sum(size for home, size in sizes.items() if not home.isdigit()),
+            parameters, weights, optimizer, gradients, full_gradients, cast, gathered, layer, ends
         )
 
     # -- what comes and goes
@@ -159,17 +159,29 @@ class MemoryModel:
     ) -> dict[str, float]:
         """Bytes by part when most micro-batches are in flight."""
         unit = max(state.layer, state.ends) * (self.element + self.master) if layout.zero else 0
-        kept, working = self._activations(layout, stage_rank)
+        saved, workspace = self._activations(layout, stage_rank)
         gradients = self._gradients_before(layout, state)
-        has_head = with_head and stage_rank == layout.pp - 1
+        if layout.zero == 0:
+            cast = state.cast  # once a step
+        else:
+            units = state.gathered if layout.zero == 2 else min(state.gathered, state.ends + 2 * state.layer)
+            cast = self.element * units
+        head = communication = 0.0
+        if with_head and stage_rank == layout.pp - 1:
+            head = self._head(layout, workspace + unit, is_first=not gradients)
+        if layout.pp > 1:  # boundary tensors under way
+            ranks = layout.cp * (layout.tp if layout.sequence_parallel else 1)
+            tokens = self.run.data.seq_length * layout.micro_batch / ranks
+            boundary = self.element * tokens * self.run.model.hidden_size
+            communication = boundary * (min(SENDS_KEPT, layout.micro_batches) + 2)
         return {
             "weights": state.weights,
             "optimizer": state.optimizer,
             "gradients": gradients,
-            "cast weights": self._gathered(layout, state),
-            "activations": kept + working,
-            "vocabulary": self._head(layout, working + unit, alone=not gradients) if has_head else 0.0,
-            "communication": self._communication(layout) + unit,
+            "cast weights": cast,
+            "activations": saved + workspace,
+            "vocabulary": head,
+            "communication": communication + unit,
         }
 
     def optimizer_steps(self, layout: PlannedLayout, stage_rank: int, state: StageState) -> dict[str, float]:
@@ -188,58 +200,43 @@ class MemoryModel:
         """Bytes of gradients that exist when the backward pass with most activations begins."""
         alone = layout.micro_batches == 1
         if layout.zero == 0:
-            return 0 if alone and layout.dp * layout.cp == 1 else state.whole_gradients  # or flat buffers
+            return 0 if alone and layout.dp * layout.cp == 1 else state.full_gradients  # or flat buffers
         if alone:
             return 0
-        return state.gradients if layout.zero_reduce == "every" else state.whole_gradients
-
-    def _gathered(self, layout: PlannedLayout, state: StageState) -> float:
-        """Weights in the dtype of activations: cast once a step, or gathered from data-parallel ranks."""
-        if layout.zero == 0:
-            return state.cast
-        if layout.zero == 2:
-            return self.element * state.gathered
-        return self.element * min(state.gathered, state.ends + 2 * state.layer)
+        return state.gradients if layout.zero_reduce == "every" else state.full_gradients
 
     def _activations(self, layout: PlannedLayout, stage_rank: int) -> tuple[float, float]:
         """Bytes of layers and embedding in flight, and of the layer that runs backward."""
-        counts, micro = self.counts.counts(layout.split), layout.micro_batch
-        pairs = in_flight(layout, stage_rank) / layout.vp
-        kept = working = 0.0
-        for home, n in homes_of(self.counts.kinds, layout.pp, layout.vp, stage_rank).items():
-            if home.isdigit():
-                kept += pairs * n * at(counts, "kept", home, micro)
-                working = max(working, at(counts, "working", home, micro))
-        if stage_rank == 0:
-            kept += pairs * at(counts, "kept", EMBEDDING, micro)
-        return kept, working
+        one, two = self.counts.counts(layout.split).passes
+        pairs, more = in_flight(layout, stage_rank) / layout.vp, layout.micro_batch - 1
+        homes = homes_of(self.counts.kinds, layout.pp, layout.vp, stage_rank)
+        layers = {home: n for home, n in homes.items() if home.isdigit()}
+        saved = workspace = 0.0
+        for home, n in (layers | ({EMBEDDING: 1} if stage_rank == 0 else {})).items():
+            of_one, of_two = one.saved_bytes[home], two.saved_bytes[home]
+            saved += pairs * n * (of_one + more * (of_two - of_one))
+            if home in layers:
+                of_one, of_two = one.peak_workspace_bytes[home], two.peak_workspace_bytes[home]
+                workspace = max(workspace, of_one + more * (of_two - of_one))
+        return saved, workspace
 
-    def _head(self, layout: PlannedLayout, later: float, *, alone: bool) -> float:
+    def _head(self, layout: PlannedLayout, later: float, *, is_first: bool) -> float:
         """Bytes of the head in flight, but for those that are gone when backward needs `later`.
 
-        `alone` if there are no gradients yet.
+        `is_first` if there are no gradients yet.
         """
         counts = self.counts.ends(replace(layout.split, recompute="none"), layout.micro_batch)
         first, usual = (
-            each.working[VOCABULARY] + each.kept[VOCABULARY] for each in (counts.alone, counts.passes[0])
+            each.peak_workspace_bytes[VOCABULARY] + each.saved_bytes[VOCABULARY]
+            for each in (counts.first, counts.passes[0])
         )
         waits = layout.micro_batches - 1 if layout.pipeline == "gpipe" else 0  # besides the newest
-        waiting = waits * counts.passes[0].kept[VOCABULARY]
+        waiting = waits * counts.passes[0].saved_bytes[VOCABULARY]
         if waits and layout.zero == 0 and layout.dp * layout.cp > 1:
             # losses add to the head's gradient, which joins the flat buffer in the first backward pass
             last = self.counts.state(layout.split, LAST)
-            waiting += sum(each.weight_bytes * each.size for each in last if each.is_trained)
-        return waiting + max(usual - later, 0.0) + (max(first - usual, 0.0) if alone else 0.0)
-
-    def _communication(self, layout: PlannedLayout) -> float:
-        """Boundary tensors of the pipeline under way."""
-        if layout.pp == 1:
-            return 0.0
-        ranks = layout.cp * (layout.tp if layout.sequence_parallel else 1)
-        tokens = self.run.data.seq_length * layout.micro_batch / ranks
-        return (
-            self.element * tokens * self.run.model.hidden_size * (min(SENDS_KEPT, layout.micro_batches) + 2)
-        )
+            waiting += sum(shard.weight_bytes * shard.size for shard in last if shard.is_trained)
+        return waiting + max(usual - later, 0.0) + (max(first - usual, 0.0) if is_first else 0.0)
 
 
 @cache
@@ -252,12 +249,6 @@ def homes_of(kinds: tuple[int, ...], pp: int, vp: int, stage_rank: int) -> Count
     elif stage_rank in (0, pp - 1):
         homes[FIRST if stage_rank == 0 else LAST] = 1
     return homes
-
-
-def at(counts: "Counts", name: str, home: str, micro_batch: int) -> float:
-    """Bytes of a micro-batch, by those of one sample and of two."""
-    one, two = (getattr(each, name)[home] for each in counts.passes)
-    return one + (micro_batch - 1) * (two - one)
 
 
 def in_flight(layout: PlannedLayout, stage_rank: int) -> int:

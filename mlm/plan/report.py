@@ -158,9 +158,9 @@ def wide_screen() -> Console:
 
 def show_table(screen: Console, title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
     """Print a table if it has rows, whole numbers with commas."""
-    made, rows = table(title, *columns), list(rows)
-    made.padding = 0
+    grid, rows = table(title, *columns), list(rows)
+    grid.padding = 0
     for row in rows:
-        add_row(made, *(f"{cell:,}" if type(cell) is int else cell for cell in row))
+        add_row(grid, *(f"{cell:,}" if type(cell) is int else cell for cell in row))
     if rows:
-        screen.print(made)
+        screen.print(grid)

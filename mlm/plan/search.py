@@ -4,10 +4,9 @@ What cannot be among them, by a time and a memory that it cannot be below (`Cost
 `MemoryModel.bound`), is neither simulated nor counted: the result is that of trying all.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from heapq import heapify, heappop, heappush
 
 from mlm.plan.candidates import Query, layouts
 from mlm.plan.cost import CostModel, StepTime
@@ -53,67 +52,51 @@ class Models:
         return CostModel(self.counts, self.query.hardware, self.query.gpus)
 
     def forecast(self, layout: PlannedLayout) -> LayoutForecast:
-        """A layout with its step and its memory."""
         return LayoutForecast(layout, self.cost.step(layout), self.memory.worst(layout))
 
-    def leanest_first(
-        self, layouts: Sequence[PlannedLayout], is_wanted: Callable[[PlannedLayout], bool] = lambda _: True
-    ) -> Iterator[tuple[PlannedLayout, float]]:
-        """Wanted layouts with their bytes, counted when none that is left has a lower bound."""
-        heap = [(self.memory.bound(layout), True, n) for n, layout in enumerate(layouts)]
-        heapify(heap)
-        while heap:
-            size, is_bound, n = heappop(heap)
-            if not is_wanted(layouts[n]):
-                continue
-            if is_bound:
-                heappush(heap, (self.memory.worst(layouts[n]).total, False, n))
-            else:
-                yield layouts[n], size
 
+def search(query: Query, most: int = 10, *, is_lean: bool = False) -> SearchResult:
+    """The fastest layouts that fit, the fastest first.
 
-def search(query: Query, most: int = 10) -> SearchResult:
-    """The fastest layouts that fit, the fastest first."""
-    models, capacity = Models(query), query.memory_bytes
-    valid, memory = list(layouts(query)), models.memory
-    best, too_large = list[LayoutForecast](), list[PlannedLayout]()
-    for bound, n in sorted((models.cost.bound(layout), n) for n, layout in enumerate(valid)):
-        if len(best) >= most and bound > best[most - 1].step.total:
+    With `is_lean` those that no other beats in both memory and time, from the leanest to the fastest; of more
+    than `most` both ends, and others evenly between them.
+    """
+    models, capacity, valid = Models(query), query.memory_bytes, list(layouts(query))
+    time_bound, memory_bound = models.cost.bound, models.memory.bound
+    best, too_large = list[LayoutForecast](), list[tuple[float, int, float]]()
+    for bound, n in sorted((time_bound(layout), n) for n, layout in enumerate(valid)):
+        if not is_lean and len(best) >= most and bound > best[most - 1].step.total:
             break
-        layout = valid[n]
-        if memory.bound(layout) > capacity or memory.worst(layout).total > capacity:
-            too_large.append(layout)
+        layout, least = valid[n], memory_bound(valid[n])
+        if is_lean and any(x.step.total <= bound and x.memory.total <= least for x in best):
             continue
-        best.append(models.forecast(layout))
-        best.sort(key=lambda forecast: (forecast.step.total, forecast.memory.total))
-    nearest = next(((layout, n - capacity) for layout, n in models.leanest_first(too_large)), None)
+        if least > capacity or models.memory.worst(layout).total > capacity:
+            too_large.append((least, n, bound))
+            continue
+        found = models.forecast(layout)
+        if is_lean:
+            best = [x for x in best if not _beats(found, x)]
+            best += [] if any(_beats(x, found) for x in best) else [found]
+        else:
+            best = sorted([*best, found], key=lambda x: (x.step.total, x.memory.total))
+    if is_lean:
+        best.sort(key=lambda x: x.memory.total)
+        # what is slower than all that fit is no loss
+        too_large = [each for each in too_large if not best or each[2] < best[-1].step.total]
+        few = min(most, len(best))
+        best = [best[n * (len(best) - 1) // max(few - 1, 1)] for n in range(few)]
+    nearest: tuple[PlannedLayout, float] | None = None
+    for least, n, _ in sorted(too_large):
+        if nearest is not None and least - capacity >= nearest[1]:
+            break
+        lacks = models.memory.worst(valid[n]).total - capacity
+        nearest = nearest if nearest is not None and nearest[1] <= lacks else (valid[n], lacks)
     return SearchResult(best[:most], len(valid), nearest)
 
 
-def search_leanest(query: Query, most: int = 10) -> SearchResult:
-    """The layouts that no other beats in both memory and time, from the leanest to the fastest.
-
-    Of more than `most` both ends, and others evenly between them.
-    """
-    models, valid, nearest = Models(query), list(layouts(query)), None
-    best: list[LayoutForecast] = []
-
-    def may_be_faster(layout: PlannedLayout) -> bool:
-        return not best or models.cost.bound(layout) < best[-1].step.total
-
-    for layout, size in models.leanest_first(valid, may_be_faster):
-        if size > query.memory_bytes:
-            nearest = layout, size - query.memory_bytes
-            break
-        found = models.forecast(layout)
-        if best and found.step.total >= best[-1].step.total:
-            continue
-        if best and size == best[-1].memory.total:
-            best.pop()
-        best.append(found)
-    few = min(most, len(best))
-    shown = [best[n * (len(best) - 1) // max(few - 1, 1)] for n in range(few)]
-    return SearchResult(shown, len(valid), nearest)
+def _beats(a: LayoutForecast, b: LayoutForecast) -> bool:
+    """True if a layout is at least as good as another in memory and time."""
+    return a.memory.total <= b.memory.total and a.step.total <= b.step.total
 
 
 def search_cheapest(query: Query, most: int, share: Callable[[int], float]) -> SearchResult:
@@ -122,15 +105,14 @@ def search_cheapest(query: Query, most: int, share: Callable[[int], float]) -> S
     Each with its fastest layout. `share` is the progress in a number of GPUs' time.
     """
 
-    def time(each: LayoutForecast) -> float:
-        return each.step.total / share(each.layout.gpus)
+    def time(forecast: LayoutForecast) -> float:
+        return forecast.step.total / share(forecast.layout.gpus)
 
     sizes = [query.gpus >> n for n in range(query.gpus.bit_length()) if query.gpus % (1 << n) == 0]
     results = [search(replace(query, gpus=gpus), 1) for gpus in sizes]
-    found = [each for result in results for each in result.best]
+    fastest = [result.best[0] for result in results if result.best]
     best: list[LayoutForecast] = []
-    for each in sorted(found, key=lambda each: (time(each) * each.layout.gpus, time(each))):
-        if not best or time(each) < time(best[-1]):
-            best.append(each)
-    valid = sum(each.candidates for each in results)
-    return SearchResult(best[:most], valid, results[0].nearest)
+    for forecast in sorted(fastest, key=lambda x: (time(x) * x.layout.gpus, time(x))):
+        if not best or time(forecast) < time(best[-1]):
+            best.append(forecast)
+    return SearchResult(best[:most], sum(result.candidates for result in results), results[0].nearest)

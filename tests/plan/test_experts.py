@@ -14,7 +14,7 @@ from mlm.plan.cost import CostModel, Software
 from mlm.plan.dry_run_rank import DryRun, dry_run
 from mlm.plan.layer_counts import counts_of
 from mlm.plan.layout import PlannedLayout, model_flops
-from mlm.plan.layouts import run, title
+from mlm.plan.layouts import run
 from tests.slow import slow_but
 
 MICRO, BATCH = 2, 16
@@ -59,9 +59,9 @@ def test_layouts_are_searched_over_ep(tmp_path: Path, capsys: pytest.CaptureFixt
     assert check_plan_layouts(config) == []
     query = query_of(config)
     assert {layout.ep for layout in layouts(query) if layout.dp == 16} == {1, 2, 4, 8}
-    assert "46.7B parameters, 12.9B of a token" in title(config, query)
-    best = run(config).best[0].layout
-    assert f"ep={best.ep}" in capsys.readouterr().out
+    best, printed = run(config).best[0].layout, capsys.readouterr().out
+    assert "46.7B parameters, 12.9B of a token" in printed
+    assert f"ep={best.ep}" in printed
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from mlm.plan.dry_run_memory import STATE, WEIGHTS
 from mlm.plan.dry_run_rank import dry_run
 from mlm.plan.layer_counts import counts_of
 from mlm.plan.layout import PlannedLayout
-from mlm.plan.memory import MemoryModel, at, in_flight
+from mlm.plan.memory import MemoryModel, in_flight
 from mlm.training.pipelined import PipelinedModel
 from tests.plan.planned import GPT2, LLAMA, memory_of, planned_run
 from tests.ranks import run_on_ranks
@@ -94,11 +94,10 @@ def test_pairs_in_flight_are_those_of_the_schedule(name: str, p: int, v: int, m:
 def test_a_layer_keeps_what_autograd_saves(tp: int, dtype: Any) -> None:
     """Bytes of all that a real layer's graph keeps, parameters and their casts left out."""
     model = replace(GPT2, num_layers=1, hidden_size=256, num_heads=8, max_positions=128, hidden_dropout=0.1)
-    counts = counts_of(planned_run(model, dtype=dtype), "gpu")
-    predicted = at(counts.counts(ParallelConfig(tp=tp)), "kept", "0", 2)
+    _, two = counts_of(planned_run(model, dtype=dtype), "gpu").counts(ParallelConfig(tp=tp)).passes
     layer = TransformerLayer(model, layer=0, tp=Axis("tp", 0, tp))
     x = torch.randn(128, 2, 256, dtype=getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[dtype]))
-    assert predicted == pytest.approx(saved_bytes(layer, x.requires_grad_()), rel=0.01)
+    assert two.saved_bytes["0"] == pytest.approx(saved_bytes(layer, x.requires_grad_()), rel=0.01)
 
 
 def saved_bytes(layer: nn.Module, x: Tensor) -> int:

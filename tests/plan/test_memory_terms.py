@@ -30,18 +30,18 @@ def test_weights_are_gathered_whole_or_two_layers_at_a_time() -> None:
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
-        (PlannedLayout(dp=2, zero=2, global_batch=8), "whole_gradients"),
+        (PlannedLayout(dp=2, zero=2, global_batch=8), "full_gradients"),
         (PlannedLayout(dp=2, zero=2, global_batch=2), "none"),
         (PlannedLayout(dp=2, zero=2, zero_reduce="every", global_batch=8), "gradients"),
         (PlannedLayout(dp=2, zero=2, zero_reduce="every", global_batch=2), "none"),
-        (PlannedLayout(dp=2, global_batch=2), "whole_gradients"),  # flat buffers
-        (PlannedLayout(global_batch=4), "whole_gradients"),
-        (PlannedLayout(cp=2, global_batch=1), "whole_gradients"),
+        (PlannedLayout(dp=2, global_batch=2), "full_gradients"),  # flat buffers
+        (PlannedLayout(global_batch=4), "full_gradients"),
+        (PlannedLayout(cp=2, global_batch=1), "full_gradients"),
     ],
     ids=str,
 )
 def test_gradients_before_the_first_backward_pass_are_those_of_earlier_ones(
-    layout: PlannedLayout, expected: Literal["whole_gradients", "gradients", "none"]
+    layout: PlannedLayout, expected: Literal["full_gradients", "gradients", "none"]
 ) -> None:
     state = MEMORY.state(layout, 0)
     size = 0 if expected == "none" else getattr(state, expected)

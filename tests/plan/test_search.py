@@ -13,7 +13,7 @@ from mlm.parallel.config import ParallelConfig
 from mlm.plan.candidates import Query, layouts
 from mlm.plan.hardware import preset
 from mlm.plan.layout import PlannedLayout
-from mlm.plan.search import Models, search, search_cheapest, search_leanest
+from mlm.plan.search import Models, search, search_cheapest
 from mlm.runs.checks import check_pretrain
 from mlm.runs.config import PretrainConfig, TrainConfig
 from tests.plan.planned import planned_run
@@ -53,14 +53,14 @@ def test_best_layouts_equal_those_of_brute_force(
     assert [p.step.total for p in found.best] == pytest.approx(fitting[:10], rel=1e-12)
     pairs = sorted((p.memory.total, p.step.total) for p in tried if p.memory.total <= asked.memory_bytes)
     front = [pair for n, pair in enumerate(pairs) if all(pair[1] < faster for _, faster in pairs[:n])]
-    leanest, nearest = (result := search_leanest(asked, most=1000)).best, result.nearest
+    leanest, nearest = (result := search(asked, most=1000, is_lean=True)).best, result.nearest
     assert [p.memory.total for p in leanest] == pytest.approx([memory for memory, _ in front], rel=1e-12)
     assert [p.step.total for p in leanest] == pytest.approx([time for _, time in front], rel=1e-12)
     fastest, lacking = front[-1][1], [p for p in tried if p.memory.total > asked.memory_bytes]
     faster = [p.memory.total for p in lacking if models.cost.bound(p.layout) < fastest]
     lacks = [memory - asked.memory_bytes for memory in sorted(faster)[:1]]
     assert lacks == pytest.approx([] if nearest is None else [nearest[1]])
-    few = search_leanest(asked, most=3).best
+    few = search(asked, most=3, is_lean=True).best
     assert [few[0], few[-1]] == [leanest[0], leanest[-1]]
     assert len(few) == min(3, len(leanest))
 
