@@ -23,7 +23,6 @@ def parameters(model: ModelConfig) -> dict[str, TensorEntry]:
 
 
 def split_of(shard: ParameterShard, vocab_multiple: int) -> TensorSplit:
-    """Return how layouts split a parameter."""
     return TensorSplit(
         shard.tp_dim, parameter_home(shard.name), 1 if shard.true_size is None else vocab_multiple
     )

@@ -47,12 +47,10 @@ class Query:
 
     @property
     def memory_bytes(self) -> float:
-        """Memory of a device."""
         return self.hardware.memory_gib * GIB
 
 
 def query_of(config: PlanLayoutsConfig) -> Query:
-    """The search that the settings ask for."""
     micro, parallel = config.train.micro_batch_size, config.parallel
     fixed = {"micro_batch": micro, **{f.name: getattr(parallel, f.name) for f in fields(ParallelConfig)}}
     train = replace(config.train, micro_batch_size=micro or 1)

@@ -143,7 +143,5 @@ class PlanCalibrateConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationJob(PlanCalibrateConfig):
-    """Inputs of a calibration's rank."""
-
     parallel: ParallelConfig
     """tp is the ranks of a host, dp the hosts."""

@@ -254,7 +254,6 @@ class CostModel:
         )
 
     def step(self, layout: PlannedLayout) -> StepTime:
-        """The time of a step, its pipeline simulated."""
         times, m, p = self.stages(layout).costs, layout.micro_batches, layout.pp
         transfer = self.transfer(layout)
         busy = m * sum(cost.forward + cost.backward for cost in times) / p

@@ -81,7 +81,6 @@ def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any], screen: Screen) -> None:
-    """Print a record."""
     memory = found["memory"]
     where = ", ".join(f"{axis} {rank}" for axis, rank in found["place"].items())
     screen.print(f"{found['settings']['name']}: rank {found['rank']} of {found['ranks']} ({where})")

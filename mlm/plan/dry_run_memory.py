@@ -47,8 +47,6 @@ class Allocation:
 
 @dataclass
 class MemoryPeak:
-    """Memory at its fullest moment."""
-
     bytes: int
     phase: str
     """The phase that ran then."""

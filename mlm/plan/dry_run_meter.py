@@ -58,8 +58,6 @@ OPERATIONS = {
 
 @dataclass
 class StepCounts:
-    """FLOPs by phase, and messages."""
-
     flops: Counter[str] = field(default_factory=Counter)
     messages: Counter[Message] = field(default_factory=Counter)
 
@@ -114,7 +112,6 @@ class Meter(TorchDispatchMode):
         self._given_phase: str | None = None
 
     def current_phase(self) -> str:
-        """The phase of the operation that runs."""
         if self._given_phase is not None:
             return self._given_phase
         if torch._C._current_graph_task_id() != -1:
@@ -182,7 +179,6 @@ class Meter(TorchDispatchMode):
             self._track(storage)
 
     def _track(self, storage: torch.UntypedStorage) -> None:
-        """Note an allocation, and its end when it comes."""
         if storage.nbytes():
             key, log = storage._cdata, self.log
             block = Allocation(storage.nbytes(), self.current_phase(), self.labels.current())

@@ -42,8 +42,6 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class DryRun:
-    """One step of one rank."""
-
     ctx: ParallelContext
     parameters: int
     """Of this rank."""

@@ -28,8 +28,6 @@ class FailureConfig:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """A run's progress under failures."""
-
     share: float
     """Of its time, that a run without failures and checkpoints would take."""
     interval_s: float

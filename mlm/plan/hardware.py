@@ -178,7 +178,6 @@ def calibrated() -> HardwareConfig | None:
 
 
 def cpu_name() -> str:
-    """Return the processor's name."""
     text = Path("/proc/cpuinfo").read_text("utf-8", errors="replace")
     found = re.search(r"^model name\s*:\s*(.+)", text, re.MULTILINE)
     return found[1].strip() if found else "CPU"

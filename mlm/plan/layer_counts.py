@@ -60,7 +60,6 @@ class ShardSize:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return self.rows * self.columns
 
     def share(self, rank: int, ranks: int) -> int:

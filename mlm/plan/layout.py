@@ -69,7 +69,6 @@ class PlannedLayout(ParallelConfig):
 
     @property
     def gpus(self) -> int:
-        """Devices."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property

@@ -91,7 +91,6 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
 
 
 def show_layouts(rows: Sequence[Row], screen: Console) -> None:
-    """The table of layouts."""
     headings = {"days": "days", "price": "price"}
     if len({row["gpus"] for row in rows}) > 1:
         headings = {"gpus": "GPUs", "gpu_hours_per_billion": "GPUh/Gtok", **headings}

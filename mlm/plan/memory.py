@@ -50,7 +50,6 @@ class DeviceMemory:
 
     @property
     def total(self) -> float:
-        """All bytes."""
         return sum(self.parts.values())
 
 

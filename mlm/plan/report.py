@@ -92,7 +92,6 @@ def write_rows(config: PlannedRunConfig, command: str, found: Mapping[str, Any],
 
 
 def format_seconds(value: float) -> str:
-    """A time in three figures."""
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 

@@ -18,8 +18,6 @@ from mlm.plan.memory import DeviceMemory, MemoryModel
 
 @dataclass(frozen=True)
 class LayoutForecast:
-    """A layout with its predicted step and its memory on the fullest rank."""
-
     layout: PlannedLayout
     step: StepTime
     memory: DeviceMemory
@@ -39,8 +37,6 @@ class SearchResult:
 
 
 class Models:
-    """Models of time and memory of a query."""
-
     def __init__(self, query: Query) -> None:
         self.query = query
         self.counts = counts_of(query.run, query.hardware.device)

@@ -43,16 +43,12 @@ class Product(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Fused attention of a pass."""
-
     flops: float
     """Of a causal one the half that is not masked."""
     bytes: int
 
 
 class Message(NamedTuple):
-    """A communication that begins."""
-
     axis: str
     operation: str
     ranks: int
@@ -82,8 +78,6 @@ Event = Product | Attention | Message | Waited
 
 @dataclass
 class Work:
-    """All that is done at a place."""
-
     events: list[Event] = field(default_factory=list)
     eager_bytes: int = 0
     fused_bytes: int = 0

@@ -32,8 +32,6 @@ most."""
 
 @dataclass(frozen=True)
 class Agreement:
-    """Outputs that were compared, and their largest difference."""
-
     names: tuple[str, ...]
     difference: float
     """In units of the largest number of an output."""
@@ -121,7 +119,6 @@ def our_outputs(run: Path, ctx: ParallelContext | None = None) -> Outputs:
 
 
 def inputs_of(probe: ProbeSamples, device: torch.device, *, reads_both_ways: bool) -> Inputs:
-    """Return the probe as the input of a model."""
     width = probe.tokens.shape[1]
     spans = padding_spans(probe.lengths, width, torch.float32, device) if reads_both_ways else None
     types = None if probe.token_types is None else probe.token_types.to(device)
@@ -143,7 +140,6 @@ def reference_outputs(model: HFModel) -> Outputs:
 
 
 def _load(model: HFModel) -> Any:
-    """Load the folder's model by `transformers`."""
     transformers = _transformers()
     labels = {"num_labels": model.config.num_labels} if model.config.head == "classification" else {}
     with _quiet(transformers), _blames_folder(model, "load"):

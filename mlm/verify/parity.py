@@ -64,7 +64,6 @@ class Difference:
 
     @classmethod
     def of(cls, place: Place, whole: Tensor) -> "Difference":
-        """Sum up a compared tensor."""
         key, match = place.key, place.match
         once = {match.regions[at]: part.double() - right for at, (part, right) in match.pairs.items()}
         far, norm = math.hypot(*(float(off.norm()) for off in once.values())), float(whole.double().norm())
@@ -93,11 +92,9 @@ class Report:
     """The first difference."""
 
     def of(self, kind: str, step: int | None = None) -> list[Difference]:
-        """The differences of a kind, in one step or in all."""
         return [d for d in self.differences if d.kind == kind and step in (None, d.step)]
 
     def add(self, reference: Record, ranks: Ranks, lr: float) -> None:
-        """Compare the next step."""
         self.lrs.append(lr)
         comparison = Comparison(reference, ranks, self.sizes, lr_sum=sum(self.lrs), eps=self.eps)
         found: dict[Key, Difference] = {}
@@ -177,7 +174,6 @@ def one_process(config: ParityConfig, ctx: ParallelContext) -> Trainer:
 
 
 def compare_trainers(layout: Trainer, alone: Trainer | None, steps: int) -> Report | None:
-    """As `compare`; `alone` is that of rank 0."""
     samples = train_dataset(layout.config, steps * layout.config.train.global_batch_size)
     sizes = {axis: getattr(layout.ctx, axis).size for axis in AXES}
     report = None if alone is None else Report(sizes, layout.config.optimizer.eps)
@@ -222,7 +218,6 @@ def shared_verdict(report: Report | None, ctx: ParallelContext) -> Verdict:
 
 
 def judge(report: Report) -> Verdict:
-    """The verdict on a comparison."""
     if report.blind:
         return Verdict(
             "UNDECIDED",
@@ -244,7 +239,6 @@ def judge(report: Report) -> Verdict:
 
 
 def _agreement(report: Report) -> str:
-    """The agreement in words."""
     losses = max(each.difference for each in report.of("loss"))
     gradients = max(each.relative for each in report.of("gradient"))
     weights = max(each.relative for each in report.of("weight", len(report.lrs)))

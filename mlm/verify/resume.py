@@ -135,7 +135,6 @@ def records_by_step(metrics: Path, kind: str) -> dict[int, dict[str, Any]]:
 
 
 def judge(runs: Runs) -> Verdict:
-    """The verdict, which names the first difference."""
     plan, tensors = runs.plan, runs.final.tensors
     if runs.starts != (plan.first, plan.kill):
         began = ", ".join(map(str, runs.starts)) or "nowhere"

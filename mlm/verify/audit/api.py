@@ -65,7 +65,6 @@ def audit(
 
 
 def preflight(config: AuditConfig) -> list[Problem]:
-    """Problem of the report's folder; called before anything runs."""
     return [*filter(None, [folder_problem(config.out)])]
 
 
@@ -91,7 +90,6 @@ COLUMNS = ("layout", "finding", "first at", "what parts", "tensors that differ#"
 
 
 def row_of(outcome: Outcome) -> list[str]:
-    """The row of a layout."""
     found = outcome.finding
     verdict = ["alike", "", ""] if found is None else [found.cause, found.place, found.kind]
     return [outcome.described, *verdict, f"{outcome.wrong} of {outcome.compared}"]

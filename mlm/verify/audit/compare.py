@@ -48,12 +48,10 @@ class Place:
 
     @property
     def is_wrong(self) -> bool:
-        """True if it is beyond the tolerance."""
         return not self.match.error <= self.limit * self.largest
 
     @property
     def relative(self) -> float:
-        """The largest difference as a fraction of the largest element."""
         return self.match.error / self.largest if self.largest else math.inf if self.match.error else 0.0
 
 
@@ -203,7 +201,6 @@ class Comparison:
 
 
 def magnitude(tensor: Tensor) -> float:
-    """Largest magnitude of an element."""
     return float(tensor.abs().amax()) if tensor.numel() else 0.0
 
 

@@ -50,8 +50,6 @@ IMPORTING = "MLM_AUDIT"
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of the audit of one layout."""
-
     layout: dict[str, int]
     finding: Finding | None
     """Where it parts from one process; None where it trains as that does."""
@@ -67,7 +65,6 @@ class Outcome:
 
     @property
     def sentence(self) -> str:
-        """One line."""
         if (found := self.finding) is None:
             return f"ALIKE: {self.described} in {self.compared} tensors of one process ({self.precision})"
         return f"PARTS at {found.where} with {self.described}: {found.cause}: {found.sentence}"
