@@ -1,6 +1,6 @@
-"""Whole matrices of split parameters, each formed on one of the ranks that share it.
+"""Full matrices of split parameters, each formed on one of the ranks that share it.
 
-What needs a whole matrix gathers its parts on an owner and returns each rank its part of the result. Owners
+What needs a full matrix gathers its parts on an owner and returns each rank its part of the result. Owners
 are chosen so that all tp and dp ranks of a pipeline stage have about as much to do; parts travel over dp to
 the owner's replica (nothing where each replica holds them), then over tp, and results the same way back. Of
 experts each ep rank has its own matrices, and exchanges them with those that hold the same experts.
@@ -37,23 +37,23 @@ class Region:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Numbers of rows and columns."""
         return len(self.rows), len(self.columns)
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return len(self.rows) * len(self.columns)
 
-    def of(self, x: Tensor, whole: "Region") -> Tensor:
-        """This region's view of a tensor that holds the region `whole`."""
-        rows = slice(self.rows.start - whole.rows.start, self.rows.stop - whole.rows.start)
-        columns = slice(self.columns.start - whole.columns.start, self.columns.stop - whole.columns.start)
+    def of(self, x: Tensor, held: "Region") -> Tensor:
+        """This region's view of a tensor that holds the region `held`."""
+        rows = slice(self.rows.start - held.rows.start, self.rows.stop - held.rows.start)
+        columns = slice(self.columns.start - held.columns.start, self.columns.stop - held.columns.start)
         return x[rows, columns]
 
 
 Extent = tuple[list[int], list[int]]
 """Offset and shape of a part of a parameter."""
+Piece = tuple[int, Region]
+"""A matrix by its number, and a region of it, that one rank sends to another."""
 
 
 def tp_part(shard: ParameterShard, rank: int) -> Extent:
@@ -91,7 +91,7 @@ class Matrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the whole matrix."""
+        """Rows and columns of the full matrix."""
         *_, rows, columns = self.shard.global_shape
         return rows // self.rows.parts, columns
 
@@ -101,17 +101,24 @@ class Matrix:
         few, many = sorted(self.shape)
         return few * few * (2 * many + few)
 
+    def index_in(self, extent: Extent) -> tuple[int, ...] | None:
+        """Its index in a part of its stack, () in a weight of one matrix; None if it is not there."""
+        (*stack, _, _), (*depth, _, _) = extent
+        index = tuple(at - first for at, first in zip(self.index, stack, strict=True))
+        return index if all(0 <= at < n for at, n in zip(index, depth, strict=True)) else None
+
     def region(self, extent: Extent) -> Region:
         """Region of it in a part of its weight; an empty one if none is."""
-        (*stack, row, column), (*depth, rows, columns) = extent
-        held = all(first <= at < first + n for at, first, n in zip(self.index, stack, depth, strict=True))
-        stop = row + rows if held else row
-        return Region(range(self._row(row), self._row(stop)), range(column, column + columns))
+        (*_, row, column), (*_, rows, columns) = extent
 
-    def _row(self, row: int) -> int:
-        """The number in this matrix of its first row from `row` of the weight on."""
-        block, within = divmod(row, self.rows.parts * self.rows.width)
-        return block * self.rows.width + min(max(within - self.part * self.rows.width, 0), self.rows.width)
+        def row_of(row: int) -> int:
+            """Its first row from `row` of the weight on."""
+            block, within = divmod(row, self.rows.parts * self.rows.width)
+            inside = min(max(within - self.part * self.rows.width, 0), self.rows.width)
+            return block * self.rows.width + inside
+
+        stop = row if self.index_in(extent) is None else row + rows
+        return Region(range(row_of(row), row_of(stop)), range(column, column + columns))
 
     def rows_in(self, extent: Extent, device: torch.device) -> Tensor | None:
         """Numbers of its rows in a part of its weight; None for all."""
@@ -123,7 +130,7 @@ class Matrix:
 
 
 def matrices_of(shard: ParameterShard, *, per_head: bool) -> list[Matrix]:
-    """The matrices in a weight, maybe a stack; with `per_head` each head's by themselves."""
+    """The matrices in a weight, maybe a stack; with `per_head` those of each head apart."""
     (*stack, _, _), rows = shard.part_shape, shard.global_shape[-2]
     rows_of = getattr(shard.module, "fused_rows", None)
     if isinstance(rows_of, Mapping):
@@ -131,16 +138,8 @@ def matrices_of(shard: ParameterShard, *, per_head: bool) -> list[Matrix]:
     fused: FusedRows = rows_of or FusedRows(1, rows)
     if per_head and fused.are_heads:
         fused = FusedRows(rows // fused.width, fused.width)
-    places = product(*map(range, stack))
-    return [Matrix(shard, fused, index, part) for index, part in product(places, range(fused.parts))]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A region of one matrix, that one rank sends to another."""
-
-    matrix: int
-    region: Region
+    indices = product(*map(range, stack))
+    return [Matrix(shard, fused, index, part) for index, part in product(indices, range(fused.parts))]
 
 
 class Exchange:
@@ -162,14 +161,13 @@ class Exchange:
     ) -> None:
         self.axis, self.held, self.like = axis, held, like
         me, ranks = axis.rank, range(axis.size)
-        self.mine = [number for number, owner in owners.items() if owner == me]
-        self.whole = {number: _union(held[number]) for number in self.mine}
-        self.sent: list[list[Piece]] = [[] for _ in ranks]
-        self.received: list[list[Piece]] = [[] for _ in ranks]
-        self.returned: list[list[Piece]] = [[] for _ in ranks]
-        """Results that each rank of the axis gets of this one's."""
-        self.taken: list[list[Piece]] = [[] for _ in ranks]
-        """Results that this rank gets of each other's."""
+        self.owned = [number for number, owner in owners.items() if owner == me]
+        self.full = {number: _union(held[number]) for number in self.owned}
+        # pieces by the rank that gets or gives them: parts on their way to owners, results on the way back
+        self.parts_out: list[list[Piece]] = [[] for _ in ranks]
+        self.parts_in: list[list[Piece]] = [[] for _ in ranks]
+        self.results_out: list[list[Piece]] = [[] for _ in ranks]
+        self.results_in: list[list[Piece]] = [[] for _ in ranks]
         self.gathers = self.scatters = False
         for number, owner in owners.items():
             senders: dict[Region, int] = {held[number][owner]: owner}
@@ -177,70 +175,61 @@ class Exchange:
                 if not region.size or rank == owner:
                     continue
                 self.scatters = True
-                piece = Piece(number, region)
-                if senders.setdefault(region, rank) == rank:
-                    self.gathers = True
-                    self._add(self.sent, self.received, piece, rank, owner)
-                self._add(self.returned, self.taken, piece, owner, rank)
-
-    def _add(
-        self, to: list[list[Piece]], of: list[list[Piece]], piece: Piece, source: int, target: int
-    ) -> None:
-        if source == self.axis.rank:
-            to[target].append(piece)
-        if target == self.axis.rank:
-            of[source].append(piece)
+                sends = senders.setdefault(region, rank) == rank  # of copies the first
+                self.gathers |= sends
+                if rank == me:
+                    self.results_in[owner].append((number, region))
+                    self.parts_out[owner] += [(number, region)] if sends else []
+                if owner == me:
+                    self.results_out[rank].append((number, region))
+                    self.parts_in[rank] += [(number, region)] if sends else []
 
     def gather(self, parts: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """The matrices that this rank owns, of the regions that each rank holds."""
         if not self.gathers:
-            return {number: parts[number] for number in self.mine}
-        me, found = self.axis.rank, dict[int, Tensor]()
-        for number in self.mine:
-            held, whole = self.held[number][me], self.whole[number]
-            found[number] = parts[number].new_empty(whole.shape)
-            held.of(found[number], whole).copy_(parts[number])
+            return {number: parts[number] for number in self.owned}
+        me, matrices = self.axis.rank, dict[int, Tensor]()
+        for number in self.owned:
+            region, full = self.held[number][me], self.full[number]
+            matrices[number] = parts[number].new_empty(full.shape)
+            region.of(matrices[number], full).copy_(parts[number])
         origins = {number: regions[me] for number, regions in self.held.items()}
-        for piece, x in self._send(parts, origins, self.sent, self.received):
-            piece.region.of(found[piece.matrix], self.whole[piece.matrix]).copy_(x)
-        return found
+        for number, region, x in self._send(parts, origins, self.parts_out, self.parts_in):
+            region.of(matrices[number], self.full[number]).copy_(x)
+        return matrices
 
     def scatter(self, results: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """The regions that this rank holds, of the results of their owners; without empty ones."""
         me = self.axis.rank
-        found = {n: self.held[n][me].of(results[n], self.whole[n]) for n in self.mine if n in results}
+        regions = {n: self.held[n][me].of(results[n], self.full[n]) for n in self.owned if n in results}
         if self.scatters:
-            for piece, x in self._send(results, self.whole, self.returned, self.taken):
-                found[piece.matrix] = x
-        return found
+            for number, _, x in self._send(results, self.full, self.results_out, self.results_in):
+                regions[number] = x
+        return regions
 
     def _send(
         self,
         tensors: Mapping[int, Tensor],
         origins: Mapping[int, Region],
-        to: Sequence[Sequence[Piece]],
-        of: Sequence[Sequence[Piece]],
-    ) -> Iterator[tuple[Piece, Tensor]]:
+        out: Sequence[Sequence[Piece]],
+        into: Sequence[Sequence[Piece]],
+    ) -> Iterator[tuple[int, Region, Tensor]]:
         """Exchange pieces of tensors, which hold the regions `origins`; yield those that arrive."""
-        flat = [
-            piece.region.of(tensors[piece.matrix], origins[piece.matrix]).reshape(-1)
-            for pieces in to
-            for piece in pieces
-        ]
+        flat = [region.of(tensors[n], origins[n]).reshape(-1) for pieces in out for n, region in pieces]
         sent = torch.cat([self.like.new_empty(0), *flat])
-        sizes = [[sum(piece.region.size for piece in pieces) for pieces in each] for each in (to, of)]
-        arrived = start_all_to_all(sent, self.axis, sizes[0], sizes[1]).wait()
+        given, taken = ([sum(r.size for _, r in pieces) for pieces in ranks] for ranks in (out, into))
+        arrived = start_all_to_all(sent, self.axis, given, taken).wait()
         first = 0
-        for piece in (piece for pieces in of for piece in pieces):
-            yield piece, arrived[first : first + piece.region.size].view(piece.region.shape)
-            first += piece.region.size
+        for number, region in (piece for pieces in into for piece in pieces):
+            yield number, region, arrived[first : first + region.size].view(region.shape)
+            first += region.size
 
 
 def _union(regions: Sequence[Region]) -> Region:
-    some = [region for region in regions if region.size] or regions[:1]
+    filled = [region for region in regions if region.size] or regions[:1]
     return Region(
-        range(min(r.rows.start for r in some), max(r.rows.stop for r in some)),
-        range(min(r.columns.start for r in some), max(r.columns.stop for r in some)),
+        range(min(r.rows.start for r in filled), max(r.rows.stop for r in filled)),
+        range(min(r.columns.start for r in filled), max(r.columns.stop for r in filled)),
     )
 
 
@@ -258,35 +247,24 @@ class Bucket:
     ) -> None:
         self.shards, tp = shards, shards[0].tp
         device = shards[0].parameter.device
-        self.matrices = [m for shard in shards for m in matrices_of(shard, per_head=per_head)]
-        owners = assign(self.matrices, dp.size, tp.size)
         like = torch.empty(0, dtype=dtype, device=device)
-        self.over_dp = Exchange(
-            dp,
-            {n: owner[0] for n, owner in enumerate(owners)},
-            {
-                n: [m.region(dp_part(m.shard, rank, dp.size)) for rank in range(dp.size)]
-                for n, m in enumerate(self.matrices)
-            },
-            like,
-        )
-        self.over_tp = Exchange(
-            tp,
-            {n: owners[n][1] for n in self.over_dp.mine},
-            {
-                n: [self.matrices[n].region(tp_part(self.matrices[n].shard, rank)) for rank in range(tp.size)]
-                for n in self.over_dp.mine
-            },
-            like,
-        )
+        self.matrices = [m for shard in shards for m in matrices_of(shard, per_head=per_head)]
+        owners = dict(enumerate(assign(self.matrices, dp.size, tp.size)))
+        over_dp, over_tp = dict[int, list[Region]](), dict[int, list[Region]]()
+        for n, m in enumerate(self.matrices):
+            over_dp[n] = [m.region(dp_part(m.shard, rank, dp.size)) for rank in range(dp.size)]
+            if owners[n][0] == dp.rank:
+                over_tp[n] = [m.region(tp_part(m.shard, rank)) for rank in range(tp.size)]
+        self.over_dp = Exchange(dp, {n: owner for n, (owner, _) in owners.items()}, over_dp, like)
+        self.over_tp = Exchange(tp, {n: owners[n][1] for n in over_tp}, over_tp, like)
         parts = [dp_part(m.shard, dp.rank, dp.size) for m in self.matrices]
         self.rows = [m.rows_in(part, device) for m, part in zip(self.matrices, parts, strict=True)]
-        self.stacked = [_stacked(m, part) for m, part in zip(self.matrices, parts, strict=True)]
+        self.indices = [m.index_in(part) for m, part in zip(self.matrices, parts, strict=True)]
 
     def transform(
         self, tensors: Mapping[nn.Parameter, Tensor], function: Callable[[Tensor], Tensor]
     ) -> Iterator[tuple[Matrix, tuple[int, ...], Tensor | None, Tensor]]:
-        """Apply a function to whole matrices of tensors that are laid out like the weights.
+        """Apply a function to the full matrices of tensors that are laid out like the weights.
 
         Yield for each matrix that this rank holds some of: it, where in the stack and which rows of the
         weight it is (None for all), and this rank's region of the result. Collective.
@@ -294,20 +272,22 @@ class Bucket:
         parts = dict[int, Tensor]()
         for n, matrix in enumerate(self.matrices):
             x = tensors[matrix.shard.parameter]
-            where, rows = self.stacked[n], self.rows[n]
-            x = x.new_empty(self.over_dp.held[n][self.over_dp.axis.rank].shape) if where is None else x[where]
-            parts[n] = x if rows is None or where is None else x[rows]
+            index, rows = self.indices[n], self.rows[n]
+            if index is None:
+                parts[n] = x.new_empty(self.over_dp.held[n][self.over_dp.axis.rank].shape)
+            else:
+                parts[n] = x[index] if rows is None else x[index][rows]
         gathered = self.over_tp.gather(self.over_dp.gather(parts))
-        whole = dict(sorted(gathered.items(), key=lambda item: -item[1].numel()))  # so threads end together
-        results = dict(zip(whole, _apply(function, list(whole.values())), strict=True))
-        found = self.over_dp.scatter(self.over_tp.scatter(results))
+        full = dict(sorted(gathered.items(), key=lambda item: -item[1].numel()))  # so threads end together
+        results = dict(zip(full, _map_in_threads(function, list(full.values())), strict=True))
+        regions = self.over_dp.scatter(self.over_tp.scatter(results))
         for n, matrix in enumerate(self.matrices):
-            where = self.stacked[n]
-            if where is not None and n in found:
-                yield matrix, where, self.rows[n], found[n]
+            index = self.indices[n]
+            if index is not None and n in regions:
+                yield matrix, index, self.rows[n], regions[n]
 
 
-def _apply(function: Callable[[Tensor], Tensor], matrices: Sequence[Tensor]) -> list[Tensor]:
+def _map_in_threads(function: Callable[[Tensor], Tensor], matrices: Sequence[Tensor]) -> list[Tensor]:
     """Apply a function to each matrix: on a CPU in several threads of one matrix each, with the same bits.
 
     The products of one matrix keep two threads less busy: at width 384 they take as long as on one.
@@ -320,13 +300,6 @@ def _apply(function: Callable[[Tensor], Tensor], matrices: Sequence[Tensor]) -> 
             return list(pool.map(function, matrices))
     finally:
         torch.set_num_threads(threads)  # the newest call's is what new threads begin with
-
-
-def _stacked(matrix: Matrix, part: Extent) -> tuple[int, ...] | None:
-    """The index of a matrix in a part of its stack, () in a weight of one; None if it is not there."""
-    (*stack, _, _), (*depth, _, _) = part
-    index = tuple(at - first for at, first in zip(matrix.index, stack, strict=True))
-    return index if all(0 <= at < n for at, n in zip(index, depth, strict=True)) else None
 
 
 def assign(matrices: Sequence[Matrix], dp: int, tp: int) -> list[tuple[int, int]]:
@@ -345,7 +318,7 @@ def buckets(
 ) -> list[Bucket]:
     """Weights in buckets of about BUCKET elements of a tp rank's part, the same on all ranks.
 
-    Those of a bucket are exchanged between the same ranks: of experts, those of their own axes.
+    A bucket is exchanged between the same ranks: experts over axes of their own.
     """
     groups: list[list[ParameterShard]] = []
     by_axes = sorted(shards, key=lambda shard: shard.experts is not None)  # experts last, else as they are

@@ -3,8 +3,7 @@
 Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); decay and scale as in arXiv:2502.16982,
 section 2.2. The order of operations is that of torch.optim.Muon, its format our own (MuonConfig.dtype).
 
-Each matrix is orthogonalised whole, and by one rank (matrices.py): of its parts, what comes out is something
-else, also where gradients agree.
+Each matrix is orthogonalised in full, and by one rank (matrices.py): parts of it would give another result.
 """
 
 import math
@@ -23,8 +22,6 @@ MOMENTUM = "momentum_buffer"
 """Name of the average of gradients, PyTorch's."""
 STRIP = 128
 """Columns at once of a symmetric product on a CPU: of fewer a call multiplies more slowly."""
-EPS = 1e-7
-"""Least norm that a matrix is divided by, as in torch.optim.Muon."""
 
 
 def orthogonalise(x: Tensor, config: MuonConfig) -> Tensor:
@@ -35,7 +32,7 @@ def orthogonalise(x: Tensor, config: MuonConfig) -> Tensor:
     a, b, c = config.ns_coefficients
     is_tall = x.shape[0] > x.shape[1]
     x = x.t() if is_tall else x
-    x = x / x.norm().clamp(min=EPS)
+    x = x / x.norm().clamp(min=1e-7)  # as in torch.optim.Muon
     for _ in range(config.ns_steps):
         gram = _plus_square(x, 0.0, 1.0)
         x = torch.addmm(x, _plus_square(gram, b, c), x, beta=a)
@@ -51,13 +48,13 @@ def _plus_square(x: Tensor, b: float, c: float) -> Tensor:
     size = x.shape[0]
     if not x.is_cpu or size < 2 * STRIP:
         return torch.addmm(x[:, :size], x, x.t(), beta=b, alpha=c)
-    found = x.new_empty(size, size)
+    out = x.new_empty(size, size)
     for first in range(0, size, STRIP):
         end = min(first + STRIP, size)
         strip, down = slice(first, end), slice(first, size)
-        torch.addmm(x[down, strip], x[down], x[strip].t(), beta=b, alpha=c, out=found[down, strip])
-        found[strip, end:] = found[end:, strip].t()
-    return found
+        torch.addmm(x[down, strip], x[down], x[strip].t(), beta=b, alpha=c, out=out[down, strip])
+        out[strip, end:] = out[end:, strip].t()
+    return out
 
 
 def shape_scale(shape: tuple[int, int], config: MuonConfig) -> float:
@@ -112,17 +109,17 @@ class MatrixUpdates:
             for shard in bucket.shards if not is_cautious else ():
                 rate, decay = rates[shard.parameter]
                 shard.parameter.mul_(1 - rate * decay)
-            for matrix, where, rows, update in bucket.transform(averages, lambda x: orthogonalise(x, config)):
+            for matrix, index, rows, update in bucket.transform(averages, lambda x: orthogonalise(x, config)):
                 p = matrix.shard.parameter
                 scale = shape_scale(matrix.shape, config)
                 alpha = -rates[p][0] * scale
                 if is_cautious:
-                    x = p[where] if rows is None else p[where][rows]
+                    x = p[index] if rows is None else p[index][rows]
                     update = update + x * (x * update >= 0) * (rates[p][1] / scale)
                 if rows is None:
-                    p[where].add_(update, alpha=alpha)
+                    p[index].add_(update, alpha=alpha)
                 else:
-                    p[where].index_add_(0, rows, update.to(p.dtype), alpha=alpha)
+                    p[index].index_add_(0, rows, update.to(p.dtype), alpha=alpha)
 
     def _average(self, parameter: nn.Parameter, momentum: Tensor, grad_scale: Tensor | None) -> Tensor:
         grad, beta = parameter.grad, self.config.momentum

@@ -251,7 +251,7 @@ def test_owners_share_the_work_and_each_matrix_has_one() -> None:
 def owned(ctx: ParallelContext, spec: PretrainConfig) -> int:
     """Matrices that this rank orthogonalises."""
     optimizer: Any = Trainer(spec, ctx).optimizer
-    return sum(len(bucket.over_tp.mine) for bucket in optimizer.updates.buckets)
+    return sum(len(bucket.over_tp.owned) for bucket in optimizer.updates.buckets)
 
 
 @pytest.mark.parametrize("parallel", [LAYOUTS[10][1], LAYOUTS[12][1]], ids=str)
