@@ -36,7 +36,7 @@ def local_tokens(x: Tensor, cp: Axis, dim: int) -> Tensor:
 
 
 def local_positions(length: int, cp: Axis, device: torch.device) -> Tensor:
-    """Places in a sequence of S = `length` tokens of those that this rank holds: int64 [S/c]."""
+    """Positions in a sequence of S = `length` tokens of those that this rank holds: int64 [S/c]."""
     return local_tokens(torch.arange(length, device=device), cp, 0)
 
 
@@ -47,8 +47,8 @@ def rank_positions(rank: int, length: int, size: int, device: torch.device) -> T
 
 def _tokens_of(x: Tensor, rank: int, size: int, dim: int) -> Tensor:
     assert x.shape[dim] % (2 * size) == 0, f"{x.shape[dim]} tokens in {2 * size} pieces"
-    parts = x.chunk(2 * size, dim)
-    return torch.cat([parts[rank], parts[2 * size - 1 - rank]], dim)
+    pieces = x.chunk(2 * size, dim)
+    return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]], dim)
 
 
 MOST_SCORES = 1 << 24
@@ -74,34 +74,34 @@ class KeyBlock:
 
 
 class CPUKernel:
-    """PyTorch's fused kernel for a CPU."""
+    """PyTorch's fused kernel for a CPU.
+
+    `forward` returns the results of a block, [B, n, rows, D], and the log-sum-exps of scores, [B, n, rows].
+    `backward` returns the block's part of the gradients of q, k and v; its y and log_sum are of all keys.
+    """
 
     def forward(self, block: KeyBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return results of a block, [B, n, rows, D], and the log-sum-exps of scores, [B, n, rows]."""
         y, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, block.causal)
         return y, log_sum
 
     def backward(
         self, block: KeyBlock, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the block's part of the gradients of q, k and v; y and log_sum are those of all keys."""
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = backward(dy, q, k, v, y, log_sum, 0.0, block.causal)
         return dq, dk, dv
 
 
 class GPUKernel:
-    """FlashAttention (arXiv:2307.08691), for half precision on a GPU."""
+    """FlashAttention (arXiv:2307.08691), for half precision on a GPU; methods as of CPUKernel."""
 
     def forward(self, block: KeyBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention of a block."""
         y, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, block.causal)
         return y, log_sum
 
     def backward(
         self, block: KeyBlock, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of a block."""
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # state of dropout
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             *(dy, q, k, v, y, log_sum.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, block.causal),
@@ -112,7 +112,7 @@ class GPUKernel:
 
 @dataclass(frozen=True)
 class UnfusedKernel:
-    """Attention by its formula: with a window, dropout, or where no kernel serves."""
+    """Attention by its formula: with a window, dropout, or where no kernel serves; as CPUKernel."""
 
     cp: Axis
     length: int
@@ -122,9 +122,8 @@ class UnfusedKernel:
     drop: Drop | None = None
 
     def forward(self, block: KeyBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention of a block."""
-        y, wide = torch.empty_like(q), torch.promote_types(q.dtype, torch.float32)
-        log_sum = q.new_empty(q.shape[:3], dtype=wide)
+        y = torch.empty_like(q)
+        log_sum = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         for heads, shared in self._heads(q, k):
             scores = self._scores(block, q[:, heads], k[:, shared])
             sums = torch.logsumexp(scores, -1)
@@ -137,7 +136,6 @@ class UnfusedKernel:
     def backward(
         self, block: KeyBlock, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of a block."""
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         share, scale = q.shape[1] // k.shape[1], 1 / math.sqrt(q.shape[-1])
         for heads, shared in self._heads(q, k):
@@ -163,11 +161,11 @@ class UnfusedKernel:
 
     def _scores(self, block: KeyBlock, q: Tensor, k: Tensor) -> Tensor:
         """[B, k, n/k, rows, columns], -inf where a query does not attend."""
-        wide = torch.promote_types(q.dtype, torch.float32)
+        dtype = torch.promote_types(q.dtype, torch.float32)
         if q.is_cpu:  # as in its fused kernel: rounded scores would be off by 2^-9 of themselves in bfloat16
-            q, k = q.to(wide), k.to(wide)
-        scores = (q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT).to(wide) / math.sqrt(q.shape[-1])
-        rows, columns = self._places(block, q.device)
+            q, k = q.to(dtype), k.to(dtype)
+        scores = (q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT).to(dtype) / math.sqrt(q.shape[-1])
+        rows, columns = self._positions(block, q.device)
         distance = rows[:, None] - columns
         hidden = distance < 0
         if self.window:
@@ -179,11 +177,11 @@ class UnfusedKernel:
         if self.drop is None:
             return p
         flat: Tensor = self.drop(
-            p.flatten(1, 2), range(heads.start, heads.stop), *self._places(block, p.device)
+            p.flatten(1, 2), range(heads.start, heads.stop), *self._positions(block, p.device)
         )
         return flat.view(p.shape)
 
-    def _places(self, block: KeyBlock, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _positions(self, block: KeyBlock, device: torch.device) -> tuple[Tensor, Tensor]:
         rows = rank_positions(self.cp.rank, self.length, self.cp.size, device)[block.rows]
         return rows, rank_positions(block.source, self.length, self.cp.size, device)[block.columns]
 
@@ -242,10 +240,9 @@ class _ContextAttention(torch.autograd.Function):
         partial[cp.rank, 0], partial[cp.rank, 1] = dk, dv
         for block in others:
             keys, values = gathered[block.source][..., block.columns, :]
-            mine = (x[:, :, block.rows] for x in (y, log_sum))
-            rows = dy[:, :, block.rows], q[:, :, block.rows]
-            d, *shared = kernel.backward(block, *rows, keys, values, *mine)
-            dq[:, :, block.rows] += d
+            dy_rows, q_rows, y_rows, sums = (x[:, :, block.rows] for x in (dy, q, y, log_sum))
+            dq_rows, *shared = kernel.backward(block, dy_rows, q_rows, keys, values, y_rows, sums)
+            dq[:, :, block.rows] += dq_rows
             for target, part in zip(partial[block.source], shared, strict=True):
                 target[..., block.columns, :] = part
         dk, dv = reduce_scatter(partial, cp)[0]

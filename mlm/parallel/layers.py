@@ -70,7 +70,6 @@ class TensorParallelLayer(ComputesInHalf):
         return y if self.lora is None else self.lora(x, y, self.weight, self.bias)
 
     def initialise(self, seed: int | None) -> None:
-        """Fill the parameters with their initial values."""
         if seed is not None:
             init_parameters(self, seed, self.tp)
 
@@ -122,12 +121,10 @@ class ColumnParallelLinear(TensorParallelLayer):
         self.initialise(init_seed)
 
     def extra_repr(self) -> str:
-        """Sizes of the whole layer, and the ranks that share it."""
         out = self.weight.shape[0] * self.tp.size // self.replicas
         return f"in={self.weight.shape[1]}, out={out}, tp={self.tp.size}"
 
     def forward(self, x: Tensor) -> Tensor:
-        """[S, B, I] -> [S, B, O/t]."""
         y = column_parallel_linear(
             x,
             self.weight,
@@ -167,7 +164,6 @@ class RowParallelLinear(TensorParallelLayer):
         self.initialise(init_seed)
 
     def extra_repr(self) -> str:
-        """Sizes of the whole layer, and the ranks that share it."""
         return f"in={self.weight.shape[1] * self.tp.size}, out={self.weight.shape[0]}, tp={self.tp.size}"
 
     def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
@@ -175,7 +171,6 @@ class RowParallelLinear(TensorParallelLayer):
         return {"weight": False, "bias": self.tp.size > 1}
 
     def forward(self, x: Tensor) -> Tensor:
-        """[S, B, I/t] -> [S, B, O]."""
         if self.tp.size == 1:
             return self.adapted(linear(x, self.weight, self.bias, self.compute), x)
         rows = x.shape[0] // self.tp.size if self.sequence_parallel else x.shape[0]
@@ -231,7 +226,6 @@ class VocabParallelEmbedding(TensorParallelLayer):
         self.initialise(init_seed)
 
     def extra_repr(self) -> str:
-        """Sizes of the whole table, and the ranks that share it."""
         padded = self.weight.shape[0] * self.tp.size
         return f"vocab={self.true_rows}, padded={padded}, hidden={self.weight.shape[1]}, tp={self.tp.size}"
 
@@ -246,7 +240,6 @@ class VocabParallelEmbedding(TensorParallelLayer):
         return self.fuses_grad and self.weight.requires_grad and torch.is_grad_enabled()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[S, B] -> [S, B, H]."""
         lookup: Callable[[Tensor, Tensor], Tensor] = embedding_lookup
         if self.fuses_now and self.weight.is_cpu:
             lookup = _LookupIntoGrad.apply
@@ -264,9 +257,8 @@ def embedding_lookup(rows: Tensor, weight: Tensor) -> Tensor:
     A table gathered in half precision (zero=2|3) has its gradient added up in float32: in bfloat16 the sum of
     a CPU's own kernel stops growing, 87 % off for two rows read 8,192 times.
     """
-    if weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16):
-        y: Tensor = _Lookup.apply(rows, weight)  # type: ignore[no-untyped-call]
-        return y
+    if weight.is_cpu and weight.dtype in (torch.bfloat16, torch.float16):
+        return _Lookup.apply(rows, weight)  # type: ignore[no-untyped-call, no-any-return]
     return F.embedding(rows, weight)
 
 
@@ -304,7 +296,7 @@ class _LookupIntoGrad(torch.autograd.Function):
         if weight.shape[0] <= rows.numel():  # a small table: finding the rows takes longer than adding all
             weight.grad += sums_of(dy, rows.flatten(), weight.shape[0], -1, False)
         else:
-            found, index = rows.flatten().unique(return_inverse=True)
-            sums = sums_of(dy, index, found.shape[0], -1, False)
-            weight.grad.index_copy_(0, found, weight.grad.index_select(0, found).add_(sums))
+            distinct, index = rows.flatten().unique(return_inverse=True)
+            sums = sums_of(dy, index, distinct.shape[0], -1, False)
+            weight.grad.index_copy_(0, distinct, weight.grad.index_select(0, distinct).add_(sums))
         return None, None

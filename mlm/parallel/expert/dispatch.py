@@ -1,4 +1,4 @@
-"""Way of tokens to their experts and back.
+"""Exchange of tokens between the ranks that route them and the ranks that hold their experts.
 
 A rank's tokens are sorted by expert, so that each expert's rows lie together. Experts are split over the ep
 axis in runs of consecutive numbers: rows for the same rank lie together too, and go there in one all-to-all.
@@ -83,7 +83,14 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         slots = _by_slot(dy, ctx.order, ctx.tokens)
-        return slots[:, 0] if slots.shape[1] == 1 else _sum_slots(slots), None
+        if slots.shape[1] == 1:
+            return slots[:, 0], None
+        if not slots.is_cpu:
+            return slots.sum(1), None
+        total = slots[:, 0].to(torch.promote_types(slots.dtype, torch.float32))
+        for slot in range(1, slots.shape[1]):  # a tenth of the time of a CPU's `sum` over so few
+            total = total + slots[:, slot]
+        return total.to(slots.dtype), None
 
 
 class _Combine(torch.autograd.Function):
@@ -123,16 +130,6 @@ def _by_slot(rows: Tensor, order: Order, tokens: int) -> Tensor:
     return slots.view(tokens, order.per_token, rows.shape[-1])
 
 
-def _sum_slots(slots: Tensor) -> Tensor:
-    """Sum over a token's slots, added in float32 at least: [T, k, H] -> [T, H]."""
-    if not slots.is_cpu:
-        return slots.sum(1)
-    total = slots[:, 0].to(torch.promote_types(slots.dtype, torch.float32))
-    for slot in range(1, slots.shape[1]):  # a tenth of the time of a CPU's `sum` over so few
-        total = total + slots[:, slot]
-    return total.to(slots.dtype)
-
-
 permute: Callable[[Tensor, Order], Tensor] = _Permute.apply
 combine: Callable[[Tensor, Tensor, Order], Tensor] = _Combine.apply
 
@@ -145,36 +142,40 @@ class Exchange:
         counts: [E] rows of each expert, in the order in which this rank holds them.
     """
 
-    counts: tuple[int, ...]
-    """Rows of each expert of this rank, from all ranks."""
-    order: Order | None
-    """Of the rows that arrive, by expert; None where none travel."""
-
     def __init__(self, ep: Axis, counts: Sequence[int], device: torch.device) -> None:
-        self.counts, self.order = tuple(counts), None
+        self.counts = tuple(counts)
+        """Rows of each expert of this rank, from all ranks."""
+        self.order: Order | None = None
+        """Order by expert of the rows that arrive; None where none travel."""
         if ep.size == 1:
             return
-        table = _counts_of_all(ep, counts, device)  # [ep, e]: rows of each rank for each of my experts
         here = len(counts) // ep.size
+        if ep.group is None or device.type == "meta":  # shapes alone: loads are even
+            table = [list(counts[ep.rank * here : (ep.rank + 1) * here])] * ep.size
+        else:  # each rank learns how many rows it gets, by rank and expert: [ep, e]. Waits.
+            sent, sizes = torch.tensor(counts, dtype=torch.int64, device=device), [here] * ep.size
+            table = all_to_all(sent, ep, sizes, sizes).view(ep.size, here).tolist()
         given = [sum(counts[rank * here : (rank + 1) * here]) for rank in range(ep.size)]
         taken = [sum(row) for row in table]
-        self.out, self.home = _Transfer(ep, given, taken), _Transfer(ep, taken, given)
+        self.outward, self.homeward = _Transfer(ep, given, taken), _Transfer(ep, taken, given)
         self.counts = tuple(map(sum, zip(*table, strict=True)))
-        self.order = _by_expert(table, device)
+        experts = torch.arange(here).repeat(ep.size).repeat_interleave(torch.tensor(table).flatten())
+        order = sort_by_expert(experts.unsqueeze(1), here)
+        self.order = replace(order, slots=order.slots.to(device))
 
     def start(self, rows: Tensor) -> Tensor:
         """Begin to send each expert's rows to its rank: [R, H]. The result is not read before `finish`."""
-        return rows if self.order is None else _begin(rows, self.out)
+        return rows if self.order is None else _begin(rows, self.outward)
 
     def finish(self, rows: Tensor) -> Tensor:
         """Wait for the rows of this rank's experts, one expert's after the other's: [R', H]."""
-        return rows if self.order is None else permute(_end(rows, self.out), self.order)
+        return rows if self.order is None else permute(_end(rows, self.outward), self.order)
 
     def back(self, rows: Tensor) -> Tensor:
         """Return each row to the rank that sent it, in the order in which it was sent: [R', H] -> [R, H]."""
         if self.order is None:
             return rows
-        return _end(_begin(permute(rows, self.order.inverse()), self.home), self.home)
+        return _end(_begin(permute(rows, self.order.inverse()), self.homeward), self.homeward)
 
 
 @dataclass(eq=False)
@@ -190,7 +191,6 @@ class _Transfer:
     """The all-to-all between its start and its end, in either pass."""
 
     def wait(self) -> Tensor:
-        """Return what arrives."""
         assert self.pending is not None
         arrived, self.pending = self.pending.wait(), None
         return arrived
@@ -223,27 +223,8 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         transfer = ctx.transfer
         transfer.pending = start_all_to_all(dy, transfer.ep, transfer.taken, transfer.given)
-        return dy, None  # of the right shape; its numbers are not read
+        return dy, None  # only its shape is read
 
 
 _begin: Callable[[Tensor, _Transfer], Tensor] = _Begin.apply
 _end: Callable[[Tensor, _Transfer], Tensor] = _End.apply
-
-
-def _counts_of_all(ep: Axis, counts: Sequence[int], device: torch.device) -> list[list[int]]:
-    """Tell each rank how many rows it gets, by expert: [E] of each rank -> [ep, e]. Waits."""
-    here = len(counts) // ep.size
-    if ep.group is None or device.type == "meta":  # one rank, or shapes alone: loads are even
-        return [list(counts[ep.rank * here : (ep.rank + 1) * here])] * ep.size
-    mine = torch.tensor(counts, dtype=torch.int64, device=device)
-    each = [here] * ep.size
-    table: list[list[int]] = all_to_all(mine, ep, each, each).view(ep.size, here).tolist()
-    return table
-
-
-def _by_expert(table: Sequence[Sequence[int]], device: torch.device) -> Order:
-    """Order of rows [rank][expert] by expert, then rank."""
-    here = len(table[0])
-    experts = torch.arange(here).repeat(len(table)).repeat_interleave(torch.tensor(table).flatten())
-    order = sort_by_expert(experts.unsqueeze(1), here)
-    return replace(order, slots=order.slots.to(device))

@@ -22,6 +22,7 @@ Shapes: S sequence (this rank's rows of it), B micro-batch, H hidden, E experts,
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -72,16 +73,15 @@ class Router(nn.Module):
         self.totals: Tensor | None = None
         """[2, E] int64: tokens that chose each expert, so far in the step, and of them those it dropped."""
         self.weight = nn.Parameter(torch.empty(settings.num_experts, hidden_size))
-        self.bias = self._add_state() if settings.has_router_bias else None
-        self.load = self._add_state() if settings.balance == "global_batch" else None
-
-    def _add_state(self) -> nn.Parameter:
-        return nn.Parameter(torch.zeros(self.settings.num_experts), requires_grad=False)
+        state = partial(torch.zeros, settings.num_experts)
+        self.bias = nn.Parameter(state(), requires_grad=False) if settings.has_router_bias else None
+        keeps_load = settings.balance == "global_batch"
+        self.load = nn.Parameter(state(), requires_grad=False) if keeps_load else None
 
     def forward(self, x: Tensor) -> Routing:
         """[S, B, H] -> the experts of each of the S B tokens."""
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        logits = F.linear(x.to(wide), self.weight.to(wide))  # [S, B, E]
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        logits = F.linear(x.to(dtype), self.weight.to(dtype))  # [S, B, E]
         scores = logits.softmax(-1) if self.settings.router_scores == "softmax" else logits.sigmoid()
         experts = self.choose(scores.detach())
         weights = scores.gather(-1, experts)
@@ -172,11 +172,11 @@ def _highest(scores: Tensor, count: int) -> Tensor:
 
     One after the other: of 128 experts 8 take a third of the time of sorting all, on a CPU.
     """
-    found = [scores.argmax(-1, keepdim=True)]
-    while len(found) < count:
-        scores = scores.scatter(-1, found[-1], float("-inf"))
-        found.append(scores.argmax(-1, keepdim=True))
-    return torch.cat(found, -1)
+    highest = [scores.argmax(-1, keepdim=True)]
+    while len(highest) < count:
+        scores = scores.scatter(-1, highest[-1], float("-inf"))
+        highest.append(scores.argmax(-1, keepdim=True))
+    return torch.cat(highest, -1)
 
 
 def count_choices(experts: Tensor, num_experts: int) -> Tensor:
@@ -194,15 +194,15 @@ def drop_choices(experts: Tensor, num_experts: int, factor: float, cp: Axis, tp:
     """
     rows, batch, k = experts.shape
     length = rows * cp.size * tp.size
-    places = torch.arange(length, device=experts.device)  # of each rank's rows, in order of ranks
+    positions = torch.arange(length, device=experts.device)  # of each rank's rows, in order of ranks
     if cp.size > 1:
-        places = torch.cat([rank_positions(n, length, cp.size, experts.device) for n in range(cp.size)])
+        positions = torch.cat([rank_positions(n, length, cp.size, experts.device) for n in range(cp.size)])
     chosen = torch.zeros(length, batch, num_experts, dtype=torch.int32, device=experts.device)
-    chosen[places] = chosen.scatter(-1, all_gather(all_gather(experts, tp), cp).view(length, batch, k), 1)
-    order = chosen.cumsum(0, dtype=torch.int32)[places].view(-1, rows, batch, num_experts)
-    mine = order[cp.rank * tp.size + tp.rank]
+    chosen[positions] = chosen.scatter(-1, all_gather(all_gather(experts, tp), cp).view(length, batch, k), 1)
+    order = chosen.cumsum(0, dtype=torch.int32)[positions].view(-1, rows, batch, num_experts)
+    own = order[cp.rank * tp.size + tp.rank]
     capacity = expert_capacity(factor, k * length, num_experts)
-    return experts.masked_fill(mine.gather(-1, experts) > capacity, num_experts)
+    return experts.masked_fill(own.gather(-1, experts) > capacity, num_experts)
 
 
 def expert_capacity(factor: float, choices: int, num_experts: int) -> int:
