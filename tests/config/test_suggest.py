@@ -23,10 +23,6 @@ def test_nearest_finds_what_was_meant(typed: str, meant: str | None) -> None:
     assert nearest(typed, KEYS) == meant
 
 
-def test_divisors_ascend() -> None:
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
-
-
 @pytest.mark.parametrize("value, expected", [(3, [2, 4]), (100, [16]), (0, [1])])
 def test_around_names_one_below_and_one_above(value: int, expected: list[int]) -> None:
     assert around(value, divisors(16)) == expected

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 import pytest
 
 from mlm.cli.commands import SPECS
-from mlm.config.tree import defaults, field_docs, flatten, leaves
+from mlm.config.tree import defaults, field_docs, leaves
 from mlm.parallel.config import ParallelConfig
 from mlm.runs.config import PretrainConfig
 
@@ -18,10 +18,6 @@ def test_parallel_fields_are_top_level_keys() -> None:
 def test_defaults_mark_required_keys() -> None:
     assert defaults(PretrainConfig)["model"]["num_layers"] == "???"
     assert defaults(PretrainConfig)["model"]["max_positions"] == 1024
-
-
-def test_defaults_hold_no_tuples() -> None:
-    assert defaults(PretrainConfig)["optimizer"]["betas"] == [0.9, 0.999]
 
 
 @pytest.mark.parametrize("spec", SPECS.values())
@@ -43,7 +39,3 @@ def test_field_docs_belong_to_the_field_above() -> None:
 
     assert field_docs(Example) == {"a": "Of a, folded.", "c": "Of c."}
     assert len(fields(Example)) == 3
-
-
-def test_flatten_joins_keys_with_dots() -> None:
-    assert flatten({"a": {"b": {"c": 1}}, "d": [2]}) == {"a.b.c": 1, "d": [2]}

@@ -11,7 +11,6 @@ from mlm.cli.data.run import run_inspect
 from mlm.cli.data.settings import DataInspectConfig
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.indexed import IndexedWriter, token_dtype
-from mlm.util.errors import CorruptFileError
 from tests.data.corpora import write_corpus
 
 
@@ -67,10 +66,3 @@ def test_corpus_without_a_tokenizer_shows_ids(tmp_path: Path, capsys: pytest.Cap
     (sample,) = inspected(tmp_path / "c")["samples"]
     assert (sample["text"], sample["ids"]) == (None, [11, 22, 33])
     assert "set tokenizer=" in capsys.readouterr().out
-
-
-def test_damaged_corpus_is_named(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "c", [[1, 2]])
-    (tmp_path / "c.bin").write_bytes(b"1")
-    with pytest.raises(CorruptFileError, match=r"c\.bin is truncated"):
-        run_inspect(DataInspectConfig(path=str(tmp_path)))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlm.corpus.config import DedupConfig
-from mlm.corpus.minhash import BATCH_DOCUMENTS, NO_KEY, MinHasher, Slots, band_keys
+from mlm.corpus.minhash import BATCH_DOCUMENTS, NO_KEY, MinHasher, Slots
 
 CONFIG = DedupConfig(bands=42, rows=6)
 RNG_SEED = 20190917
@@ -59,16 +59,6 @@ def test_a_text_without_words_has_a_key_of_its_own() -> None:
     assert np.all(keys[1:3] == NO_KEY)
     assert np.all(keys[[0, 3]] != NO_KEY)
     assert np.array_equal(keys[0], keys[3])
-
-
-def test_keys_are_equal_where_bands_are() -> None:
-    rng = np.random.default_rng(RNG_SEED)
-    slots = rng.integers(0, 2, (2000, 4 * 3), dtype=np.uint32)  # two values: many bands agree
-    keys = band_keys(slots, bands=4)
-    for band in range(4):
-        spelled = [tuple(row) for row in slots[:, 3 * band : 3 * band + 3]]
-        assert len(set(zip(spelled, keys[:, band].tolist(), strict=True))) == len(set(spelled)) == 8
-        assert len(set(keys[:, band].tolist())) == 8
 
 
 def test_keys_of_this_version_stay_what_they_are() -> None:

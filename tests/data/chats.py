@@ -9,6 +9,12 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from mlm.data.chat_files import find_chat_template
+from mlm.data.chat_template import ChatTemplate
+from mlm.data.chat_tokens import Tokens, encode
+from mlm.data.conversation import Conversation
+from mlm.data.tokenizer import Tokenizer
+
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
@@ -123,6 +129,24 @@ def write_tokenizer(folder: Path, style: str, template: str | None = "", **setti
         values["chat_template"] = template or TEMPLATES[style]
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
     return folder
+
+
+def load(folder: Path, name: str | None = None) -> tuple[Tokenizer, ChatTemplate]:
+    tokenizer = Tokenizer.load(folder)
+    template = find_chat_template(folder, tokenizer, name)
+    assert template is not None
+    return tokenizer, template
+
+
+def tokens_of(folder: Path, conversation: Conversation, name: str | None = None, **options: Any) -> Tokens:
+    """Tokens of a conversation by the template of a folder, or the one of a name."""
+    (tokens,) = encode([conversation], *load(folder, name), **options)
+    assert isinstance(tokens, Tokens), tokens
+    return tokens
+
+
+def text_of_answers(folder: Path, tokens: Tokens) -> str:
+    return Tokenizer.load(folder).decode(tokens.ids[tokens.is_answer].tolist())
 
 
 def theirs(folder: Path) -> PreTrainedTokenizerFast:

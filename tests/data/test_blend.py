@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlm.data.blend import MAX_SAMPLES, BlendedDataset, block, locate, samples_per_source
+from mlm.data.blend import BlendedDataset, block, locate, samples_per_source
 from mlm.data.blend_checks import normalize_weights
 from mlm.data.gpt import GPTDataset
 from tests.data.corpora import counting_corpus
@@ -104,11 +104,6 @@ def test_far_samples_have_their_proportions_too(name: str) -> None:
     weights, n = normalize_weights(WEIGHTS[name]), 10**12
     exact = np.array([float(Fraction(w) * n) for w in weights])
     assert np.abs(samples_per_source(weights, n) - exact).max() <= max(1, len(weights) - 1) / 2 + 1e-2
-
-
-def test_the_last_sample_that_can_be_named_is_found() -> None:
-    weights = normalize_weights(WEIGHTS["twenty"])
-    assert block(weights, MAX_SAMPLES - 5, MAX_SAMPLES)[0].shape == (5,)
 
 
 def test_samples_are_found_in_any_order_and_any_distance() -> None:

@@ -88,10 +88,6 @@ def test_an_entry_is_a_weight_and_a_path(text: str, weight: float | None, path: 
     assert (found.weight, found.path) == (weight, path)
 
 
-def test_a_folder_stands_for_its_training_part() -> None:
-    assert [str(parse_entry(text).prefix) for text in ("1 a", "1 x")] == ["a/train", "x"]
-
-
 @pytest.mark.parametrize(
     "prefixes, expected",
     [

@@ -1,7 +1,7 @@
 """History of the corpora that a run has read, across changes of its blend."""
 
 import json
-from collections.abc import Sequence
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,59 +126,43 @@ def test_samples_needed_are_those_read_in_the_end() -> None:
     assert samples_needed(history[-1], 77) == counts
 
 
-class TestChanged:
-    """Another corpus at the place of one that was read."""
-
-    def problem(self, **other: str) -> str | None:
-        (source,) = blend(a=1)
-        history = continue_history((), (replace(source, tokens=digest("t")),), 0)
-        return changed_corpus_problem(history, (replace(source, **{"tokens": digest("t"), **other}),))
-
-    def test_the_same_is_none(self) -> None:
-        assert self.problem() is None
-
-    def test_another_index_is_named_with_the_remedy(self) -> None:
-        problem = self.problem(digest=digest("z")) or ""
-        assert problem.startswith("corpora/a/train.idx is not what this run was trained on")
-        assert "rename" in problem
-        assert "\n" not in problem
-
-    def test_other_tokens_are_named(self) -> None:
-        assert (self.problem(tokens=digest("z")) or "").startswith("corpora/a/train.bin is not what")
-
-    def test_another_corpus_at_another_place_is_none(self) -> None:
-        assert self.problem(digest=digest("z"), path="corpora/z/train") is None
-
-    def test_a_receipt_that_came_or_went_is_none(self) -> None:
-        assert self.problem(tokens="") is None
-
-    def test_corpora_that_were_swapped_are_none(self) -> None:
-        """Each is still known by its digest."""
-        a, b = blend(a=1, b=1)
-        history = continue_history((), (a, b), 0)
-        assert changed_corpus_problem(history, (replace(a, path=b.path), replace(b, path=a.path))) is None
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"digest": digest("z")}, "corpora/a/train.idx is not what this run was trained on: .*rename"),
+        ({"tokens": digest("z")}, "corpora/a/train.bin is not what this run was trained on: .*rename"),
+        ({"digest": digest("z"), "path": "corpora/z/train"}, None),
+        ({"tokens": ""}, None),  # a receipt that went
+    ],
+)
+def test_another_corpus_at_the_path_of_one_that_was_read_is_named(
+    changes: dict[str, str], problem: str | None
+) -> None:
+    (source,) = blend(a=1)
+    source = replace(source, tokens=digest("t"))
+    found = changed_corpus_problem(continue_history((), (source,), 0), (replace(source, **changes),))
+    assert (found is None) == (problem is None)
+    assert problem is None or re.match(problem, str(found))
 
 
-class TestChange:
-    """The line on changes of a resumed run."""
+def test_corpora_that_were_swapped_are_known_by_their_digests() -> None:
+    a, b = blend(a=1, b=1)
+    history = continue_history((), (a, b), 0)
+    assert changed_corpus_problem(history, (replace(a, path=b.path), replace(b, path=a.path))) is None
 
-    def line(self, then: Sequence[BlendSource], now: Sequence[BlendSource]) -> str | None:
-        return describe_change(continue_history(continue_history((), then, 0), now, 40), 40)
 
-    def test_nothing_is_said_of_the_same_blend(self) -> None:
-        assert self.line(blend(a=1, b=1), blend(a=1, b=1)) is None
-        assert describe_change(continue_history((), blend(a=1), 0), 0) is None
-
-    def test_weights_new_and_missing_corpora_are_said(self) -> None:
-        assert self.line(blend(a=1, b=3), blend(a=1, c=1)) == (
-            "data changed at sample 40: a 50.00% (was 25.00%), c 50.00% (new); without b"
-        )
-
-    def test_a_corpus_that_returns_says_how_far_it_was(self) -> None:
-        history = continue_history(continue_history((), blend(a=1, b=3), 0), blend(a=1), 40)
-        assert describe_change(continue_history(history, blend(a=1, b=1), 60), 60) == (
-            "data changed at sample 60: a 50.00% (was 100.00%), b 50.00% (back, after 30)"
-        )
+def test_line_on_a_change_names_weights_new_and_missing_corpora() -> None:
+    begun = continue_history((), blend(a=1, b=3), 0)
+    assert describe_change(begun, 0) is None
+    assert describe_change(continue_history(begun, blend(a=1, b=3), 40), 40) is None
+    assert describe_change(continue_history(begun, blend(a=1, c=1), 40), 40) == (
+        "data changed at sample 40: a 50.00% (was 25.00%), c 50.00% (new); without b"
+    )
+    history = continue_history(begun, blend(a=1), 40)
+    assert describe_change(continue_history(history, blend(a=1, b=1), 60), 60) == (
+        "data changed at sample 60: a 50.00% (was 100.00%), b 50.00% (back, after 30)"
+    )
 
 
 def test_a_corpus_keeps_the_sample_order_that_it_was_read_by() -> None:
@@ -212,8 +196,6 @@ def test_a_history_survives_json() -> None:
 
 HOSTILE: dict[str, Any] = {
     "text": lambda s: "ab",
-    "number": lambda s: 3,
-    "null": lambda s: None,
     "texts": lambda s: ["ab"],
     "too many segments": lambda s: [{**s[0], "from_sample": n} for n in range(1 << 11)],
     "no sources": lambda s: [{**s[0], "sources": []}],

@@ -13,27 +13,28 @@ from mlm.data.chat_tokens import encode_prompt as encode_conversation
 from mlm.data.conversation import Conversation, check_messages
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import CorruptFileError, UserError
-from tests.data.chats import CHATML, INST, MARKED, SPECIAL, TALK, TEMPLATES, theirs, write_tokenizer
+from tests.data import chats
+from tests.data.chats import (
+    CHATML,
+    MARKED,
+    SPECIAL,
+    TALK,
+    TEMPLATES,
+    load,
+    text_of_answers,
+    theirs,
+    write_tokenizer,
+)
 
 STYLES = tuple(TEMPLATES)
-
-
-def load(folder: Path) -> tuple[Tokenizer, ChatTemplate]:
-    tokenizer = Tokenizer.load(folder)
-    template = find_chat_template(folder, tokenizer)
-    assert template is not None
-    return tokenizer, template
 
 
 def encode_prompt(messages: Any, *loaded: Any) -> list[int]:
     return encode_conversation(Conversation(messages), *loaded)
 
 
-def tokens_of(folder: Path, messages: list[dict[str, Any]], tools: Any = None, **options: Any) -> Tokens:
-    tokenizer, template = load(folder)
-    (found,) = encode([Conversation(messages, tools)], tokenizer, template, **options)
-    assert isinstance(found, Tokens), found
-    return found
+def tokens_of(folder: Path, messages: Any, name: str | None = None, **options: Any) -> Tokens:
+    return chats.tokens_of(folder, Conversation(messages), name, **options)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -90,7 +91,7 @@ def test_spaces_at_the_ends_of_an_answer_belong_to_it(tmp_path: Path, start: str
     said = theirs(folder).apply_chat_template(talk, return_dict=True)["input_ids"]
     found = tokens_of(folder, talk)
     assert found.ids.tolist() == said
-    assert Tokenizer.load(folder).decode(found.ids[found.is_answer].tolist()) == talk[1]["content"]
+    assert text_of_answers(folder, found) == talk[1]["content"]
 
 
 def test_nested_blocks_are_one_answer(tmp_path: Path) -> None:
@@ -101,9 +102,7 @@ def test_nested_blocks_are_one_answer(tmp_path: Path) -> None:
         "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
     )
     folder = write_tokenizer(tmp_path, "qwen2", template)
-    found = tokens_of(folder, TALK[2:])
-    text = Tokenizer.load(folder).decode(found.ids[found.is_answer].tolist())
-    assert text == "<think>on the mat.</think>"
+    assert text_of_answers(folder, tokens_of(folder, TALK[2:])) == "<think>on the mat.</think>"
 
 
 def test_half_a_surrogate_pair_is_an_error_of_one_line(tmp_path: Path) -> None:
@@ -143,44 +142,31 @@ def test_other_forms_of_messages_are_the_equal_conversation(tmp_path: Path, form
         assert found.is_answer.tolist() == list(map(bool, said["assistant_masks"]))
 
 
-@pytest.mark.parametrize("part", ["text", {"type": "image"}, {"type": "text"}, {"text": "a"}])
-def test_part_of_a_message_that_is_no_text_is_an_error(part: Any) -> None:
-    with pytest.raises(ChatError, match="message 2: a part of its 'content' is not"):
-        check_messages([TALK[0], {"role": "assistant", "content": [{"type": "text", "text": "a"}, part]}])
-
-
 def test_built_in_chatml_equals_that_of_transformers(tmp_path: Path) -> None:
     """Tokens those of the common template, and answers up to the end of their turn."""
     folder = write_tokenizer(tmp_path / "a", "qwen2", None)
-    tokenizer = Tokenizer.load(folder)
-    template = find_chat_template(folder, tokenizer, "chatml")
-    assert template is not None
+    tokenizer, template = load(folder, "chatml")
     assert template.note == ""
-    (found,) = encode([Conversation(TALK)], tokenizer, template)
-    assert isinstance(found, Tokens)
+    found = tokens_of(folder, TALK, "chatml")
     other = theirs(write_tokenizer(tmp_path / "b", "qwen2", CHATML))
     assert found.ids.tolist() == other.apply_chat_template(TALK, return_dict=False)
     assert encode_prompt(TALK[:3], tokenizer, template) == other.apply_chat_template(
         TALK[:3], add_generation_prompt=True, return_dict=False
     )
-    text = tokenizer.decode(found.ids[found.is_answer].tolist())
-    assert text == "".join(m["content"] + "<|im_end|>" for m in TALK[1::2])
+    assert text_of_answers(folder, found) == "".join(m["content"] + "<|im_end|>" for m in TALK[1::2])
 
 
 @pytest.mark.parametrize("style", ["llama3", "llama2"])
 def test_built_in_chatml_ends_turns_with_a_token_that_the_vocabulary_has(tmp_path: Path, style: str) -> None:
     """One token, learnt with the answer, at which generation ends; what is saved says so to others."""
     folder = write_tokenizer(tmp_path / "a", style, None)
-    tokenizer = Tokenizer.load(folder)
-    template = find_chat_template(folder, tokenizer, "chatml")
-    assert template is not None
+    tokenizer, template = load(folder, "chatml")
     end = tokenizer.name_of(tokenizer.eod_id)
     assert template.note == (
         f"chat template chatml: a turn ends with {end}, as the vocabulary has no <|im_end|>, and "
         "<|im_start|> is text of several tokens"
     )
-    (found,) = encode([Conversation(TALK)], tokenizer, template)
-    assert isinstance(found, Tokens)
+    found = tokens_of(folder, TALK, "chatml")
     ends = found.ids == tokenizer.eod_id
     assert ends.sum() == len(TALK)
     assert (ends & found.is_answer).sum() == 2
@@ -194,8 +180,7 @@ def test_built_in_chatml_ends_turns_with_a_token_that_the_vocabulary_has(tmp_pat
 def test_last_answer_alone(tmp_path: Path, template: str) -> None:
     folder = write_tokenizer(tmp_path, "qwen2", template)
     found = tokens_of(folder, TALK, answers="last")
-    text = Tokenizer.load(folder).decode(found.ids[found.is_answer].tolist())
-    assert text.strip() == "on the mat.<|im_end|>"
+    assert text_of_answers(folder, found).strip() == "on the mat.<|im_end|>"
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -233,17 +218,6 @@ def test_template_that_is_no_jinja_names_the_line(tmp_path: Path) -> None:
         find_chat_template(tmp_path, tokenizer, str(file))
 
 
-def test_saved_template_is_found_again(tmp_path: Path) -> None:
-    tokenizer, template = load(write_tokenizer(tmp_path / "a", "llama3"))
-    other = tmp_path / "b"
-    other.mkdir()
-    tokenizer.chat_template = template
-    tokenizer.save(other)
-    found = find_chat_template(other, tokenizer)
-    assert found is not None
-    assert (found.digest, found.render(TALK)) == (template.digest, template.render(TALK))
-
-
 LAST = CHATML.replace(
     "message['content'] +", "('<t>' if loop.last and loop.index0 % 2 else '') + message['content'] +"
 )
@@ -256,36 +230,10 @@ def test_answers_that_later_messages_change_are_found_or_kept(
 ) -> None:
     """Where the template writes them; with the name `turns` as they were when nothing followed them."""
     folder = write_tokenizer(tmp_path, "qwen2", LAST)
-    tokenizer = Tokenizer.load(folder)
-    template = find_chat_template(folder, tokenizer, name)
-    assert template is not None
-    (found,) = encode([Conversation(TALK)], tokenizer, template)
-    assert isinstance(found, Tokens)
+    found = tokens_of(folder, TALK, name)
     first, last = (message["content"] + "<|im_end|>\n" for message in TALK[1::2])
-    text = tokenizer.decode(found.ids[found.is_answer].tolist())
-    assert text == ("<t>" if thoughts == 2 else "") + first + "<t>" + last
-    assert tokenizer.decode(found.ids.tolist()).count("<t>") == thoughts
-
-
-@pytest.mark.parametrize(
-    "messages, problem",
-    [
-        ("hello", "no list of messages"),
-        ([], "no list of messages"),
-        (["hello"], "message 1 is no object"),
-        ([{"role": "human", "content": "a"}], "message 1: role='human' is unknown"),
-        ([TALK[0], {"role": "assistant"}], "message 2: its 'content' is no text"),
-    ],
-)
-def test_messages_of_another_form_are_errors(messages: Any, problem: str) -> None:
-    with pytest.raises(ChatError, match=problem):
-        check_messages(messages)
-
-
-def test_template_that_rejects_a_conversation_says_why() -> None:
-    template = ChatTemplate(INST, {"bos_token": "<s>", "eos_token": "</s>"}, "chat.jinja")
-    with pytest.raises(ChatError, match=r"chat\.jinja fails \(roles must alternate\)"):
-        template.render(TALK[1:])
+    assert text_of_answers(folder, found) == ("<t>" if thoughts == 2 else "") + first + "<t>" + last
+    assert Tokenizer.load(folder).decode(found.ids.tolist()).count("<t>") == thoughts
 
 
 def test_digest_is_of_the_template_and_of_its_tokens() -> None:

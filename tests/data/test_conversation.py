@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from mlm.data.chat_files import find_chat_template, find_templates
-from mlm.data.chat_template import ChatError, ChatTemplate
-from mlm.data.chat_tokens import Tokens, encode, encode_prompt
+from mlm.data.chat_files import find_templates
+from mlm.data.chat_template import ChatError
+from mlm.data.chat_tokens import encode, encode_prompt
 from mlm.data.conversation import Conversation, make_conversation, read_conversation
 from mlm.data.tokenizer import Tokenizer
-from tests.data.chats import CHATML, MARKED, TALK, theirs, write_tokenizer
+from tests.data.chats import CHATML, MARKED, TALK, load, text_of_answers, theirs, tokens_of, write_tokenizer
 
 CALLS = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
@@ -30,24 +30,6 @@ CALLED = [
     {"role": "assistant", "content": "sat"},
 ]
 ASKED, SAID = {"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on"}
-
-
-def load(folder: Path, name: str | None = None) -> tuple[Tokenizer, ChatTemplate]:
-    tokenizer = Tokenizer.load(folder)
-    template = find_chat_template(folder, tokenizer, name)
-    assert template is not None
-    return tokenizer, template
-
-
-def tokens_of(folder: Path, conversation: Conversation) -> Tokens:
-    (found,) = encode([conversation], *load(folder))
-    assert isinstance(found, Tokens), found
-    return found
-
-
-def answers_of(folder: Path, conversation: Conversation) -> str:
-    found = tokens_of(folder, conversation)
-    return Tokenizer.load(folder).decode(found.ids[found.is_answer].tolist())
 
 
 @pytest.mark.parametrize("tools", [json.dumps(TOOLS), TOOLS, "[]", None])
@@ -136,6 +118,17 @@ def test_glaive_roles_are_calls_and_results_of_tools() -> None:
 @pytest.mark.parametrize(
     "row, problem",
     [
+        ({"messages": "hello"}, "no list of messages"),
+        ({"messages": []}, "no list of messages"),
+        ({"messages": ["hello"]}, "message 1 is no object"),
+        ({"messages": [{"role": "human", "content": "a"}]}, "message 1: role='human' is unknown"),
+        ({"messages": [ASKED, {"role": "assistant"}]}, "message 2: its 'content' is no text"),
+        ({"messages": [{**ASKED, "content": ["a"]}]}, "message 1: a part of its 'content' is not"),
+        (
+            {"messages": [{**ASKED, "content": [{"type": "image"}]}]},
+            "message 1: a part of its 'content' is not",
+        ),
+        ({"messages": [{**ASKED, "content": [{"text": "a"}]}]}, "message 1: a part of its 'content' is not"),
         ({"tools": "f"}, "'tools' is a text, and no JSON"),
         ({"tools": ["f"]}, "'tools' is no list of objects"),
         ({"tools": {"name": "f"}}, "'tools' is no list of objects"),
@@ -183,7 +176,7 @@ def test_system_column_and_template_values_equal_those_of_transformers(tmp_path:
 def test_turns_of_weight_0_are_not_trained(tmp_path: Path, template: str, key: str, value: Any) -> None:
     folder = write_tokenizer(tmp_path, "qwen2", template)
     found = read_conversation({"messages": [TALK[0], {**TALK[1], key: value}, TALK[2], {**TALK[3], key: 1}]})
-    assert answers_of(folder, found).strip() == "on the mat.<|im_end|>"
+    assert text_of_answers(folder, tokens_of(folder, found)).strip() == "on the mat.<|im_end|>"
     assert found.changes == ("turns of weight 0 not trained",)
 
 

@@ -1,9 +1,7 @@
 """Megatron's .bin/.idx: bytes, round trips and what damage is noticed."""
 
 import struct
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -180,25 +178,3 @@ def test_shard_cut_short_while_it_is_merged_is_rejected(tmp_path: Path) -> None:
     ):
         writer.append(shard)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["s.bin", "s.idx"]
-
-
-@pytest.mark.parametrize("documents", [[], [[], []]])
-def test_empty_corpus_opens_where_it_is_allowed(tmp_path: Path, documents: list[list[int]]) -> None:
-    with IndexedWriter(tmp_path / "c", DTYPES[8]) as writer:
-        for document in documents:
-            writer.add_document(document)
-    corpus = IndexedDataset(tmp_path / "c", allow_empty=True)
-    assert (corpus.num_documents, corpus.num_tokens, len(corpus.tokens)) == (len(documents), 0, 0)
-
-
-@pytest.mark.parametrize("kind", [list, tuple, np.asarray, lambda ids: np.array(ids, dtype="<u2")])
-def test_documents_may_be_lists_or_arrays(tmp_path: Path, kind: Callable[[list[int]], Any]) -> None:
-    with IndexedWriter(tmp_path / "c", DTYPES[4]) as writer:
-        writer.add_document(kind([1, 2, 65_000]))
-    assert IndexedDataset(tmp_path / "c")[0].tolist() == [1, 2, 65_000]
-
-
-@pytest.mark.parametrize("i", [-1, 4])
-def test_document_outside_the_corpus_is_rejected(tmp_path: Path, i: int) -> None:
-    with pytest.raises(IndexError):
-        write_corpus(tmp_path / "c", DOCUMENTS).document(i)

@@ -12,13 +12,10 @@ CHAT, PAIRS = ("messages",), ("prompt", "chosen", "rejected")
 
 def said(*turns: str) -> list[dict[str, str]]:
     """Messages of the user and the assistant in turn; `system:` begins a system's."""
-    roles = iter(("user", "assistant") * len(turns))
-    return [
-        {"role": "system", "content": text[7:]}
-        if text.startswith("system:")
-        else {"role": next(roles), "content": text}
-        for text in turns
-    ]
+    system = [{"role": "system", "content": text[7:]} for text in turns[:1] if text.startswith("system:")]
+    roles = ("user", "assistant") * len(turns)
+    rest = zip(roles, turns[len(system) :], strict=False)
+    return system + [{"role": role, "content": text} for role, text in rest]
 
 
 def answer(text: str) -> list[dict[str, str]]:

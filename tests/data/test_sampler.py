@@ -11,7 +11,15 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from mlm.data.gpt import EvalWindows
-from mlm.data.sampler import Batch, Loader, RankSampler, batch_at, eval_batches, first_of_step
+from mlm.data.sampler import (
+    Batch,
+    Loader,
+    RankSampler,
+    SyntheticDataset,
+    batch_at,
+    eval_batches,
+    first_of_step,
+)
 from tests.data.corpora import counting_corpus
 
 SEQ = 3
@@ -67,28 +75,17 @@ def test_ranks_together_read_each_global_batch_once(size: int, micro: int) -> No
         assert together == list(range(8 * step, 8 * step + 8))
 
 
-def test_rank_takes_every_size_th_micro_batch() -> None:
-    first_step = steps(rank=1, size=2, micro=2)[0]
-    assert [batch.first_sample for batch in first_step] == [2, 6]
-    assert ids(first_step) == [2, 3, 6, 7]
-
-
 def test_loader_ends_when_less_than_a_global_batch_is_left() -> None:
     assert len(steps(count=31)) == 3
 
 
-def test_exhausted_loader_stays_exhausted() -> None:
-    loader = Loader(Numbers(8), consumed_samples=8, global_batch_size=8, micro_batch_size=8, rank=0, size=1)
-    for _ in range(2):
-        with pytest.raises(StopIteration):
-            next(loader)
-    loader.close()
+def open_loader(dataset: Numbers, **options: int) -> Loader:
+    sizes = {"global_batch_size": 8, "micro_batch_size": 8, "rank": 0, "size": 1}
+    return Loader(dataset, consumed_samples=0, **sizes, **options)  # type: ignore[arg-type]
 
 
 def test_error_while_reading_surfaces_at_its_step_and_after() -> None:
-    loader = Loader(
-        Numbers(80, broken=12), consumed_samples=0, global_batch_size=8, micro_batch_size=8, rank=0, size=1
-    )
+    loader = open_loader(Numbers(80, broken=12))
     assert ids(next(loader)) == list(range(8))
     for _ in range(2):
         with pytest.raises(OSError, match="disk gone"):
@@ -108,9 +105,7 @@ def test_loader_reads_no_further_than_its_prefetch() -> None:
                 three.set()
             return super().gather(sample_ids)
 
-    loader = Loader(
-        Watched(800), consumed_samples=0, global_batch_size=8, micro_batch_size=8, rank=0, size=1, prefetch=2
-    )
+    loader = open_loader(Watched(800), prefetch=2)
     assert three.wait(10)
     time.sleep(0.05)
     assert asked == [0, 8, 16]
@@ -118,9 +113,7 @@ def test_loader_reads_no_further_than_its_prefetch() -> None:
 
 
 def test_close_ends_the_thread() -> None:
-    loader = Loader(
-        Numbers(8000), consumed_samples=0, global_batch_size=8, micro_batch_size=8, rank=0, size=1
-    )
+    loader = open_loader(Numbers(8000))
     next(loader)
     loader.close()
     assert not any("mlm-loader" in thread.name for thread in threading.enumerate())
@@ -183,3 +176,23 @@ def test_samples_of_a_ramp_are_read_once_whatever_dp_and_after_what_is_left_out(
     assert read == sorted(set(read))
     assert not {*range(30, 35), 60} & {*read}
     assert {len(step) for step in seen[1]} == {4, 8, 12}
+
+
+def test_sample_depends_on_seed_and_number_alone() -> None:
+    few, many = SyntheticDataset(100, 7, 10, seed=5), SyntheticDataset(100, 7, 10**9, seed=5)
+    np.testing.assert_array_equal(few.gather([3, 9, 3]), many.gather(range(10))[[3, 9, 3]])
+
+
+def test_samples_and_seeds_differ() -> None:
+    samples = SyntheticDataset(50_000, 7, 100, seed=5).gather(range(100))
+    other = SyntheticDataset(50_000, 7, 100, seed=6).gather(range(100))
+    assert len({tuple(row) for row in np.concatenate([samples, other]).tolist()}) == 200
+
+
+def test_tokens_fill_the_vocabulary_evenly() -> None:
+    samples = SyntheticDataset(10, 99, 1000, seed=0).gather(range(1000))
+    assert samples.shape == (1000, 100)
+    assert samples.dtype == np.int64
+    counts = np.bincount(samples.ravel(), minlength=10)
+    assert len(counts) == 10
+    assert np.abs(counts - 10_000).max() < 500  # five standard deviations of a binomial are 474

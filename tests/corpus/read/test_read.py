@@ -7,11 +7,6 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from mlm.corpus.read.finding import search
-from mlm.corpus.read.read import read_shard
-from mlm.corpus.read.records import BadRecordError
-from mlm.corpus.read.shards import split_inputs
-from mlm.util.errors import UserError
 from tests.corpus.reading import read, write
 
 GOOD = b'{"text": "x"}\n'
@@ -67,17 +62,6 @@ def test_bad_line_is_named_and_the_next_is_read(
     assert found.problems == [("a.jsonl:3", rule)]
     assert detail in found.rejected[0].detail
     assert "\n" not in found.rejected[0].detail
-
-
-def test_error_ends_the_reading_if_the_callback_raises(tmp_path: Path) -> None:
-    def refuse(problem: BadRecordError) -> None:
-        raise UserError(f"{problem.location}: {problem.detail}")
-
-    [shard] = split_inputs(search(str(jsonl(tmp_path, GOOD + b"[]\n" + GOOD))).inputs, 1000)
-    found = read_shard(shard, text_key="text", max_bytes=99, reject=refuse)
-    assert next(found).text == "x"
-    with pytest.raises(UserError, match=r"a\.jsonl:2: a list, not a JSON object"):
-        next(found)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])

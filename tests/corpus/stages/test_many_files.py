@@ -1,7 +1,6 @@
 """The work of a build grows with the bytes of its input, not with the square of its files or tasks."""
 
 import json
-import pickle
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -68,23 +67,6 @@ def test_small_files_share_tasks() -> None:
     bounds = group(split_inputs(files, 1 << 23), 1 << 23)
     assert len(bounds) - 1 == 40  # 20,000 files at 4 KiB each in tasks of 2 MiB
     assert (bounds[0], bounds[-1]) == (0, 20_000)
-
-
-def test_a_worker_receives_the_shards_of_its_task_alone(tmp_path: Path) -> None:
-    source = many_files(tmp_path / "text", 12)
-    inputs = [Input(path.name, str(path), 100, "", None, (1, 2)) for path in sorted(source.iterdir())]
-    ranges = split_inputs(inputs, 1 << 23)
-    made_of = {
-        "tokenizer": "sha256:0",
-        "evaluation_texts": None,
-        "split": [1, 0, 0],
-        "eod_id": 0,
-        "bos_id": None,
-    }
-    whole = plan.make_plan(plain(source), tmp_path, ranges, (0, 5, 11, 12), made_of)
-    assert whole.shards == {0: ranges[:5], 1: ranges[5:11], 2: ranges[11:]}
-    assert whole.of_task(1).shards == {1: ranges[5:11]}
-    assert len(pickle.dumps(whole.of_task(2))) < len(pickle.dumps(whole)) - 300
 
 
 def test_inputs_are_named_in_a_file_beside_the_receipt(tmp_path: Path) -> None:
