@@ -102,26 +102,20 @@ def test_row_of_the_tutorial_is_what_the_command_answers(flags: list[str], ours:
         assert any(key in meant for key in named) if named else fix.partition(":")[0] in ours, (flag, fix)
 
 
-OF_OTHERS = set(
-    [
-        "activation_checkpointing",
-        "async_tensor_parallel",
-        "async_tp",
-        "beta1",
-        "beta2",
-        "decay_lr",
-        "flash",
+OF_OTHERS = {
+    *("activation_checkpointing", "async_tensor_parallel", "async_tp", "beta1", "beta2", "decay_lr", "flash"),
+    *(
         "fsdp",
-        "init_from",
         "gradient_accumulation_steps",
         "gradient_checkpointing",
+        "init_from",
         "num_kv_heads",
         "verbose",
         "wandb",
-        "wandb_log",
-    ]
-)
-"""Options that Megatron-LM does not have."""
+    ),
+    "wandb_log",
+}
+"""Options that are none of Megatron-LM."""
 
 
 def test_every_flag_of_megatron_stands_in_the_tutorial() -> None:
