@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import mlm
-from mlm.cli import export_gguf
-from mlm.cli.export_gguf import ExportGGUFConfig
+from mlm.cli.convert import ExportGGUFConfig
+from mlm.cli.convert.run import preflight_export_gguf, run_export_gguf
 from mlm.convert.gguf.llama_cpp import LlamaCpp
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.config import as_declared
@@ -93,9 +93,9 @@ def cell(compute: Callable[[], str]) -> str:
 def export_to_gguf(folder: Path) -> LlamaCpp:
     """Export folder/run. Raises UserError."""
     config = ExportGGUFConfig(ckpt=str(folder / "run"), out=str(folder / "model.gguf"), type="f32")
-    if problems := export_gguf.preflight(config):
+    if problems := preflight_export_gguf(config):
         raise UserError(problems[0])
-    export_gguf.run(config)
+    run_export_gguf(config)
     return LlamaCpp(folder / "model.gguf")
 
 

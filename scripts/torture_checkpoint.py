@@ -172,7 +172,7 @@ def kill_resharding(trial: Trial) -> None:
     trial.begin_halfway()
     target, straight = trial.folder / "cut", trial.folder / "straight"
     line = f"reshard ckpt={trial.out} tp={trial.rng.choice((1, 2))} out="
-    job = trial.start(f"{line}{target}", "mlm.cli.reshard:run:1")
+    job = trial.start(f"{line}{target}", "mlm.cli.convert.reshard:run:1")
     job.wait_for_pause(1)
     kill_later(trial, job)
     trial.must_hold(range(HALF - KEEP + 1, HALF + 1))

@@ -1,21 +1,17 @@
 """Declaration of a command: the config that it composes, the function that it runs, and its help.
 
-Targets are import strings, and a command's file imports what it calls inside its functions: help and errors
-need no torch.
+Targets are import strings, and what declares a command imports none of them: help and errors need no torch.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 from mlm.util.errors import Problem
 from mlm.util.results import folder_problem
-
-
-def no_problems(config: Any) -> Sequence[str]:
-    """The check of a command that has no conditions between settings."""
-    return ()
 
 
 def check_out_file(config: Any) -> list[Problem]:
@@ -28,8 +24,8 @@ def check_out_file(config: Any) -> list[Problem]:
 class Command:
     """One command of `mlm`."""
 
-    words: tuple[str, ...]
-    """As typed: ("eval", "loss")."""
+    name: str
+    """As typed: "eval loss"."""
     spec: type
     """The dataclass that its config becomes."""
     target: str
@@ -37,13 +33,13 @@ class Command:
     check: Callable[..., Sequence[str]] | None = None
     """check(config, world_size=…, local_devices=…) -> problems; a command that has one runs on ranks, as
     target(config, ctx). One without runs in this process, as target(config)."""
-    local_check: Callable[[Any], Sequence[str]] = no_problems
+    local_check: Callable[[Any], Sequence[str]] = lambda config: ()
     """local_check(config) -> problems between settings, of a command that runs in this process."""
     preflight: str | None = None
     """module:function(config) -> problems in files, called when there is no other problem."""
     model_of_ckpt: str | None = None
     """module:function(ckpt) -> settings `model.*` of a checkpoint, or None: taken where none is chosen."""
-    settles: Mapping[str, str] = field(default_factory=dict)
+    resolvers: Mapping[str, str] = field(default_factory=dict)
     """Typed key -> module:function(values, typed keys), which sets composed values that follow from it and
     returns a line to print, or None."""
     out_is_run_folder: bool = False
@@ -56,39 +52,44 @@ class Command:
     """One line for `mlm --help`."""
     about: str
     """A paragraph for its own help."""
-    examples: tuple[tuple[str, str], ...]
-    """(what it does, command line) pairs."""
+    examples: str
+    """Lines `# what it does`, each followed by its command line, which may continue on indented lines."""
     positional: tuple[str, ...] = ()
     """Keys that words without `=` set, in this order: `mlm ckpt inspect runs/shakespeare`."""
     several: bool = False
     """True if the only positional key is a list of all these words: `mlm report runs/a runs/b`."""
-    aliases: tuple[tuple[str, str], ...] = ()
-    """(as typed, key) pairs: `mlm data build data=text` means input=text."""
-    own_choices: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """As typed -> key: `mlm data build data=text` means input=text."""
+    kept_choices: tuple[str, ...] = ()
     """Choices of groups that experiment=… leaves as they are here; typed ones win."""
     file_groups: tuple[str, ...] = ()
     """Groups that also take the path of a YAML with the keys of their section: hardware=my_cluster.yaml."""
-    own_files: Mapping[str, Callable[[], Path | Problem]] = field(default_factory=dict)
+    user_files: Mapping[str, Callable[[], Path | Problem]] = field(default_factory=dict)
     """Choices of file groups that stand for a file of the user's: {"hardware=this": function of its path}."""
     forecast: str | None = None
     """module:function(config, launch facts) -> lines about what a run needs, printed before it starts; it
     never raises. Of one with a model, `mlm plan memory` and `mlm plan dry-run` take the settings."""
-    also: tuple[str, ...] = ()
+    other_names: tuple[str, ...] = ()
     """Names that other programs have for it, in lower case, with underscores."""
-    keys: tuple[str, ...] = ()
+    keys: str = ""
     """Most used keys, for its help; empty means all."""
 
     @property
-    def name(self) -> str:
-        """`eval loss`."""
-        return " ".join(self.words)
+    def words(self) -> tuple[str, ...]:
+        return tuple(self.name.split())
 
     @property
     def config(self) -> str:
         """Name of its primary config in configs/: `eval_loss`."""
-        return "_".join(self.words).replace("-", "_")
+        return self.name.replace(" ", "_").replace("-", "_")
 
     @property
     def usage(self) -> str:
         """With the words that are its keys' values: `ckpt inspect CKPT`."""
         return " ".join([self.name, *map(str.upper, self.positional)]) + ("…" if self.several else "")
+
+    @property
+    def example_pairs(self) -> list[tuple[str, str]]:
+        """(what it does, command line) of each example."""
+        lines = re.sub(r"\n +", " ", dedent(self.examples).strip()).split("\n")
+        return [(what.removeprefix("# "), line) for what, line in zip(lines[::2], lines[1::2], strict=True)]

@@ -27,75 +27,60 @@ from mlm.util.errors import Problem
 from mlm.util.results import folder_problem, is_stream
 
 TABLE_ENDINGS = (".json", ".csv")
-HARDWARE_ENDINGS = (".yaml", ".yml")
-MOST_TRIED = 128
-"""Distance up to which a valid number of GPUs is looked for."""
+MOST_TRIED = 128  # distance up to which a valid number of GPUs is looked for
 MODEL_RULES = tuple(rule for rule in TRAIN_RULES if not OPTIONS.keys() & set(rule.reads))
 """Rules that no search can keep by another layout."""
 DRY_RUN_RULES = tuple(
     rule for rule in TRAIN_RULES if rule not in RANK_RULES or set(rule.reads) == {"pp", "vp"}
 )
 """Conditions of a layout on as many ranks as it asks for."""
-PLAIN = {name: value for name, value in DEFAULTS.items() if name not in ("tp", "pp", "dp")}
-"""A layout that is valid on some sizes of these if any is."""
 ANYWHERE = Launch(None, None)
 MAX_COMPUTATIONS = 500_000  # in one simulation: a quarter of a minute, three times what the largest runs need
 
 
 def check_plan_schedule(config: PlanScheduleConfig) -> list[Problem]:
-    """Problems of `mlm plan schedule`."""
     out = _out_ends_in((".json",), "schedule")
     return problems_of(config, ANYWHERE, SCHEDULE_RULES[:1], (_rounds_are_full, _can_be_simulated, out))
 
 
 def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
-    """Problems of `mlm plan layouts`."""
     if outside := out_of_range(config):
         return list(outside.values())
     query = query_of(config)
     rules = (*SETTINGS_RULES, _run_ends, _out_ends_in(TABLE_ENDINGS, "plan"))
     if problems := problems_of(query.run, ANYWHERE, MODEL_RULES, rules):
         return problems
-    found = context_problem(config.parallel.cp or 1, config.model, config.data)
-    found = found or _some_layout_is_valid(query)
-    return [found] if found else []
+    problem = context_problem(config.parallel.cp or 1, config.model, config.data)
+    problem = problem or _some_layout_is_valid(query)
+    return [problem] if problem else []
 
 
 def check_plan_compare(config: PlanCompareConfig) -> list[Problem]:
-    """Problems of `mlm plan compare`."""
     rules = (*SETTINGS_RULES, _out_ends_in((".json",), "compare"))
     problems = problems_of(config, ANYWHERE, (), rules)
     return problems or list(filter(None, (_layout_is_valid(config, key) for key in ("a", "b"))))
 
 
 def check_plan_memory(config: PlanMemoryConfig) -> list[Problem]:
-    """Problems of `mlm plan memory`."""
-    return _of_rank(config, _out_ends_in(TABLE_ENDINGS, "memory"))
+    rules = (*SETTINGS_RULES, _rank_exists, _out_ends_in(TABLE_ENDINGS, "memory"))
+    return problems_of(config, ANYWHERE, DRY_RUN_RULES, rules)
 
 
 def check_plan_dry_run(config: PlanDryRunConfig) -> list[Problem]:
-    """Problems of `mlm plan dry-run`."""
-    return _of_rank(config, _out_ends_in((".json",), "rank"))
-
-
-def _of_rank(config: PlanDryRunConfig, *rules: Rule) -> list[Problem]:
-    """Problems of `mlm pretrain` without its devices and files, of the rank, and by other rules."""
-    all_rules = (*SETTINGS_RULES, _rank_exists, *rules)
-    return problems_of(config, ANYWHERE, DRY_RUN_RULES, all_rules)
+    rules = (*SETTINGS_RULES, _rank_exists, _out_ends_in((".json",), "rank"))
+    return problems_of(config, ANYWHERE, DRY_RUN_RULES, rules)
 
 
 def check_plan_calibrate(config: PlanCalibrateConfig) -> list[Problem]:
-    """Problems of `mlm plan calibrate`."""
-    return problems_of(config, ANYWHERE, (), (_out_ends_in(HARDWARE_ENDINGS, "hardware"),))
+    return problems_of(config, ANYWHERE, (), (_out_ends_in((".yaml", ".yml"), "hardware"),))
 
 
 def _run_ends(config: PlanLayoutsConfig, _: Launch) -> Problem | None:
-    """The problem of so many failures that a run makes no progress."""
-    failures, given = config.failures, goodput(config.failures, config.gpus)
-    if given is None or given.share >= LEAST_SHARE:
+    expected = goodput(config.failures, config.gpus)
+    if expected is None or expected.share >= LEAST_SHARE:
         return None
-    why = f"gpus={config.gpus} fail every {given.failure_s:.3g} s and make no progress"
-    problem = f"failures.mtbf_hours={failures.mtbf_hours:g}: {why}"
+    why = f"gpus={config.gpus} fail every {expected.failure_s:.3g} s and make no progress"
+    problem = f"failures.mtbf_hours={config.failures.mtbf_hours:g}: {why}"
     return Problem(("failures.mtbf_hours", "gpus"), problem, "use a longer one, or fewer GPUs")
 
 
@@ -103,7 +88,9 @@ def _some_layout_is_valid(query: Query) -> Problem | None:
     rejected: list[str] = []
     if next(layouts(query, rejected), None):
         return None
-    plain = replace(query, fixed={**PLAIN, **query.fixed})
+    # If any layout is valid on some number of GPUs, then one that is plain but for tp, pp and dp.
+    plain_values = {name: value for name, value in DEFAULTS.items() if name not in ("tp", "pp", "dp")}
+    plain = replace(query, fixed={**plain_values, **query.fixed})
     near = (n for distance in range(1, MOST_TRIED) for n in (query.gpus - distance, query.gpus + distance))
     valid = next((n for n in near if n > 0 and next(layouts(replace(plain, gpus=n)), None)), None)
     kept = " or ".join(f"{BATCH_NAMES.get(name, name)}={value}" for name, value in query.fixed.items())
@@ -151,10 +138,10 @@ def _rounds_are_full(config: PlanScheduleConfig, _: Launch) -> Problem | None:
 
 
 def _can_be_simulated(config: PlanScheduleConfig, _: Launch) -> Problem | None:
-    each = (3 if config.pipeline == "zb_h1" else 2) * config.pp * config.vp
-    if each * config.micro_batches <= MAX_COMPUTATIONS:
+    per_micro_batch = (3 if config.pipeline == "zb_h1" else 2) * config.pp * config.vp
+    if per_micro_batch * config.micro_batches <= MAX_COMPUTATIONS:
         return None
-    most = MAX_COMPUTATIONS // each // config.pp * config.pp
+    most = MAX_COMPUTATIONS // per_micro_batch // config.pp * config.pp
     return Problem(
         ("micro_batches", "pp", "vp"),
         f"micro_batches={config.micro_batches} * pp={config.pp} * vp={config.vp}: more than "
@@ -184,134 +171,110 @@ NO_DEVICES = ("data=synthetic", "cluster=local")
 """Choices of a command that runs nothing on devices."""
 on_hardware = partial(
     Command,
-    own_choices=NO_DEVICES,
+    kept_choices=NO_DEVICES,
     file_groups=("hardware",),
-    own_files={"hardware=this": this_machine},
+    user_files={"hardware=this": this_machine},
 )
-BATCH = ("data.seq_length", "train.global_batch_size", "train.micro_batch_size")
-LAYOUT = ("tp", "sequence_parallel", "pp", "vp", "pipeline", "dp", "zero", "zero_reduce", "recompute")
+BATCH = "data.seq_length train.global_batch_size train.micro_batch_size"
+LAYOUT = "tp sequence_parallel pp vp pipeline dp zero zero_reduce recompute"
 
 COMMANDS = (
     on_hardware(
-        words=("plan", "layouts"),
+        name="plan layouts",
         spec=PlanLayoutsConfig,
         target="mlm.plan.layouts:run",
         local_check=check_plan_layouts,
         summary="find the fastest, leanest or cheapest layouts of a model on some GPUs",
-        about=(
-            "Searches the layouts that `mlm pretrain` takes on a number of GPUs, counting the model's own "
-            "modules without a GPU. A key that is set (tp=8) is kept, the others are searched."
-        ),
-        examples=(
-            (
-                "The 8.3 billion model of arXiv:1909.08053 on 64 DGX A100",
-                "mlm plan layouts model=gpt2_8b gpus=512 hardware=dgx_a100_80g",
-            ),
-            (
-                "What 300 billion tokens take and cost, with failures",
-                "mlm plan layouts model=gpt2_8b gpus=64 tokens=300e9 price_per_gpu_hour=2.5 "
-                "failures.mtbf_hours=50000",
-            ),
-        ),
-        keys=(
-            *("gpus", "goal", "tokens", "price_per_gpu_hour", "failures.mtbf_hours", "show", "out"),
-            *BATCH,
-            *("tp", "cp", "pp", "vp", "dp", "sequence_parallel", "pipeline", "zero", "recompute"),
-        ),
+        about="""Searches the layouts that `mlm pretrain` takes on a number of GPUs, counting the model's own
+            modules without a GPU. A key that is set (tp=8) is kept, the others are searched.""",
+        examples="""
+            # The 8.3 billion model of arXiv:1909.08053 on 64 DGX A100
+            mlm plan layouts model=gpt2_8b gpus=512 hardware=dgx_a100_80g
+            # What 300 billion tokens take and cost, with failures
+            mlm plan layouts model=gpt2_8b gpus=64 tokens=300e9 price_per_gpu_hour=2.5
+                failures.mtbf_hours=50000
+        """,
+        keys=f"""
+            gpus goal tokens price_per_gpu_hour failures.mtbf_hours show out {BATCH} tp cp pp vp dp
+            sequence_parallel pipeline zero recompute
+        """,
     ),
     on_hardware(
-        words=("plan", "compare"),
+        name="plan compare",
         spec=PlanCompareConfig,
         target="mlm.plan.layouts:compare",
         local_check=check_plan_compare,
         positional=("a", "b"),
         summary="compare two layouts of a model: which parts of a step make their difference",
-        about=(
-            "Forecasts a step in two layouts, named as `mlm plan layouts` names them, part by part, and "
-            "their memory and GPU-hours."
-        ),
-        examples=(
-            (
-                "Tensor parallelism against sharded weights",
-                "mlm plan compare 'tp8 pp1 dp64 mb4' 'tp1 pp1 dp512 zero3 mb1' model=gpt2_8b",
-            ),
-        ),
-        keys=("a", "b", "out", "data.seq_length", "train.global_batch_size"),
+        about="""Forecasts a step in two layouts, named as `mlm plan layouts` names them, part by part, and
+            their memory and GPU-hours.""",
+        examples="""
+            # Tensor parallelism against sharded weights
+            mlm plan compare 'tp8 pp1 dp64 mb4' 'tp1 pp1 dp512 zero3 mb1' model=gpt2_8b
+        """,
+        keys="a b out data.seq_length train.global_batch_size",
     ),
     on_hardware(
-        words=("plan", "memory"),
+        name="plan memory",
         spec=PlanMemoryConfig,
         target="mlm.plan.layouts:memory",
         local_check=check_plan_memory,
         summary="show the memory of one layout by part, on any rank, beside that of the device",
-        about=(
-            "Memory of a GPU at its fullest moment, counted in the model's own modules, on rank=… and on the "
-            "first and the last pipeline stage."
-        ),
-        examples=(
-            (
-                "A trillion parameters: arXiv:2104.04473, table 1",
-                "mlm plan memory model=gpt2_sc21_1t parallel=sc21_1t hardware=dgx_a100_80g rank=1000",
-            ),
-        ),
-        keys=("rank", "out", *BATCH, *LAYOUT),
+        about="""Memory of a GPU at its fullest moment, counted in the model's own modules, on rank=… and on
+            the first and the last pipeline stage.""",
+        examples="""
+            # A trillion parameters: arXiv:2104.04473, table 1
+            mlm plan memory model=gpt2_sc21_1t parallel=sc21_1t hardware=dgx_a100_80g rank=1000
+        """,
+        keys=f"rank out {BATCH} {LAYOUT}",
     ),
     Command(
-        words=("plan", "dry-run"),
-        own_choices=NO_DEVICES,
+        name="plan dry-run",
+        kept_choices=NO_DEVICES,
         spec=PlanDryRunConfig,
         target="mlm.plan.dry_run:run",
         local_check=check_plan_dry_run,
         summary="run a step of any rank of any layout here, without its GPUs; count all it does",
-        about=(
-            "Runs the trainer of one rank of a layout on tensors without numbers, with the settings of "
-            "`mlm pretrain`. Counted are its parameters, FLOPs, messages, and its memory when it is fullest."
-        ),
-        examples=(
-            (
-                "A rank of the trillion of arXiv:2104.04473 on 3,072 GPUs, every number as JSON",
-                "mlm plan dry-run model=gpt2_sc21_1t parallel=sc21_1t precision=bf16 rank=1600 out=rank.json",
-            ),
-        ),
-        keys=("rank", "out", *BATCH, *LAYOUT, "attention", "precision.dtype"),
+        about="""Runs the trainer of one rank of a layout on tensors without numbers, with the settings of
+            `mlm pretrain`. Counted are its parameters, FLOPs, messages, and its memory when it is
+            fullest.""",
+        examples="""
+            # A rank of the trillion of arXiv:2104.04473 on 3,072 GPUs, every number as JSON
+            mlm plan dry-run model=gpt2_sc21_1t parallel=sc21_1t precision=bf16 rank=1600 out=rank.json
+        """,
+        keys=f"rank out {BATCH} {LAYOUT} attention precision.dtype",
     ),
     Command(
-        words=("plan", "calibrate"),
+        name="plan calibrate",
         spec=PlanCalibrateConfig,
         target="mlm.plan.calibrate:run",
         local_check=check_plan_calibrate,
         summary="measure this machine or cluster, for plans by its own numbers (hardware=this)",
-        about=(
-            "Measures kernels, collectives and transfers on all ranks at once, in less than two minutes. "
-            "Started plainly it takes every GPU of this host, or its cores; under torchrun or SLURM all "
-            "hosts, and the links between them."
-        ),
-        examples=(
-            ("This machine, for hardware=this", "mlm plan calibrate"),
-            (
-                "Two hosts of 8 GPUs (on each of them)",
-                "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 "
-                "--no-python mlm plan calibrate out=my_cluster.yaml",
-            ),
-        ),
+        about="""Measures kernels, collectives and transfers on all ranks at once, in less than two minutes.
+            Started plainly it takes every GPU of this host, or its cores; under torchrun or SLURM all hosts,
+            and the links between them.""",
+        examples="""
+            # This machine, for hardware=this
+            mlm plan calibrate
+            # Two hosts of 8 GPUs (on each of them)
+            torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500
+                --no-python mlm plan calibrate out=my_cluster.yaml
+        """,
     ),
     Command(
-        words=("plan", "schedule"),
+        name="plan schedule",
         spec=PlanScheduleConfig,
         target="mlm.plan.schedule:run",
         local_check=check_plan_schedule,
         summary="draw a pipeline schedule, with its bubble and what each rank holds",
-        about=(
-            "Simulates one training step of a pipeline and draws who computes what when, as figures 3 and 4 "
-            "of arXiv:2104.04473. Below stand the bubble (idle over ideal time), the makespan, and the "
-            "micro-batches in flight on each rank."
-        ),
-        examples=(
-            ("Figure 4 of the paper: interleaved 1F1B", "mlm plan schedule pp=4 vp=2 micro_batches=8"),
-            (
-                "Zero bubble (ZB-H1): weight gradients fill the gaps",
-                "mlm plan schedule pp=4 micro_batches=8 pipeline=zb_h1",
-            ),
-        ),
+        about="""Simulates one training step of a pipeline and draws who computes what when, as figures 3 and
+            4 of arXiv:2104.04473. Below stand the bubble (idle over ideal time), the makespan, and the
+            micro-batches in flight on each rank.""",
+        examples="""
+            # Figure 4 of the paper: interleaved 1F1B
+            mlm plan schedule pp=4 vp=2 micro_batches=8
+            # Zero bubble (ZB-H1): weight gradients fill the gaps
+            mlm plan schedule pp=4 micro_batches=8 pipeline=zb_h1
+        """,
     ),
 )

@@ -8,18 +8,15 @@ from mlm.tracking.config import ReportConfig, choose_runs
 from mlm.util.errors import Problem
 from mlm.util.results import folder_problem, is_stream
 
-MAX_RUNS = 20
-"""Runs whose curves a reader can tell apart."""
-ENDINGS = (".html", ".htm")
+MAX_RUNS = 20  # whose curves a reader can tell apart
 
 
 def check_report(config: ReportConfig) -> list[Problem]:
-    """Problems of `mlm report`."""
     fix = "name a run folder: mlm report runs/shakespeare"
     no_run = None if config.runs else Problem(("runs",), "runs=[]: no run", fix)
     problems = [no_run, _page_problem(config), folder_problem(config.out)]
     outside = out_of_range(config)
-    return [each for each in problems if each is not None and not each.concerns(outside)]
+    return [problem for problem in problems if problem is not None and not problem.concerns(outside)]
 
 
 def preflight(config: ReportConfig) -> list[Problem]:
@@ -36,7 +33,7 @@ def _page_problem(config: ReportConfig) -> Problem | None:
     if is_stream(config.out) and config.watch:
         fix = "name a file, such as out=report.html"
         return Problem(("out", "watch"), f"out={config.out}: watch=true writes the page again", fix)
-    if is_stream(config.out) or Path(config.out).is_dir() or Path(config.out).suffix in ENDINGS:
+    if is_stream(config.out) or Path(config.out).is_dir() or Path(config.out).suffix in (".html", ".htm"):
         return None
     fix = f"use a file that ends in .html, such as out={Path(config.out).stem or 'report'}.html"
     return Problem.at("out", config.out, "a page ends in .html", fix)
@@ -44,8 +41,8 @@ def _page_problem(config: ReportConfig) -> Problem | None:
 
 COMMANDS = (
     Command(
-        words=("report",),
-        also=("dashboard", "plot", "tensorboard"),
+        name="report",
+        other_names=("dashboard", "plot", "tensorboard"),
         spec=ReportConfig,
         target="mlm.tracking.page.report:run",
         local_check=check_report,
@@ -53,16 +50,17 @@ COMMANDS = (
         positional=("runs",),
         several=True,
         summary="show runs on one page for a browser: curves, settings, incidents, scores",
-        about=(
-            "Writes one HTML page that opens from disk and loads nothing: loss, validation, gradient norm, "
-            "learning rate, throughput and memory over steps, tokens or time, runs overlaid; the settings in "
-            "which they differ; samples and loads of experts; incidents, checkpoints and scores with their "
-            "receipts. Reads run folders and changes nothing in them."
-        ),
-        examples=(
-            ("One run", "mlm report runs/shakespeare"),
-            ("Two runs compared", "mlm report runs/shakespeare runs/longer out=compared.html"),
-            ("While a run goes on, from another terminal", "mlm report runs/shakespeare watch=true"),
-        ),
+        about="""Writes one HTML page that opens from disk and loads nothing: loss, validation, gradient norm,
+            learning rate, throughput and memory over steps, tokens or time, runs overlaid; the settings in
+            which they differ; samples and loads of experts; incidents, checkpoints and scores with their
+            receipts. Reads run folders and changes nothing in them.""",
+        examples="""
+            # One run
+            mlm report runs/shakespeare
+            # Two runs compared
+            mlm report runs/shakespeare runs/longer out=compared.html
+            # While a run goes on, from another terminal
+            mlm report runs/shakespeare watch=true
+        """,
     ),
 )

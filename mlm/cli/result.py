@@ -1,6 +1,6 @@
 """Output shared by the commands on checkpoints: files, tables and lines."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,11 +20,11 @@ def write_result(out: str, result: dict[str, Any]) -> None:
     result_files.write_result(out, {**finite, "versions": versions})
 
 
-def show_table(title: str, columns: dict[str, object], notes: Iterable[str], *lines: str) -> None:
+def show_table(title: str, columns: Mapping[str, object], notes: Iterable[str], *lines: str) -> None:
     """Print a table of one row, a line for each note, and more lines."""
-    made, out = table(title, *columns), console()
-    add_row(made, *columns.values())
-    out.print(made)
+    row, out = table(title, *columns), console()
+    add_row(row, *columns.values())
+    out.print(row)
     for line in (*(f"note: {note}" for note in notes), *lines):
         out.print(line)
 

@@ -32,7 +32,7 @@ def group_uri(group: str) -> str:
 
 def command_page(command: Command) -> str:
     known = composed_leaves(command)
-    examples = "\n".join(f"# {what}\n{line}" for what, line in command.examples)
+    examples = "\n".join(f"# {what}\n{line}" for what, line in command.example_pairs)
     groups = command_groups(command)
     blocks = [
         f"# mlm {command.name}",

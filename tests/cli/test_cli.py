@@ -19,7 +19,7 @@ from tests.slow import thinned
 from tests.tracking.page.made import started, stepped, write_run
 
 cli = pytest.fixture(make_cli)
-EXAMPLES = [line for command in COMMANDS for _, line in command.examples if line.startswith("mlm ")]
+EXAMPLES = [line for command in COMMANDS for _, line in command.example_pairs if line.startswith("mlm ")]
 
 
 class TestSurface:

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import pytest
 
-from mlm.cli.command import no_problems
 from mlm.cli.commands import SPECS
 from mlm.config.build import build
 from mlm.config.fields import FRACTION, POSITIVE, READ, Aliases, InputPath, Role, path_argument, path_problem
@@ -135,7 +134,7 @@ def test_key_of_a_feature_is_declared_at_its_field_alone() -> None:
 )
 def test_every_command_checks_the_bounds_of_its_fields(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        build(Tower, defaults(Tower) | values, no_problems)
+        build(Tower, defaults(Tower) | values, lambda _: ())
     assert raised.value.problems == (problem,)
 
 

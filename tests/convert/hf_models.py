@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2Config
 
-from mlm.cli import export_hf, import_hf
-from mlm.cli.export_hf import ExportHFConfig
-from mlm.cli.import_hf import ImportHFConfig
+from mlm.cli.convert import ExportHFConfig, ImportHFConfig
+from mlm.cli.convert.run import preflight_export_hf, preflight_import_hf, run_export_hf, run_import_hf
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.models.config import ModelConfig
 
@@ -94,14 +93,14 @@ def hub_cache(folder: Path) -> Path:
 def import_model(source: Path | str, out: Path, **settings: Any) -> Path:
     """Run `mlm import hf`, checks first; return the run directory."""
     config = ImportHFConfig(source=str(source), out=str(out), **settings)
-    assert import_hf.preflight(config) == []
-    import_hf.run(config)
+    assert preflight_import_hf(config) == []
+    run_import_hf(config)
     return out
 
 
 def export_model(ckpt: Path, out: Path, **settings: Any) -> Path:
     """Run `mlm export hf`, checks first; return the folder."""
     config = ExportHFConfig(ckpt=str(ckpt), out=str(out), **settings)
-    assert export_hf.preflight(config) == []
-    export_hf.run(config)
+    assert preflight_export_hf(config) == []
+    run_export_hf(config)
     return out

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mlm.api import export_hf
-from mlm.cli import import_hf
-from mlm.cli.import_hf import ImportHFConfig
+from mlm.cli.convert import ImportHFConfig
+from mlm.cli.convert.run import preflight_import_hf, run_import_hf
 from mlm.convert.source import open_source
 from mlm.finetune import training
 from mlm.inference.trained import load_trained
@@ -78,8 +78,8 @@ def test_what_peft_wrote_is_imported_beside_its_base(folder: Path, tmp_path: Pat
     ).save_pretrained(tmp_path / "theirs")
     out = tmp_path / "run"
     config = ImportHFConfig(source=str(tmp_path / "theirs"), out=str(out), base=str(folder / "llama"))
-    assert import_hf.preflight(config) == []
-    import_hf.run(config)
+    assert preflight_import_hf(config) == []
+    run_import_hf(config)
     torch.testing.assert_close(ours(out), ours(folder / name))
 
 
@@ -114,7 +114,7 @@ def test_ranks_scales_and_layers_of_peft_are_read(
     is_by_pattern = "layer" not in case
     settings = ({"target_modules": EVERY} if is_by_pattern else {}) | PATTERNS[case]
     write_adapter(folder / "llama", tmp_path / "peft", **settings)
-    import_hf.run(ImportHFConfig(source=str(tmp_path / "peft"), out=str(tmp_path / "run")))
+    run_import_hf(ImportHFConfig(source=str(tmp_path / "peft"), out=str(tmp_path / "run")))
     said = "ranks are padded with zeros to"
     assert (said in " ".join(capsys.readouterr().out.split())) is is_by_pattern
     want = theirs(folder / "llama", tmp_path / "peft")
@@ -149,7 +149,7 @@ def test_adapters_of_a_wrapped_model_are_read(
         (tmp_path / "peft" / "adapter_config.json").write_text(
             json.dumps(config | {"alpha_pattern": pattern})
         )
-    import_hf.run(ImportHFConfig(source=str(tmp_path / "peft"), out=str(tmp_path / "run")))
+    run_import_hf(ImportHFConfig(source=str(tmp_path / "peft"), out=str(tmp_path / "run")))
     removed = wrapped.replace("base_model.model.", "").removesuffix("{}")
     assert f"note: names begin with {removed}: read without" in capsys.readouterr().out
     torch.testing.assert_close(ours(tmp_path / "run"), want)
@@ -162,7 +162,7 @@ def test_adapters_outside_the_layers_are_named(folder: Path, tmp_path: Path, mod
     with pytest.raises(
         UserError, match=rf"{module}\..*: adapters and copies of this module are not supported"
     ):
-        import_hf.run(config)
+        run_import_hf(config)
 
 
 @pytest.mark.parametrize(
@@ -189,4 +189,4 @@ def test_adapters_that_ours_do_not_compute_are_rejected(
     settings = json.loads((copy / "adapter_config.json").read_text())
     (copy / "adapter_config.json").write_text(json.dumps(settings | changes))
     with pytest.raises(UserError, match=f"adapter_config.json: .*{problem}"):
-        import_hf.run(ImportHFConfig(source=str(copy), out=str(tmp_path / "run")))
+        run_import_hf(ImportHFConfig(source=str(copy), out=str(tmp_path / "run")))

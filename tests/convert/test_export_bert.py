@@ -10,8 +10,8 @@ import torch
 from transformers import AutoTokenizer
 
 from mlm.checkpoint.native.format import read_manifest
-from mlm.cli import export_hf
-from mlm.cli.export_hf import ExportHFConfig
+from mlm.cli.convert import ExportHFConfig
+from mlm.cli.convert.run import preflight_export_hf
 from mlm.convert import source as sources
 from mlm.data.tokenizer import Tokenizer
 from tests.convert.hf_berts import FAMILIES, MODEL, add_vocabulary, add_word_pieces, make_bert
@@ -74,7 +74,7 @@ def test_model_without_token_types_is_not_exported(tmp_path: Path, monkeypatch: 
     config = replace(sources.open_source(str(run)).config, model=replace(MODEL, token_types=0))
     monkeypatch.setattr(sources, "trained_config", lambda *_: config)
     monkeypatch.setattr(sources, "check_stored_parameters", lambda *_: None)
-    (problem,) = export_hf.preflight(ExportHFConfig(ckpt=str(run), out=str(tmp_path / "out")))
+    (problem,) = preflight_export_hf(ExportHFConfig(ckpt=str(run), out=str(tmp_path / "out")))
     assert "model.token_types=0" in problem
 
 

@@ -14,8 +14,8 @@ from gguf.quants import dequantize
 from transformers import AutoTokenizer
 
 from mlm.api import export_hf, import_hf
-from mlm.cli import export_gguf
-from mlm.cli.export_gguf import ExportGGUFConfig
+from mlm.cli.convert import ExportGGUFConfig
+from mlm.cli.convert.run import preflight_export_gguf, run_export_gguf
 from mlm.convert.source import open_checkpoint
 from mlm.util.errors import UserError
 from tests.finetune.chats import write_llama
@@ -35,8 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read(folder: Path, kind: str, out: Path) -> GGUFReader:
     config = ExportGGUFConfig(ckpt=str(folder / "run"), out=str(out), type=kind)  # type: ignore[arg-type]
-    assert export_gguf.preflight(config) == []
-    export_gguf.run(config)
+    assert preflight_export_gguf(config) == []
+    run_export_gguf(config)
     return GGUFReader(out)
 
 
@@ -92,7 +92,7 @@ def test_settings_and_tokenizer_are_in_it(folder: Path, tmp_path: Path) -> None:
 
 def test_a_model_that_llama_cpp_has_not_is_one_line(tmp_path: Path) -> None:
     write_model(tmp_path / "run")
-    (problem,) = export_gguf.preflight(ExportGGUFConfig(ckpt=str(tmp_path / "run"), out=str(tmp_path / "x")))
+    (problem,) = preflight_export_gguf(ExportGGUFConfig(ckpt=str(tmp_path / "run"), out=str(tmp_path / "x")))
     assert "bert with head=language_model is not supported; supported: llama, mistral, " in problem
 
 

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from mlm.checkpoint.native.compare import Reader
 from mlm.checkpoint.native.format import TensorEntry, read_manifest
 from mlm.checkpoint.native.stream import write_streamed
-from mlm.cli import export_hf
-from mlm.cli.export_hf import ExportHFConfig
+from mlm.cli.convert import ExportHFConfig
+from mlm.cli.convert.run import preflight_export_hf
 from mlm.convert import conversion
 from mlm.convert import source as sources
 from mlm.convert.config import ConvertConfig
@@ -185,7 +185,7 @@ class TestRefusals:
     ) -> None:
         named = {k: str(tmp_path / v) if isinstance(v, str) else v for k, v in settings.items()}
         config = ExportHFConfig(**({"ckpt": str(run), "out": str(tmp_path / "out")} | named))  # type: ignore[arg-type]
-        (problem,) = export_hf.preflight(config)
+        (problem,) = preflight_export_hf(config)
         assert re.search(said, problem)
 
     def test_a_model_of_mup_is_neither_exported_nor_converted(
@@ -194,7 +194,7 @@ class TestRefusals:
         config = open_source(str(run)).config
         config = replace(config, model=replace(config.model, mup_base_width=8))
         monkeypatch.setattr(sources, "trained_config", lambda *_: config)
-        exported = export_hf.preflight(ExportHFConfig(ckpt=str(run), out=str(tmp_path / "out")))
+        exported = preflight_export_hf(ExportHFConfig(ckpt=str(run), out=str(tmp_path / "out")))
         to = ConvertConfig(source=str(run), out=str(tmp_path / "out"), to="hf")
         for (problem,) in (exported, conversion.preflight(to)):
             assert "model.mup_base_width=8 divides what the output layer reads" in problem

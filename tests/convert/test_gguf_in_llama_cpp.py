@@ -11,8 +11,8 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from tokenizers import Tokenizer as Backend
 
 from mlm.api import import_hf
-from mlm.cli import export_gguf
-from mlm.cli.export_gguf import ExportGGUFConfig
+from mlm.cli.convert import ExportGGUFConfig
+from mlm.cli.convert.run import preflight_export_gguf, run_export_gguf
 from mlm.convert.gguf import export as gguf_export
 from mlm.convert.gguf.llama_cpp import LlamaCpp
 from mlm.convert.gguf.vocabulary import GPT2, PATTERNS, PROBE, vocabulary
@@ -79,9 +79,9 @@ def write_model(folder: Path, kind: str, changes: dict[str, Any]) -> Any:
 def export(folder: Path, kind: str = "f32") -> Path:
     """Write folder/model.gguf, tried in llama.cpp by the command."""
     config = ExportGGUFConfig(ckpt=str(folder / "run"), out=str(folder / "model.gguf"), type=kind)  # type: ignore[arg-type]
-    if problems := export_gguf.preflight(config):
+    if problems := preflight_export_gguf(config):
         raise UserError(problems[0])
-    export_gguf.run(config)
+    run_export_gguf(config)
     return folder / "model.gguf"
 
 

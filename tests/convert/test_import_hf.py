@@ -15,8 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import mlm
 from mlm.checkpoint.native.format import read_manifest
-from mlm.cli import import_hf
-from mlm.cli.import_hf import ImportHFConfig
+from mlm.cli.convert import ImportHFConfig
+from mlm.cli.convert.run import preflight_import_hf, run_import_hf
 from mlm.convert.huggingface.folder import read_model
 from mlm.convert.huggingface.mapping import Location, ProbeSamples
 from mlm.convert.huggingface.tensors import HFTensors
@@ -236,19 +236,19 @@ class TestRefusals:
         (tmp_path / "run").mkdir()
         (tmp_path / "run/notes").write_text("mine")
         config = ImportHFConfig(source=str(folder), out=str(tmp_path / "run"))
-        assert "is there already" in import_hf.preflight(config)[0]
+        assert "is there already" in preflight_import_hf(config)[0]
         with pytest.raises(UserError, match="is there already"):
-            import_hf.run(config)
+            run_import_hf(config)
         assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes"]
 
     def test_all_problems_are_said_together(self, folder: Path, tmp_path: Path) -> None:
         edit_config(folder, n_head=0, activation_function="relu")
         config = ImportHFConfig(source=str(folder), out=str(folder), revision="main")
-        assert len(import_hf.preflight(config)) == 4
+        assert len(preflight_import_hf(config)) == 4
 
     def test_absent_folder_that_is_no_id_is_said(self, tmp_path: Path) -> None:
         config = ImportHFConfig(source=str(tmp_path / "none"), out=str(tmp_path / "run"))
-        (problem,) = import_hf.preflight(config)
+        (problem,) = preflight_import_hf(config)
         assert "no such folder. Give one with config.json" in problem
 
     def test_verification_without_transformers_names_the_extra(
@@ -256,7 +256,7 @@ class TestRefusals:
     ) -> None:
         monkeypatch.setitem(sys.modules, "transformers", None)
         config = ImportHFConfig(source=str(folder), out=str(tmp_path / "run"))
-        (problem,) = import_hf.preflight(config)
+        (problem,) = preflight_import_hf(config)
         assert "pip install 'mlm[hf]', or set verify=false" in problem
 
 

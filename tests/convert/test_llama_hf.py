@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import mlm
-from mlm.cli import import_hf
-from mlm.cli.import_hf import ImportHFConfig
+from mlm.cli.convert import ImportHFConfig
+from mlm.cli.convert.run import preflight_import_hf
 from mlm.convert.huggingface.folder import read_model
 from mlm.convert.huggingface.llama import MAPPING
 from mlm.convert.huggingface.llama_variants import VARIANTS, model_type
@@ -296,7 +296,7 @@ def test_what_is_not_computed_is_rejected_by_name(tmp_path: Path, case: str) -> 
     folder_of(name, tmp_path)
     edit_config(tmp_path, **changed)
     config = ImportHFConfig(source=str(tmp_path), out=str(tmp_path / "run"))
-    (problem,) = import_hf.preflight(config)
+    (problem,) = preflight_import_hf(config)
     assert named in str(problem)
     assert "\n" not in str(problem)
     with pytest.raises(UserError) as caught:
@@ -314,7 +314,7 @@ def test_an_untied_model_without_its_output_layer_is_rejected(tmp_path: Path) ->
     with pytest.raises(UserError, match=said):
         mlm.load(tmp_path / "model", device="cpu")
     config = ImportHFConfig(source=str(tmp_path / "model"), out=str(tmp_path / "run"))
-    (problem,) = import_hf.preflight(config)
+    (problem,) = preflight_import_hf(config)
     assert said in str(problem)
     model.model.save_pretrained(tmp_path / "layers")
     (note,) = read_model(tmp_path / "layers").notes

@@ -1,29 +1,20 @@
 """`mlm ckpt rollback`: continue a run from an earlier checkpoint; newer ones are set aside."""
 
 import shlex
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
-from mlm.cli.command import Command
-from mlm.config.fields import NOT_NEGATIVE, StoredCheckpoint
+from mlm.checkpoint.native.folders import latest_name, locate, step_name
+from mlm.checkpoint.native.format import CheckpointError
+from mlm.checkpoint.native.retention import Moves, checkpoint_doubt, choose_step, move_latest
+from mlm.checkpoint.native.verify import content_problem
+from mlm.cli.ckpt import CkptRollbackConfig
+from mlm.tracking.history import FILE_NAME, diverged_since
+from mlm.training.mirror import Mirror
 from mlm.util.errors import UserError
 from mlm.util.lock import single_writer
 from mlm.util.object_store import is_stored, split_step
-
-if TYPE_CHECKING:  # which needs torch
-    from mlm.checkpoint.native.retention import Moves
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CkptRollbackConfig:
-    """The run spec of `mlm ckpt rollback`: continue a run from an earlier checkpoint."""
-
-    ckpt: StoredCheckpoint
-    """Run directory, folder of checkpoints, or s3://BUCKET/PREFIX of a run's mirror (`@STEP` names one)."""
-    step: Annotated[int, NOT_NEGATIVE] | None = None
-    """Step of the checkpoint to continue from; null takes the newest good one."""
+from mlm.util.terminal import console, one_line
 
 
 def run(config: CkptRollbackConfig) -> None:
@@ -32,13 +23,6 @@ def run(config: CkptRollbackConfig) -> None:
     Raises UserError when the folder is in use or has no such checkpoint, CorruptFileError when it is not
     whole, CheckpointError when something cannot be renamed.
     """
-    from mlm.checkpoint.native.folders import latest_name, locate, step_name
-    from mlm.checkpoint.native.format import CheckpointError
-    from mlm.checkpoint.native.retention import choose_step, move_latest
-    from mlm.checkpoint.native.verify import content_problem
-    from mlm.tracking.history import FILE_NAME, diverged_since
-    from mlm.training.mirror import Mirror
-
     if is_stored(config.ckpt):
         url, step = split_step(config.ckpt)
         mirror = Mirror(url)
@@ -46,7 +30,7 @@ def run(config: CkptRollbackConfig) -> None:
         step = mirror.choose_step(config.step if step is None else step, "step")
         moves = move_latest(mirror.root, step)
         mirror.write()
-        return show(url, mirror.root / step_name(step), before, moves)
+        return print_result(url, mirror.root / step_name(step), before, moves)
     root, alone = locate(config.ckpt)
     if alone:
         raise UserError(f"ckpt={config.ckpt}: is one checkpoint; set ckpt=… to its run directory")
@@ -59,14 +43,11 @@ def run(config: CkptRollbackConfig) -> None:
             raise CheckpointError(
                 f"{error.filename or root}: {error.strerror}: make it writable, or free space there"
             ) from error
-    show(config.ckpt, root / step_name(step), before, moves)
+    print_result(config.ckpt, root / step_name(step), before, moves)
 
 
-def show(ckpt: str, path: Path, before: str | None, moves: "Moves") -> None:
+def print_result(ckpt: str, path: Path, before: str | None, moves: Moves) -> None:
     """Print what was done, and how to continue or to undo it."""
-    from mlm.checkpoint.native.retention import checkpoint_doubt
-    from mlm.util.terminal import console, one_line
-
     out = console()
     if before == path.name and not moves:
         out.print(f"latest is {one_line(path.name)} already: nothing to do")
@@ -80,23 +61,3 @@ def show(ckpt: str, path: Path, before: str | None, moves: "Moves") -> None:
     if before and before != path.name:
         undo = ["mlm", "ckpt", "rollback", ckpt, str(int(before.rpartition("-")[2]))]
         out.print(f"until it does, this undoes it if that one is whole: {one_line(shlex.join(undo))}")
-
-
-ROLLBACK = Command(
-    words=("ckpt", "rollback"),
-    spec=CkptRollbackConfig,
-    target="mlm.cli.ckpt.rollback:run",
-    positional=("ckpt", "step"),
-    summary="continue a run from an earlier checkpoint; newer ones are set aside",
-    about=(
-        "Points `latest` at a checkpoint, by default the newest good one: whole, finite, and older than "
-        "the steps that were not finite. Newer ones are renamed aside-step-…, not deleted; until "
-        "training continues, the same command with a newer step goes forward again. Rejected while a "
-        "run uses the folder; a run whose mirror is rolled back uploads no more."
-    ),
-    examples=(
-        ("Back to the newest good checkpoint", "mlm ckpt rollback runs/shakespeare"),
-        ("Back to that of step 900", "mlm ckpt rollback runs/shakespeare 900"),
-        ("In the store that a run's checkpoint.mirror names", "mlm ckpt rollback s3://bucket/runs/a 900"),
-    ),
-)

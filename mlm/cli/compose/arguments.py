@@ -28,16 +28,7 @@ SWITCHES = {
     **dict.fromkeys(("--multirun", "-m"), "multirun"),
     "--resolve": "resolve",
 }
-VALUE_FLAGS = {
-    **dict.fromkeys(("--cfg", "-c"), "cfg"),
-    **dict.fromkeys(CONFIG_DIR_FLAGS, "config_dir"),
-    "--check": "check",
-}
-FLAGS = {*SWITCHES, *VALUE_FLAGS}
-CHOICES = {"cfg": ("job",)}
 TASK_KEYS = ("task=", "task.name=", "--task")
-SWITCH_VALUE = re.compile(r"(?i)true|false|yes|no|on|off|0|1")
-NUMBER = re.compile(r"-\.?\d")
 
 
 @dataclass
@@ -62,18 +53,18 @@ class Arguments:
 
 
 def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
-    """The command and what follows it. Raises UserError with the nearest command."""
+    """Return the command and what follows it. Raises UserError with the nearest command."""
     for command in COMMANDS:
         if tuple(argv[: len(command.words)]) == command.words and _is_meant(command, argv):
             return command, list(argv[len(command.words) :])
     first = argv[0]
-    tasks = tasks_of(first, config_dir_of(argv))
+    tasks = tasks_of(first, _typed_value(argv, CONFIG_DIR_FLAGS))
     if not tasks:
-        names = [command.words[0] for command in COMMANDS]
-        ours = next((c.name for c in COMMANDS if first.lower().replace("-", "_") in c.also), None)
-        hint = f"; did you mean '{ours}'?" if ours else did_you_mean(first, names)
+        foreign = first.lower().replace("-", "_")
+        ours = next((c.name for c in COMMANDS if foreign in c.other_names), None)
+        hint = f"; did you mean '{ours}'?" if ours else did_you_mean(first, [c.words[0] for c in COMMANDS])
         raise UserError(f"mlm: unknown command '{first}'{hint} (list: mlm --help)")
-    if len(argv) > 1 and not argv[1].startswith("-") and "=" not in argv[1]:
+    if _has_word(argv):
         own = f"; {OWN_TASK}" if any(c.words == (first,) for c in COMMANDS) else ""
         hint = did_you_mean(argv[1], tasks) or f"; choose {', '.join(tasks)}{own}"
         raise UserError(f"mlm {first}: unknown task '{argv[1]}'{hint}")
@@ -84,11 +75,15 @@ def _is_meant(command: Command, argv: Sequence[str]) -> bool:
     """True for `eval` in `mlm eval race`, not in `mlm eval loss`."""
     if len(command.words) > 1 or not second_words(command.words[0]):
         return True
-    names = task_names(config_dir_of(argv))
+    names = task_names(_typed_value(argv, CONFIG_DIR_FLAGS))
     if len(argv) > 1 and (argv[1] in names or any(word.startswith(TASK_KEYS) for word in argv)):
         return True
-    is_word = len(argv) > 1 and not argv[1].startswith("-") and "=" not in argv[1]
-    return is_word and run_config(argv) is not None
+    return _has_word(argv) and run_config(argv) is not None
+
+
+def _has_word(argv: Sequence[str]) -> bool:
+    """True if a word follows the first, not a flag or setting."""
+    return len(argv) > 1 and not argv[1].startswith("-") and "=" not in argv[1]
 
 
 def second_words(word: str) -> list[str]:
@@ -100,11 +95,6 @@ def tasks_of(word: str, config_dir: str | None = None) -> list[str]:
     """Words that may follow `word`: eval → loss, …, race."""
     about_task = any(c.words == (word,) and takes_task(c) for c in COMMANDS)
     return [*second_words(word), *(task_names(config_dir) if about_task else [])]
-
-
-def config_dir_of(words: Sequence[str]) -> str | None:
-    """The folder of the user's own YAML, in a line that is not taken apart yet."""
-    return _typed_value(words, CONFIG_DIR_FLAGS)
 
 
 def run_config(words: Sequence[str]) -> Path | None:
@@ -121,7 +111,7 @@ def run_config(words: Sequence[str]) -> Path | None:
 
 
 def _typed_value(words: Sequence[str], names: Collection[str]) -> str | None:
-    """The value of a flag or key in either spelling."""
+    """The value of a flag or key in either spelling, in a line that is not taken apart yet."""
     for n, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name in names:
@@ -135,10 +125,18 @@ def parse(command: Command, words: Sequence[str]) -> Arguments:
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
+        given = value if equals else None
         if name in SWITCHES and not equals:
             setattr(parsed, SWITCHES[name], True)
-        elif name in VALUE_FLAGS:
-            _set_flag(parsed, name, value if equals else None, rest)
+        elif name == "--check":
+            _set_check(parsed, given, rest)
+        elif name in ("--cfg", "-c"):
+            parsed.cfg = _flag_value(name, given, rest, ": job")
+            if parsed.cfg != "job":
+                hint = did_you_mean(parsed.cfg, ("job",)) or "; use job"
+                raise UserError(f"{name} {parsed.cfg}: no such choice{hint}")
+        elif name in CONFIG_DIR_FLAGS:
+            parsed.config_dir = _flag_value(name, given, rest)
         elif word.startswith("--") and len(word) > 2:
             key = name[2:].replace("-", "_")
             if parsed.help and not equals:  # --help --clip-grad
@@ -150,74 +148,73 @@ def parse(command: Command, words: Sequence[str]) -> Arguments:
         else:
             parsed.overrides.append(word)
     if not parsed.help:
-        typed, keys = parsed.overrides, dict(command.aliases)
-        split = [text.partition("=") for text in _with_positional(command, typed)]
-        parsed.overrides = [f"{keys.get(name, name)}{equals}{value}" for name, equals, value in split]
-        for text in {*parsed.overrides} - {*typed}:  # of which the key was not typed, or another name of it
-            key, _, value = text.partition("=")
-            others = [each for each in parsed.overrides if each.startswith(f"{key}=")]
-            if len(others) > 1:
-                raise UserError(
-                    Problem((key,), f"{' '.join(others)}: one {key} is taken", "remove the other")
-                )
+        parsed.overrides = _with_keys(command, parsed.overrides)
     return parsed
 
 
-def _set_flag(parsed: Arguments, flag: str, value: str | None, rest: list[str]) -> None:
-    """Set a flag that takes a value, which may be the next word. Raises UserError."""
-    name = VALUE_FLAGS[flag]
-    if name == "check":  # the number of GPUs after it, if there is one
-        if value is None and rest and rest[0].isdecimal():
-            value = rest.pop(0)
-        if value is not None and not (value.isdecimal() and 0 < int(value[:10]) <= MOST):
-            raise UserError(f"--check={value}: must be a number of GPUs, such as --check=512")
-        parsed.check, parsed.gpus = True, None if value is None else int(value)
-        return
-    choices = CHOICES.get(name, ())
+def _set_check(parsed: Arguments, value: str | None, rest: list[str]) -> None:
+    """--check, and the number of GPUs after it, if there is one."""
+    if value is None and rest and rest[0].isdecimal():
+        value = rest.pop(0)
+    if value is not None and not (value.isdecimal() and 0 < int(value[:10]) <= MOST):
+        raise UserError(f"--check={value}: must be a number of GPUs, such as --check=512")
+    parsed.check, parsed.gpus = True, None if value is None else int(value)
+
+
+def _flag_value(flag: str, value: str | None, rest: list[str], allowed: str = "") -> str:
+    """The value of a flag, which may be the next word. Raises UserError."""
     if value is None and rest and not is_flag(rest[0]):
         value = rest.pop(0)
     if not value:
-        raise UserError(f"{flag} needs a value" + (f": {' or '.join(choices)}" if choices else ""))
-    if choices and value not in choices:
-        hint = did_you_mean(value, choices) or f"; use {' or '.join(choices)}"
-        raise UserError(f"{flag} {value}: no such choice{hint}")
-    setattr(parsed, name, value)
+        raise UserError(f"{flag} needs a value{allowed}")
+    return value
 
 
 def _key_value(command: Command, key: str, rest: list[str]) -> str:
     """The value of a bare `--key`: the next word, unless that is a flag, or the key is a switch."""
     leaf = leaves(command.spec).get(key)
-    takes_value = key == "resume" or key in dict(command.aliases) or key in groups(CONFIG_DIR)
+    takes_value = key == "resume" or key in command.aliases or key in groups(CONFIG_DIR)
     if leaf is None and not takes_value:
         words: list[str] = []  # of which flags of other programs may take several
         while rest and not is_flag(rest[0]) and "=" not in rest[0] and not (words and command.positional):
             words.append(rest.pop(0))
         return " ".join(words) or "true"
-    switch = leaf is not None and bool in alternatives(leaf.type)
-    if rest and not is_flag(rest[0]) and (not switch or SWITCH_VALUE.fullmatch(rest[0])):
+    is_switch = leaf is not None and bool in alternatives(leaf.type)
+    is_switch_value = rest and re.fullmatch(r"(?i)true|false|yes|no|on|off|0|1", rest[0])
+    if rest and not is_flag(rest[0]) and (not is_switch or is_switch_value):
         return rest.pop(0)
-    if leaf is not None and not switch:
+    if leaf is not None and not is_switch:
         raise UserError(f"--{key} needs a value: {leaf.doc}")
     return "true"
 
 
 def is_flag(word: str) -> bool:
     """True if a word begins a new flag or --key; negative numbers do not."""
-    return word.startswith("-") and len(word) > 1 and not NUMBER.match(word)
+    return word.startswith("-") and len(word) > 1 and not re.match(r"-\.?\d", word)
 
 
-def _with_positional(command: Command, overrides: Sequence[str]) -> list[str]:
-    """Words without `=`, and paths that exist, as values of the command's positional keys while any are left.
+def _with_keys(command: Command, typed: Sequence[str]) -> list[str]:
+    """Overrides with the keys of positional words and of aliases. Raises UserError for a key set twice so.
 
-    A sweep's folders are paths with `=`: runs/sweep/optimizer.lr=0.001.
+    Positional are words without `=`, and paths that exist: the folders of a sweep's jobs have one in their
+    names (runs/sweep/optimizer.lr=0.001).
     """
     keys = list(command.positional)
     if command.several:
-        return _listed(keys[0], overrides)
-    return [f"{keys.pop(0)}={text}" if keys and _is_value(text) else text for text in overrides]
+        named = _as_list(keys[0], typed)
+    else:
+        named = [f"{keys.pop(0)}={text}" if keys and _is_value(text) else text for text in typed]
+    split = [text.partition("=") for text in named]
+    overrides = [f"{command.aliases.get(name, name)}{equals}{value}" for name, equals, value in split]
+    for text in {*overrides} - {*typed}:
+        key = text.partition("=")[0]
+        same = [other for other in overrides if other.startswith(f"{key}=")]
+        if len(same) > 1:
+            raise UserError(Problem((key,), f"{' '.join(same)}: one {key} is taken", "remove the other"))
+    return overrides
 
 
-def _listed(key: str, overrides: Sequence[str]) -> list[str]:
+def _as_list(key: str, overrides: Sequence[str]) -> list[str]:
     """Words without `=`, and `key=word`, as one list."""
     words, rest = list[str](), list[str]()
     for text in overrides:
@@ -239,13 +236,9 @@ def quote(value: str) -> str:
 
     A backslash counts only before a quote: those, and the ones at the end, are doubled.
     """
-    escaped, backslashes = "", 0
-    for char in value:
-        if char == "'":
-            escaped += "\\" * backslashes + "\\"
-        escaped += char
-        backslashes = backslashes + 1 if char == "\\" else 0
-    return "'" + escaped + "\\" * backslashes + "'"
+    escaped = re.sub(r"(\\*)'", lambda found: f"{found[1] * 2}\\'", value)
+    trailing = len(escaped) - len(escaped.rstrip("\\"))
+    return f"'{escaped}{chr(92) * trailing}'"
 
 
 def check_task(command: Command, arguments: Arguments) -> None:

@@ -23,23 +23,22 @@ def command_help(command: Command, config_dir: str | None = None, topics: Sequen
     if topics:
         return "\n\n".join(_topic(command, topic, groups, config_dir) for topic in topics)
     known = composed_leaves(command)
-    frequent = [known[key] for key in command.keys or known]
+    frequent = [known[key] for key in command.keys.split() or known]
     rows = [(leaf.key, f"{leaf.doc} [{_default(leaf)}]") for leaf in frequent]
-    resume = [("resume=RUN", "continue a run with its own settings; what is typed wins over them")]
+    if command.has_runs:
+        rows.insert(0, ("resume=RUN", "continue a run with its own settings; what is typed wins over them"))
     section = next((leaf.section for leaf in known.values() if leaf.section), "SECTION")
     more = "" if len(frequent) == len(known) else f" (more: mlm {command.name} --help {section})"
     blocks = [f"Usage: mlm {command.usage} [key=value …]", wrap(command.about)]
     if tasks:
         blocks.append(tasks_block(config_dir))
         groups.pop("task")
-    if command.examples:
-        blocks.append("Examples:\n" + example_lines(command.examples))
+    blocks.append("Examples:\n" + example_lines(command.example_pairs))
     if groups:
-        blocks.append(
-            "Groups, chosen as group=option:\n" + table((g, ", ".join(o)) for g, o in groups.items())
-        )
+        options = table((group, ", ".join(names)) for group, names in groups.items())
+        blocks.append(f"Groups, chosen as group=option:\n{options}")
     blocks += [
-        f"Keys{more}:\n" + table([*(resume if command.has_runs else []), *rows]),
+        f"Keys{more}:\n" + table(rows),
         wrap(SPELLINGS),
         "Flags:\n" + table(FLAGS),
         "Exit codes:\n" + table(EXIT_CODES),
@@ -55,21 +54,24 @@ def _topic(command: Command, topic: str, groups: dict[str, list[str]], config_di
             line = f"{plain_name(topic)}: {option.answer_to('…')}"
             return "\n".join([line, *_tables(known[key] for key in option.keys)])
         if meant := keys_meant(command.spec, topic):
-            return table([_full_row(known[key]) for key in meant])
+            return "\n".join(_tables(known[key] for key in meant))
         if (name := topic.replace("-", "_")) != topic:
             return _topic(command, name, groups, config_dir)
-        near = did_you_mean(
-            topic, [*groups, *known, *(leaf.section for leaf in known.values() if leaf.section)]
-        )
-        raise UserError(f"--help {topic}: no such section or key{near or '; --help lists them'}")
+        sections = [leaf.section for leaf in known.values() if leaf.section]
+        near = did_you_mean(topic, [*groups, *known, *sections]) or "; --help lists them"
+        raise UserError(f"--help {topic}: no such section or key{near}")
     choices = groups.get(topic, [])
     options = [f"{topic}=…:\n" + table(choice_rows(topic, choices, config_dir))] if choices else []
     return "\n\n".join(options + _tables(rows))
 
 
-def _tables(rows: Iterable[Leaf]) -> list[str]:
-    """One table of these keys, or none."""
-    return [table(listed)] if (listed := [_full_row(leaf) for leaf in rows]) else []
+def _tables(listed: Iterable[Leaf]) -> list[str]:
+    """One table of these keys with types and bounds, or none."""
+    rows = []
+    for leaf in listed:
+        allowed = describe_values(leaf) + (f", {leaf.bound.words}" if leaf.bound else "")
+        rows.append((leaf.key, f"{leaf.doc} ({allowed}) [{_default(leaf)}]"))
+    return [table(rows)] if rows else []
 
 
 def composed_leaves(command: Command) -> dict[str, Leaf]:
@@ -78,14 +80,8 @@ def composed_leaves(command: Command) -> dict[str, Leaf]:
     return {key: replace(leaf, default=values[key]) for key, leaf in leaves(command.spec).items()}
 
 
-def _full_row(leaf: Leaf) -> tuple[str, str]:
-    """With the type, and the bounds of a number."""
-    allowed = describe_values(leaf) + (f", {leaf.bound.words}" if leaf.bound else "")
-    return leaf.key, f"{leaf.doc} ({allowed}) [{_default(leaf)}]"
-
-
 def _default(leaf: Leaf) -> str:
     """The default as it would be typed."""
-    if leaf.default == MISSING_VALUE:
-        return "required"
-    return f"default {format_value(leaf.default) or repr('')}"
+    return (
+        "required" if leaf.default == MISSING_VALUE else f"default {format_value(leaf.default) or repr('')}"
+    )

@@ -5,7 +5,7 @@ Hydra composes what stands above it: the YAML of configs/ and --config-dir, and 
 is composed of a saved run, and nothing that YAML names is called.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,13 +143,9 @@ def problem_of_composing(error: Exception) -> Problem:
     if isinstance(error, HydraException) and isinstance(error.__cause__, OmegaConfBaseException):
         first = f"{first.rstrip('.')}: {str(error.__cause__).splitlines()[0]}"
     if isinstance(error, InterpolationResolutionError):  # an unknown key, or an unset variable
-        unset = (str(each.args[0]) for each in _causes(error) if isinstance(each, KeyError) and each.args)
-        first, fix = next(unset, first), r"correct ${…}, or write \${…} for text"
+        fix = r"correct ${…}, or write \${…} for text"
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, KeyError):  # OmegaConf chains them in either way
+            cause = cause.__cause__ or cause.__context__
+        first = str(cause.args[0]) if cause is not None and cause.args else first
     return Problem((key,), f"{key}: {first}", fix) if key else Problem((), first)
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and those that led to it: OmegaConf chains them in either way."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

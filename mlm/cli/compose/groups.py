@@ -17,7 +17,7 @@ from mlm.util.errors import format_value
 TASK = "task"
 OWN_TASK = "a task of your own needs --config-dir DIR, which holds task/NAME.yaml"
 GLOBAL = "@package _global_"
-"""First line of a YAML whose keys are those of the whole config, as those of experiments are."""
+"""First line of a YAML whose keys are those of the whole config, such as an experiment's."""
 LONGEST_LINE = 200  # characters of a YAML's comment that help shows
 MOST_LINES = 10  # of a comment that are read
 ALSO, PARAMETERS = "Also: ", "Parameters: "
@@ -59,13 +59,12 @@ def choice_rows(group: str, names: list[str], config_dir: str | None) -> list[tu
 
 def foreign_choices(group: str, names: Iterable[str], config_dir: str | None) -> dict[str, str]:
     """Names that other programs have for choices → the choice: `# Also: gpt2_medium` in its comment."""
-    lines = [(name, line) for name in names for line in comment_of(choice_file(group, name, config_dir))]
-    return {
-        foreign: name
-        for name, line in lines
-        if line.startswith(ALSO)
-        for foreign in line.removeprefix(ALSO).replace(",", " ").split()
-    }
+    foreign = dict[str, str]()
+    for name in names:
+        for line in comment_of(choice_file(group, name, config_dir)):
+            if line.startswith(ALSO):
+                foreign |= dict.fromkeys(line.removeprefix(ALSO).replace(",", " ").split(), name)
+    return foreign
 
 
 def first_comment(path: Path | None) -> str:
@@ -86,19 +85,15 @@ def comment_of(path: Path | None) -> list[str]:
 
 def effect_of(group: str, path: Path) -> str:
     """The size of a shipped model; of another choice, the values that it sets."""
-    values = _values(path)
+    values = _shipped_values(path)
     if group == "model":
-        shape = {key: value for key, value in values.get("model", values).items() if key != "defaults"}
+        shape = values.get("model", values)
         layers = f"{shape['num_layers']} layers, hidden size {shape['hidden_size']}"
         return f"[{layers}, {shape['num_heads']} heads, {parameters_of(path)} parameters]"
-    chosen = [
-        f"{name.removeprefix('override /')}={choice}"
-        for entry in values.pop("defaults", [])
-        if isinstance(entry, dict)
-        for name, choice in entry.items()
-    ]
-    each = [*chosen, *(f"{key}={format_value(value)}" for key, value in flatten(values).items())]
-    return f"[{' '.join(each)}]" if each else ""
+    entries = [entry for entry in values.pop("defaults", []) if isinstance(entry, dict)]
+    chosen = [f"{name.removeprefix('override /')}={entry[name]}" for entry in entries for name in entry]
+    settings = [*chosen, *(f"{key}={format_value(value)}" for key, value in flatten(values).items())]
+    return f"[{' '.join(settings)}]" if settings else ""
 
 
 def parameters_of(path: Path) -> str:
@@ -107,27 +102,26 @@ def parameters_of(path: Path) -> str:
     return next(line.removeprefix(PARAMETERS) for line in lines if line.startswith(PARAMETERS))
 
 
-def _values(path: Path) -> dict[str, Any]:
+def _shipped_values(path: Path) -> dict[str, Any]:
     """Values that a shipped YAML sets, with the file of its group that it begins with."""
     values: dict[str, Any] = yaml.safe_load(path.read_text("utf-8")) or {}
     for entry in values.get("defaults", []):
         if isinstance(entry, str) and entry != "_self_":
-            base = _values(path.parent / f"{entry.partition('@')[0]}.yaml")
-            own = values.get("model", values)
+            base = _shipped_values(path.parent / f"{entry.partition('@')[0]}.yaml")
+            section = values.get("model", values)
             for key, value in base.items():
-                own.setdefault(key, value)
+                section.setdefault(key, value)
     return values
 
 
-def own_keys(choices: Mapping[str, Any], config_dir: str | None) -> set[str]:
+def user_keys(choices: Mapping[str, Any], config_dir: str | None) -> set[str]:
     """Keys that the user's own YAML of some choices sets."""
     keys = set[str]()
     for group, name in choices.items():
         path = choice_file(group, str(name), config_dir)
-        if path is None or path.is_relative_to(CONFIG_DIR):
-            continue
-        values = yaml.safe_load(path.read_text("utf-8")) or {}
-        keys |= flatten(values, "" if GLOBAL in comment_of(path) else f"{group}.", whole=()).keys()
+        if path is not None and not path.is_relative_to(CONFIG_DIR):
+            values = yaml.safe_load(path.read_text("utf-8")) or {}
+            keys |= flatten(values, "" if GLOBAL in comment_of(path) else f"{group}.", whole=()).keys()
     return keys
 
 
@@ -137,7 +131,7 @@ def takes_task(command: Command) -> bool:
 
 
 def task_names(config_dir: str | None = None) -> list[str]:
-    """The tasks that a model can be finetuned on, sorted; those of the user's `config_dir` too."""
+    """The tasks that a model can be finetuned on, sorted, with the user's."""
     folders = [CONFIG_DIR, *([Path(config_dir)] if config_dir else [])]
     return sorted({name for folder in folders for name in groups(folder).get(TASK, [])})
 

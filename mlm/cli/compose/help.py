@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from mlm.cli.commands import COMMANDS
 from mlm.cli.compose.groups import takes_task, task_summaries
 
-USAGE = "mlm COMMAND [TASK] [key=value …]"
 SPELLINGS = "key=value, --key=value and --key value mean the same. Values you type win over every group."
 FLAGS = (
     ("--help", "this text; after it a section or key (model, tp) for all about it"),
@@ -33,10 +32,10 @@ def main_help(first: str | None = None) -> str:
     listed = [c for c in COMMANDS if first in (None, c.words[0])]
     blocks = [
         "mlm: Megatron-style model parallelism, small, readable and exact.",
-        f"Usage: {USAGE}",
+        "Usage: mlm COMMAND [TASK] [key=value …]",
         "Commands:\n" + table((c.usage if takes_task(c) else c.name, c.summary) for c in listed),
         *([tasks_block(None)] if first and any(map(takes_task, listed)) else []),
-        "Examples:\n" + example_lines([e for c in listed for e in c.examples[: 2 if first else 1]]),
+        "Examples:\n" + example_lines([e for c in listed for e in c.example_pairs[: 2 if first else 1]]),
         wrap(f"Settings: {SPELLINGS} `mlm COMMAND --help` lists keys and groups."),
         "Exit codes:\n" + table(EXIT_CODES),
     ]
@@ -67,7 +66,7 @@ def table(rows: Iterable[tuple[str, str]]) -> str:
 
 def wrap(text: str) -> str:
     """A paragraph folded to the terminal."""
-    return textwrap.fill(text, _width(), break_on_hyphens=False)
+    return textwrap.fill(" ".join(text.split()), _width(), break_on_hyphens=False)
 
 
 def _width() -> int:

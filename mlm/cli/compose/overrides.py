@@ -34,12 +34,10 @@ from mlm.util.errors import Problem, UserError, escape_controls, format_value
 
 MOST_LISTED = 16  # choices that one line names
 QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
-OPTIONS_OF_OWN_CODE = ("model.options.", "optimizer.options.", "schedule.options.")
-"""Sections whose keys only the user's own code knows."""
+USER_OPTIONS = ("model.options.", "optimizer.options.", "schedule.options.")
+"""Sections whose keys only the user's code knows."""
 IMPORT_KEYS = tuple(key for key, leaf in leaves(PretrainConfig).items() if leaf.shipped)
 """Keys of a run that take import paths."""
-RUN_KEYS = ("ckpt", "incident")
-"""Keys that name something of a run."""
 GROUP_SETS = {
     "parallel": {"tp", "cp", "pp", "vp", "dp", "sequence_parallel", "zero", "recompute", "train"},
     "cluster": {"dist"},
@@ -68,7 +66,7 @@ class Overrides:
 
     def all_problems(self, further: Iterable[Problem]) -> list[Problem]:
         """The problems of spelling, and those of `further` that do not follow from them."""
-        return [*self.problems, *(each for each in further if not each.concerns(self.doubtful))]
+        return [*self.problems, *(problem for problem in further if not problem.concerns(self.doubtful))]
 
     def jobs(self, options: dict[str, list[str]]) -> Iterator[tuple[list[str], list[str]]]:
         """(overrides, those of them that vary, sorted) of every job of a sweep: the product of swept values.
@@ -76,16 +74,15 @@ class Overrides:
         `options` are the choices of each group, of which `glob(…)` takes some.
         """
         parsed = OverridesParser.create().parse_overrides(self.texts)
-        fixed = [each.input_line or "" for each in parsed if not each.is_sweep_override()]
+        fixed = [override.input_line or "" for override in parsed if not override.is_sweep_override()]
         swept = list[list[str]]()
-        for each in (each for each in parsed if each.is_sweep_override()):
-            key, value = each.key_or_group, each.value()
+        for override in filter(Override.is_sweep_override, parsed):
+            key, value = override.key_or_group, override.value()
             chosen = value.filter(options.get(key, [])) if isinstance(value, Glob) else None
-            names = each.sweep_string_iterator() if chosen is None else chosen
+            names = override.sweep_string_iterator() if chosen is None else chosen
             swept.append([f"{key}={name}" for name in names])
         for values in product(*swept):
-            varied = [text for text in values if not text.startswith("out=")]
-            yield [*fixed, *values], sorted(varied)
+            yield [*fixed, *values], sorted(text for text in values if not text.startswith("out="))
 
 
 def prepare(
@@ -94,13 +91,13 @@ def prepare(
     """Sort overrides into composable ones and problems."""
     # choices of the command itself where an experiment would choose for it, unless typed
     keys = {text.partition("=")[0].lstrip("+") for text in typed}
-    choices = command.own_choices if "experiment" in keys else ()
+    choices = command.kept_choices if "experiment" in keys else ()
     overrides = Overrides([choice for choice in choices if choice.partition("=")[0] not in keys])
     options, known = command_groups(command, config_dir), leaves(command.spec)
     for text in _with_files(command, typed, overrides):
         text = text.lstrip("+")  # what is added is our business: + and ++ mean nothing
         key, _, value = text.partition("=")
-        of_run = key in IMPORT_KEYS and key not in known and any(name in known for name in RUN_KEYS)
+        of_run = key in IMPORT_KEYS and key not in known and ("ckpt" in known or "incident" in known)
         if of_run and is_path(path := value.strip("'\"")):  # of a command that has no such key
             overrides.import_paths.append(path)
             continue
@@ -121,7 +118,7 @@ def _spelling(command: Command, text: str, options: dict[str, list[str]]) -> Pro
     spec = command.spec
     known, foreign = [*leaves(spec), *options], other_names(spec)
     if not equals and text.endswith((".py", ".yaml", ".yml")):
-        answer = next(each.answer for each in foreign_options() if "config" in each.names)
+        answer = next(option.answer for option in foreign_options() if "config" in option.names)
         return Problem((key,), f"cannot read '{text}': no file of settings is read", answer)
     if not equals:
         near = nearest(text.lstrip("~"), known, foreign)
@@ -134,7 +131,7 @@ def _spelling(command: Command, text: str, options: dict[str, list[str]]) -> Pro
     if key.partition(".")[0].partition("/")[0] == "hydra":
         fix = "leave it out; sweeps are -m, own YAML is --config-dir"
         return Problem((key,), f"{text}: mlm composes with Hydra and runs without it", fix)
-    if key in known or key in sections(spec) or key.startswith(OPTIONS_OF_OWN_CODE):
+    if key in known or key in sections(spec) or key.startswith(USER_OPTIONS):
         return None
     if foreign_option(spec, key):
         return unknown_key(spec, key, value)
@@ -176,7 +173,8 @@ def _value_problem(
 ) -> Problem | None:
     """The problem of a value that Hydra cannot parse, of a sweep, of a choice, of the keys in a section."""
     key, override = text.partition("=")[0], _parsed(text)
-    leaf = leaves(command.spec).get(key)
+    known, is_section = leaves(command.spec), key in sections(command.spec)
+    leaf = known.get(key)
     if override is None:
         if leaf is None or leaf.type in (str, str | None):
             return Problem((key,), f"cannot read '{text}'", f"quote the value: \"{key}='…'\"")
@@ -184,29 +182,28 @@ def _value_problem(
             "" if leaf.default in (None, MISSING_VALUE) else f", such as '{key}={format_value(leaf.default)}'"
         )
         return Problem((key,), f"cannot read '{text}': {key} must be {describe_values(leaf)}{example}")
-    if leaf is not None and isinstance(override.value(), dict) and key.rpartition(".")[2] not in OPTIONS:
+    value, is_sweep = override.value(), override.is_sweep_override()
+    if leaf is not None and isinstance(value, dict) and key.rpartition(".")[2] not in OPTIONS:
         return Problem((key,), f"{text} must be {describe_values(leaf)}")
-    if override.is_sweep_override() and not multirun:
+    if is_sweep and not multirun:
         return Problem((key,), f"{text} is a sweep: add --multirun, or quote the value")
-    value = override.value()
-    if override.is_sweep_override() and not (override.is_discrete_sweep() or isinstance(value, Glob)):
+    if is_sweep and not (override.is_discrete_sweep() or isinstance(value, Glob)):
         return Problem((key,), f"{text}: an interval is no list of values", f"use {key}=a,b,c")
-    if key in sections(command.spec) and isinstance(value, dict):
-        keys = [f"{key}.{_unquoted(name)}" for name in value]
-        return next(
-            (unknown_key(command.spec, each) for each in keys if each not in leaves(command.spec)), None
-        )
-    if key not in options and key in sections(command.spec):
-        return unknown_key(command.spec, key)
-    if key not in options or isinstance(value, Glob):
+    if is_section and isinstance(value, dict):
+        keys = (f"{key}.{_unquoted(name)}" for name in value)
+        return next((unknown_key(command.spec, name) for name in keys if name not in known), None)
+    if key not in options:
+        return unknown_key(command.spec, key) if is_section else None
+    if isinstance(value, Glob):
         return None
     if isinstance(value, ChoiceSweep):
         value = value.list
-    elif override.is_sweep_override():  # range(1,3)
+    elif is_sweep:  # range(1,3)
         value = [text.partition("=")[2]]
-    choices = map(_unquoted, value if isinstance(value, list) else [value])
-    problems = (_choice_problem(command, key, choice, options[key], config_dir) for choice in choices)
-    return next(filter(None, problems), None)
+    for choice in value if isinstance(value, list) else [value]:
+        if problem := _choice_problem(command, key, _unquoted(choice), options[key], config_dir):
+            return problem
+    return None
 
 
 def _choice_problem(
@@ -261,11 +258,14 @@ def _with_files(command: Command, typed: Sequence[str], overrides: Overrides) ->
     """Overrides with each `group=FILE.yaml` of the command's file groups as the keys that the file sets."""
     texts = list[str]()
     for text in typed:
-        file = _typed_file(command, text)
-        if file is None:
+        group, _, value = text.partition("=")
+        path = Path(expand_home(value.strip("'\"")))
+        is_shipped = path.name == str(path) and isfile(CONFIG_DIR / group / path)
+        is_file = group in command.file_groups and path.suffix in (".yaml", ".yml") and not is_shipped
+        if text not in command.user_files and not is_file:
             texts.append(text)
             continue
-        group = text.partition("=")[0]
+        file = command.user_files[text]() if text in command.user_files else path
         keys = file if isinstance(file, Problem) else _keys_of_file(command, group, file)
         if isinstance(keys, Problem):
             overrides.reject(keys, keys.keys)
@@ -273,17 +273,6 @@ def _with_files(command: Command, typed: Sequence[str], overrides: Overrides) ->
             overrides.texts.append(f"~{group}")
             texts += keys
     return texts
-
-
-def _typed_file(command: Command, text: str) -> Path | Problem | None:
-    """The file that an override names in place of a shipped choice; None if it names none."""
-    if text in command.own_files:
-        return command.own_files[text]()
-    group, _, value = text.partition("=")
-    path = Path(expand_home(value.strip("'\"")))
-    is_shipped = path.name == str(path) and isfile(CONFIG_DIR / group / path)
-    is_file = group in command.file_groups and path.suffix in (".yaml", ".yml")
-    return path if is_file and not is_shipped else None
 
 
 def _keys_of_file(command: Command, group: str, path: Path) -> list[str] | Problem:

@@ -21,7 +21,6 @@ from mlm.util.errors import ConfigError, UserError, format_value
 from mlm.util.object_store import is_stored, read_object, split_step
 
 CONFIG = "config.yaml"
-RESUME = "resume"
 MIRROR = "checkpoint.mirror="
 
 SavedValues = dict[str, Any]
@@ -33,13 +32,13 @@ def take_saved(command: Command, arguments: Arguments) -> SavedValues | None:
 
     Raises UserError.
     """
-    typed = [text for text in arguments.overrides if text.startswith(f"{RESUME}=") and command.has_runs]
+    typed = [text for text in arguments.overrides if text.startswith("resume=") and command.has_runs]
     if not typed:
         return None
     arguments.overrides = [text for text in arguments.overrides if text not in typed]
     resume = typed[-1].partition("=")[2]
     url = split_step(resume)[0]
-    if resume and (problem := path_problem(RESUME, expand_home(url), Role.STORED)):
+    if resume and (problem := path_problem("resume", expand_home(url), Role.STORED)):
         raise UserError(problem)
     if arguments.multirun:
         raise UserError(
@@ -83,14 +82,14 @@ def take_saved_task(command: Command, arguments: Arguments) -> SavedValues | Non
 
 
 def read_run(resume: str, config: str) -> SavedValues:
-    """The settings of the run that `resume=` names: its folder, which becomes `out`, or a file of settings.
+    """The settings of the run that `resume=` names: its folder, which becomes `out`, a file, or a mirror.
 
     `config` names the command's primary config. Raises UserError.
     """
     if not resume:
         raise UserError("resume=: empty; name a run folder, such as resume=runs/shakespeare")
     if is_stored(resume):
-        return read_mirrored(*split_step(resume), config)
+        return _read_mirrored(*split_step(resume), config)
     path = Path(expand_home(resume))
     file = path / CONFIG if path.is_dir() else path
     if not os.path.lexists(file):
@@ -107,7 +106,7 @@ def read_run(resume: str, config: str) -> SavedValues:
     return {**values, "out": str(file.parent)} if file.name == CONFIG else values
 
 
-def read_mirrored(url: str, step: int | None, config: str) -> SavedValues:
+def _read_mirrored(url: str, step: int | None, config: str) -> SavedValues:
     """The settings of the run whose checkpoint.mirror is `url`, to continue it from a step.
 
     None is the newest good one. Raises UserError.
@@ -117,25 +116,24 @@ def read_mirrored(url: str, step: int | None, config: str) -> SavedValues:
     try:
         content = read_object(file, MAX_BYTES)
     except UserError as error:
-        raise UserError(f"{RESUME}={error}") from None
+        raise UserError(f"resume={error}") from None
     if content is None:
         fix = "name a prefix that a run's checkpoint.mirror=… named"
-        raise UserError(f"{RESUME}={url}: holds no {CONFIG} of a run; {fix}")
-    values = values_in(content.decode(errors="replace"), file, config)
+        raise UserError(f"resume={url}: holds no {CONFIG} of a run; {fix}")
+    values = _values_in(content.decode(errors="replace"), file, config)
     keys = {"mirror": url, "from_mirror": True, "from_step": step, "resume": True}
     return {**values, **{f"checkpoint.{key}": value for key, value in keys.items()}}
 
 
 def read_values(path: Path, config: str) -> SavedValues:
-    """The settings in a saved file. Raises as `values_in`."""
-    return values_in(read_text(path), path, config)
-
-
-def values_in(text: str, path: Path | str, config: str) -> SavedValues:
-    """The settings in the text of a saved file of the command whose primary config is `config`.
+    """The settings in a saved file of the command whose primary config is `config`.
 
     Raises UserError, ConfigError with several problems.
     """
+    return _values_in(read_text(path), path, config)
+
+
+def _values_in(text: str, path: Path | str, config: str) -> SavedValues:
     spec = SPECS[config]
     tree = parse(text, path)
     command = tree.pop("command", config)

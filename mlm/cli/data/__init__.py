@@ -1,30 +1,83 @@
-"""The commands `mlm data …`, which make corpora, and the checks of their settings."""
+"""The commands `mlm data …`, which make corpora: their settings, checks and help.
+
+Settings of `mlm data build` are in mlm/corpus/config.py.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from mlm.cli.command import Command
-from mlm.cli.data.settings import DataInspectConfig, DataTokenizerConfig, DataVerifyConfig
+from mlm.config.fields import NOT_NEGATIVE, InputPath, OnlyIf, OutPlace, ResultFile
 from mlm.corpus.config import DataBuildConfig
-from mlm.data.config import SPLITS
+from mlm.data.config import SPLITS, DataPath, StoredPath
 from mlm.util.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataTokenizerConfig:
+    """The run spec of `mlm data tokenizer`: train a tokenizer on text, or convert a foreign one."""
+
+    input: StoredPath
+    """Text as `mlm data build` takes it (held-out parts of a folder are not read), or a tokenizer to take
+    over: a folder with vocab.json and merges.txt, a vocab.txt, or a tokenizer.json."""
+    out: OutPlace
+    """tokenizer.json to write, or the folder to write it in."""
+    kind: Literal["bpe", "wordpiece"] = "bpe"
+    """bpe: byte-level BPE as GPT-2's; wordpiece: as BERT's."""
+    vocab_size: int = 8192
+    """Tokens to learn, special tokens and bytes or letters among them: at least 257 for bpe."""
+    lowercase: Annotated[bool, OnlyIf("kind", "wordpiece")] = True
+    """Lowercase text and strip accents in training of kind=wordpiece (bert-*-uncased does). For an imported
+    vocab.txt the tokenizer_config.json beside it decides, else the absence of capitals in its tokens."""
+    text_key: str = "text"
+    """Key (or column) that holds a document's text."""
+    eod: str | None = None
+    """End-of-document token of a tokenizer to take over; null finds it by its name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataInspectConfig:
+    """The run spec of `mlm data inspect`: what a corpus holds."""
+
+    path: DataPath
+    """Corpus folder, or prefix of a .bin/.idx pair."""
+    tokenizer: InputPath | None = None
+    """Tokenizer to decode samples with; null takes tokenizer.json beside the corpus, if there is one."""
+    samples: Annotated[int, NOT_NEGATIVE, OnlyIf("token", None)] = 3
+    """Documents to decode, spread over the corpus; 0 decodes none."""
+    document: int | None = None
+    """Number of a document to show whole; path is then a prefix, or a folder's train part is taken."""
+    token: Annotated[int | None, OnlyIf("document", None)] = None
+    """As `document`, by the number of one of its tokens."""
+    out: ResultFile | None = None
+    """JSON file for the same facts; null writes none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataVerifyConfig:
+    """The run spec of `mlm data verify`: is a corpus whole?"""
+
+    path: DataPath
+    """Corpus folder, or prefix of a .bin/.idx pair."""
+    vocab_size: int | None = None
+    """Token ids must be below it; null takes the receipt's or the tokenizer's beside the corpus."""
+    out: ResultFile | None = None
+    """JSON file for the verdict; null writes none."""
+
 
 MAX_BANDS = 1024  # a task and a column of keys each
 
 
 def check_build(config: DataBuildConfig) -> list[Problem]:
     """Problems of `mlm data build` between its settings."""
-    problems = []
-    decontaminate, rules = config.decontaminate, config.filter
+    problems, decontaminate, rules = [], config.decontaminate, config.filter
     if (bands := config.dedup.bands) > MAX_BANDS:
         problem = f"dedup.bands={bands} is above {MAX_BANDS}"
         problems.append(Problem(("dedup.bands",), problem, "lower it, and dedup.rows with it"))
     if decontaminate.min_ngram > decontaminate.ngram:
-        problems.append(
-            Problem(
-                ("decontaminate.min_ngram", "decontaminate.ngram"),
-                f"decontaminate.min_ngram={decontaminate.min_ngram} is above "
-                f"decontaminate.ngram={decontaminate.ngram}",
-                "lower it",
-            )
-        )
+        least, most = decontaminate.min_ngram, decontaminate.ngram
+        problem = f"decontaminate.min_ngram={least} is above decontaminate.ngram={most}"
+        problems.append(Problem(("decontaminate.min_ngram", "decontaminate.ngram"), problem, "lower it"))
     if not decontaminate.parts or not set(decontaminate.parts) <= set(SPLITS):
         parts, fix = f"[{','.join(decontaminate.parts)}]", f"name some of {', '.join(SPLITS)}"
         problems.append(Problem.at("decontaminate.parts", parts, "must be parts of a corpus", fix))
@@ -38,91 +91,81 @@ def check_build(config: DataBuildConfig) -> list[Problem]:
 
 COMMANDS = (
     Command(
-        words=("data", "tokenizer"),
-        also=("tokenize",),
+        name="data tokenizer",
+        other_names=("tokenize",),
         spec=DataTokenizerConfig,
         target="mlm.cli.data.run:run_tokenizer",
         preflight="mlm.cli.data.run:preflight_tokenizer",
         summary="train a tokenizer on text (byte-level BPE, WordPiece), or import one",
-        about=(
-            "Trains a byte-level BPE as GPT-2's or a WordPiece vocabulary as BERT's on text, or reads the "
-            "files of another tokenizer; writes tokenizer.json, for `mlm data build`."
-        ),
-        examples=(
-            ("8,192 tokens from your documents", "mlm data tokenizer input=text out=corpus vocab_size=8192"),
-            (
-                "BERT's kind, with capitals",
-                "mlm data tokenizer input=text out=corpus kind=wordpiece vocab_size=30000 lowercase=false",
-            ),
-            ("BERT's own vocabulary", "mlm data tokenizer input=bert/vocab.txt out=corpus"),
-        ),
+        about="""Trains a byte-level BPE as GPT-2's or a WordPiece vocabulary as BERT's on text, or reads the
+            files of another tokenizer; writes tokenizer.json, for `mlm data build`.""",
+        examples="""
+            # 8,192 tokens from your documents
+            mlm data tokenizer input=text out=corpus vocab_size=8192
+            # BERT's kind, with capitals
+            mlm data tokenizer input=text out=corpus kind=wordpiece vocab_size=30000 lowercase=false
+            # BERT's own vocabulary
+            mlm data tokenizer input=bert/vocab.txt out=corpus
+        """,
     ),
     Command(
-        words=("data", "build"),
-        also=("prepare", "preprocess"),
+        name="data build",
+        other_names=("prepare", "preprocess"),
         spec=DataBuildConfig,
         target="mlm.corpus.build:run_build",
         local_check=check_build,
         preflight="mlm.corpus.build:preflight",
         summary="clean, deduplicate, decontaminate and tokenise text into a corpus that pretrain reads",
-        about=(
-            "Reads text, fixes and filters it, removes near-duplicates and the text of evaluation sets, and "
-            "writes Megatron's indexed format, one corpus each for train, validation and test. Started again "
-            "after an interruption, it continues where it was. recipe=plain takes documents as they are."
-        ),
-        examples=(
-            (
-                "A folder of web text, kept apart from what models are scored on",
-                "mlm data build data=web tokenizer=gpt2 out=out decontaminate.against=[wikitext103,lambada]",
-            ),
-            (
-                "One text file, split into train, validation and test",
-                "mlm data build data=book.txt tokenizer=gpt2 out=corpus",
-            ),
-            (
-                "Clean text, already in train.jsonl and validation.jsonl",
-                "mlm data build data=text tokenizer=corpus out=corpus recipe=plain",
-            ),
-            (
-                "Compressed files, split by documents",
-                "mlm data build 'data=web/*.jsonl.zst' tokenizer=gpt2 out=corpus split=0.9/0.05/0.05",
-            ),
-        ),
-        aliases=(("data", "input"),),
-        keys=(
-            *("input", "tokenizer", "out", "split", "bad_input", "filter.min_tokens", "dedup.threshold"),
-            *("decontaminate.against", "workers"),
-        ),
+        about="""Reads text, fixes and filters it, removes near-duplicates and the text of evaluation sets,
+            and writes Megatron's indexed format, one corpus each for train, validation and test. Started
+            again after an interruption, it continues where it was. recipe=plain takes documents as they
+            are.""",
+        examples="""
+            # A folder of web text, kept apart from what models are scored on
+            mlm data build data=web tokenizer=gpt2 out=out decontaminate.against=[wikitext103,lambada]
+            # One text file, split into train, validation and test
+            mlm data build data=book.txt tokenizer=gpt2 out=corpus
+            # Clean text, already in train.jsonl and validation.jsonl
+            mlm data build data=text tokenizer=corpus out=corpus recipe=plain
+            # Compressed files, split by documents
+            mlm data build 'data=web/*.jsonl.zst' tokenizer=gpt2 out=corpus split=0.9/0.05/0.05
+        """,
+        aliases={"data": "input"},
+        keys="""
+            input tokenizer out split bad_input filter.min_tokens dedup.threshold decontaminate.against
+            workers
+        """,
     ),
     Command(
-        words=("data", "inspect"),
+        name="data inspect",
         spec=DataInspectConfig,
         target="mlm.cli.data.run:run_inspect",
         summary="show what a corpus holds: documents, tokens, lengths, decoded samples",
-        about=(
-            "Shows the header of a .bin/.idx pair, how many documents and tokens it holds, how long they are "
-            "and a few of them as text. Reads corpora of Megatron-LM as well."
-        ),
-        examples=(
-            ("Counts and lengths of a corpus, part by part", "mlm data inspect corpus"),
-            ("A foreign pair", "mlm data inspect wiki_text_document tokenizer=gpt2 samples=10"),
-            ("A document whole", "mlm data inspect corpus/train document=17"),
-        ),
+        about="""Shows the header of a .bin/.idx pair, how many documents and tokens it holds, how long they
+            are and a few of them as text. Reads corpora of Megatron-LM as well.""",
+        examples="""
+            # Counts and lengths of a corpus, part by part
+            mlm data inspect corpus
+            # A foreign pair
+            mlm data inspect wiki_text_document tokenizer=gpt2 samples=10
+            # A document whole
+            mlm data inspect corpus/train document=17
+        """,
         positional=("path",),
     ),
     Command(
-        words=("data", "verify"),
+        name="data verify",
         spec=DataVerifyConfig,
         target="mlm.cli.data.run:run_verify",
         summary="find truncation, bad pointers and token ids out of range in a corpus",
-        about=(
-            "Reads a corpus whole: sizes, pointers, boundaries, every token id, the digests of its receipt. "
-            "Exits with 1 when something is wrong."
-        ),
-        examples=(
-            ("Check every file of a corpus", "mlm data verify corpus"),
-            ("A foreign pair", "mlm data verify wiki_text_document vocab_size=50257"),
-        ),
+        about="""Reads a corpus whole: sizes, pointers, boundaries, every token id, the digests of its
+            receipt. Exits with 1 when something is wrong.""",
+        examples="""
+            # Check every file of a corpus
+            mlm data verify corpus
+            # A foreign pair
+            mlm data verify wiki_text_document vocab_size=50257
+        """,
         positional=("path",),
     ),
 )

@@ -1,10 +1,9 @@
 """`mlm data tokenizer`, `mlm data inspect` and `mlm data verify`; corpus/build.py has `mlm data build`."""
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from mlm.cli.data.settings import DataInspectConfig, DataTokenizerConfig, DataVerifyConfig
+from mlm.cli.data import DataInspectConfig, DataTokenizerConfig, DataVerifyConfig
 from mlm.corpus.inspect import Facts, facts_of
 from mlm.corpus.read.finding import kind_of
 from mlm.corpus.train_tokenizer import texts_of, train_bpe, train_wordpiece
@@ -50,34 +49,32 @@ def run_tokenizer(config: DataTokenizerConfig) -> Path:
 
 
 def tokenizer_path(out: str) -> Path:
-    """Return the file that `out` means: itself, or tokenizer.json in it."""
+    """The file that `out` means: itself, or tokenizer.json in it."""
     return Path(out) if out.endswith(".json") or is_stream(out) else Path(out) / "tokenizer.json"
 
 
 def preflight_tokenizer(config: DataTokenizerConfig) -> list[str]:
     """Return the problem of a file at `out` that is not a tokenizer; called before the input is read."""
     path = tokenizer_path(config.out)
-    if Path(config.out).suffix in (".txt", ".model") and not Path(config.out).is_dir():
+    out = Path(config.out)
+    if out.suffix in (".txt", ".model") and not out.is_dir():
         problem = "would be a folder of that name: a tokenizer is one tokenizer.json, its settings included"
-        return [
-            Problem.at("out", config.out, problem, f"use out={Path(config.out).with_name('tokenizer.json')}")
-        ]
-    if path.is_file() and not is_stream(path):
-        if digest_at(path, config.eod) is not None:
-            return []
-        return [f"out={path}: exists and is not a tokenizer; name another file, or delete it"]
-    return result_problems(path)
+        return [Problem.at("out", config.out, problem, f"use out={out.with_name('tokenizer.json')}")]
+    if not path.is_file() or is_stream(path):
+        return result_problems(path)
+    if digest_at(path, config.eod) is not None:
+        return []
+    return [f"out={path}: exists and is not a tokenizer; name another file, or delete it"]
 
 
 def is_tokenizer(path: str) -> bool:
     """True if `input` names a tokenizer to convert: its file, or a folder with its files and no text."""
-    place = Path(path)
-    if place.is_dir():
-        parts = {*FILES, "merges.txt"}
-        if not any((place / name).is_file() for name in FILES):
-            return False
-        return not any(kind_of(file) for file in place.iterdir() if file.name not in parts)
-    return place.suffix == ".json" or place.name == "merges.txt" or place.name.endswith("vocab.txt")
+    file = Path(path)
+    if not file.is_dir():
+        return file.suffix == ".json" or file.name == "merges.txt" or file.name.endswith("vocab.txt")
+    if not any((file / name).is_file() for name in FILES):
+        return False
+    return not any(kind_of(other) for other in file.iterdir() if other.name not in {*FILES, "merges.txt"})
 
 
 def digest_at(path: Path, eod: str | None) -> str | None:
@@ -101,7 +98,7 @@ def run_inspect(config: DataInspectConfig) -> None:
     if config.out is not None:
         result = {"task": "data inspect", "path": config.path, "corpora": corpora, "receipt": receipt}
         write_result(config.out, result)
-    show(config, corpora, note)
+    print_tables(config, corpora, note)
 
 
 def run_document(config: DataInspectConfig, folder: Path, prefix: Path) -> None:
@@ -123,12 +120,8 @@ def run_document(config: DataInspectConfig, folder: Path, prefix: Path) -> None:
     out.print(f"{prefix} · document {number:,} · {len(ids):,} tokens")
     shown = text if text is not None else " ".join(map(str, ids))
     for line in shown.split("\n"):
-        out.print(
-            "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line),
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        escaped = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+        out.print(escaped, markup=False, highlight=False, soft_wrap=True)
 
 
 def tokenizer_for(config: DataInspectConfig, folder: Path) -> tuple[Tokenizer | None, str | None]:
@@ -143,30 +136,12 @@ def tokenizer_for(config: DataInspectConfig, folder: Path) -> tuple[Tokenizer | 
     return tokenizer, None if tokenizer else note
 
 
-ROWS: dict[str, Callable[[Facts], str]] = {
-    "tokens are": lambda facts: f"{facts['dtype']} (version {facts['version']})",
-    "documents": lambda facts: f"{facts['documents']:,}",
-    "sequences": lambda facts: f"{facts['sequences']:,}",
-    "tokens": lambda facts: f"{facts['tokens']:,}",
-    "shortest document": lambda facts: f"{facts['tokens_per_document']['min']:,}",
-    "median document": lambda facts: f"{facts['tokens_per_document']['median']:,}",
-    "mean document": lambda facts: f"{facts['tokens_per_document']['mean']:,.1f}",
-    "longest document": lambda facts: f"{facts['tokens_per_document']['max']:,}",
-    "size of .bin": lambda facts: format_bytes(facts["bytes"]),
-    "end with eod": lambda facts: (
-        "unknown"
-        if facts["ends_with_eod"] is None
-        else f"{facts['ends_with_eod']:.1%} of {facts['looked_at']:,}"
-    ),
-}
-
-
-def show(config: DataInspectConfig, corpora: list[Facts], note: str | None) -> None:
-    """Print the tables."""
+def print_tables(config: DataInspectConfig, corpora: list[Facts], note: str | None) -> None:
     out, names = console(), [Path(facts["prefix"]).name for facts in corpora]
     header = table(f"data inspect · {config.path}", "", *(f"{name}#" for name in names))
-    for name, cell in ROWS.items():
-        add_row(header, name, *map(cell, corpora))
+    columns = list(map(facts_column, corpora))
+    for name in columns[0]:
+        add_row(header, name, *(column[name] for column in columns))
     out.print(header)
     samples = table("samples", "", "document#", "tokens#", "begins")
     for name, facts in zip(names, corpora, strict=True):
@@ -181,6 +156,23 @@ def show(config: DataInspectConfig, corpora: list[Facts], note: str | None) -> N
         out.print(f"written to {target_name(config.out)}")
 
 
+def facts_column(facts: Facts) -> dict[str, str]:
+    """A corpus's cells in the table, by row."""
+    lengths, share = facts["tokens_per_document"], facts["ends_with_eod"]
+    return {
+        "tokens are": f"{facts['dtype']} (version {facts['version']})",
+        "documents": f"{facts['documents']:,}",
+        "sequences": f"{facts['sequences']:,}",
+        "tokens": f"{facts['tokens']:,}",
+        "shortest document": f"{lengths['min']:,}",
+        "median document": f"{lengths['median']:,}",
+        "mean document": f"{lengths['mean']:,.1f}",
+        "longest document": f"{lengths['max']:,}",
+        "size of .bin": format_bytes(facts["bytes"]),
+        "end with eod": "unknown" if share is None else f"{share:.1%} of {facts['looked_at']:,}",
+    }
+
+
 def run_verify(config: DataVerifyConfig) -> None:
     """Read a whole corpus, print a table, write out. Raises CheckFailedError if a check fails."""
     folder, checks = verify_corpus(config.path, config.vocab_size)
@@ -188,10 +180,10 @@ def run_verify(config: DataVerifyConfig) -> None:
     if config.out is not None:
         facts = {"whole": not errors, "checks": [asdict(check) for check in checks]}
         write_result(config.out, {"task": "data verify", "path": config.path, **facts})
-    made = table(f"data verify · {config.path}", "file", "check", "", "")
+    rows = table(f"data verify · {config.path}", "file", "check", "", "")
     for check in checks:
-        add_row(made, check.file, check.name, check.state, check.detail)
-    console().print(made)
+        add_row(rows, check.file, check.name, check.state, check.detail)
+    console().print(rows)
     if config.out is not None:
         console().print(f"written to {target_name(config.out)}")
     if errors:

@@ -1,9 +1,9 @@
 """`mlm eval loss`: the score of a checkpoint on a corpus, printed and written."""
 
 from pathlib import Path
-from typing import Any
 
-from mlm.cli.evaluate.settings import EvalLossConfig
+from mlm.cli.evaluate import EvalLossConfig
+from mlm.cli.result import show_table
 from mlm.convert.source import Source, open_source
 from mlm.data.files_present import missing_pair
 from mlm.data.receipt import check_corpus
@@ -20,7 +20,6 @@ from mlm.runs.corpora import validation_prefixes
 from mlm.runs.tokenizer import receipt_tokenizer
 from mlm.util.errors import UserError
 from mlm.util.results import folder_problem, result_problems, target_name, write_result
-from mlm.util.terminal import add_row, console, table
 
 
 def preflight(config: EvalLossConfig) -> list[str]:
@@ -34,8 +33,12 @@ def preflight(config: EvalLossConfig) -> list[str]:
             check(source.load_tokenizer(config.tokenizer, any_size=True))
     except UserError as error:
         return list(error.problems)
-    if problem := corpus_problem(prefix, source):
-        return [problem]
+    known, written = source.tokenizer_digest, receipt_tokenizer(prefix.parent)
+    if known is not None and written is not None and not known.is_same(written):
+        return [
+            f"path={prefix}: was written with the tokenizer {written.digest}, {source.path} was trained with "
+            f"{known.digest}; name a corpus that `mlm data build` wrote with the run's tokenizer.json"
+        ]
     if problems := context_problems(config, trained, seq_length):
         return problems
     out = result_path(config, source, prefix)
@@ -45,17 +48,6 @@ def preflight(config: EvalLossConfig) -> list[str]:
         *check_corpus(prefix, vocab_size=trained.model.vocab_size, seq_length=1, min_samples=1),
         *([] if seq_length > 0 else [f"seq_length={seq_length}: use at least 1"]),
     ]
-
-
-def corpus_problem(prefix: Path, source: Source) -> str | None:
-    """Return the error where a corpus was written with another tokenizer than a model was trained with."""
-    known, written = source.tokenizer_digest, receipt_tokenizer(prefix.parent)
-    if known is None or written is None or known.is_same(written):
-        return None
-    return (
-        f"path={prefix}: was written with the tokenizer {written.digest}, {source.path} was trained with "
-        f"{known.digest}; name a corpus that `mlm data build` wrote with the run's tokenizer.json"
-    )
 
 
 def context_problems(config: EvalLossConfig, trained: PretrainConfig, seq_length: int) -> list[str]:
@@ -97,7 +89,7 @@ def result_path(config: EvalLossConfig, source: Source, prefix: Path) -> Path:
 
 
 def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
-    """Score the corpus; rank 0 prints a table and writes a JSON receipt."""
+    """Score the corpus; rank 0 writes a JSON receipt and prints a table."""
     trained = load_trained(open_source(config.ckpt), config.parallel, config.precision, ctx)
     prefix = corpus_prefix(config, trained.config)
     result = corpus_loss(
@@ -113,28 +105,20 @@ def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
     result |= {"precision": config.precision.dtype, **trained.facts()}
     out = result_path(config, trained.source, prefix)
     write_result(out, result)
-    show(result, out)
-
-
-def show(result: dict[str, Any], out: Path) -> None:
-    """Print the table."""
     bits = result["bits_per_byte"]
     if "samples" in result:
         columns = {
-            "samples": f"{result['samples']:,}",
-            "masked tokens": f"{result['tokens']:,}",
-            **{name.replace("_", " "): f"{result[name]:.4f}" for name in PARTS},
-            "perplexity": f"{result['perplexity']:.2f}",
+            "samples#": f"{result['samples']:,}",
+            "masked tokens#": f"{result['tokens']:,}",
+            **{f"{name.replace('_', ' ')}#": f"{result[name]:.4f}" for name in PARTS},
+            "perplexity#": f"{result['perplexity']:.2f}",
         }
     else:
         columns = {
-            "tokens": f"{result['tokens']:,}",
-            "loss (nats/token)": f"{result['loss']:.4f}",
-            "perplexity": f"{result['perplexity']:.2f}",
-            "bits per byte": "unknown: no readable tokenizer" if bits is None else f"{bits:.4f}",
+            "tokens#": f"{result['tokens']:,}",
+            "loss (nats/token)#": f"{result['loss']:.4f}",
+            "perplexity#": f"{result['perplexity']:.2f}",
+            "bits per byte#": "unknown: no readable tokenizer" if bits is None else f"{bits:.4f}",
         }
-    made = table(f"eval loss · {result['corpus']} · step {result['step']}", *(f"{name}#" for name in columns))
-    add_row(made, *columns.values())
-    screen = console()
-    screen.print(made)
-    screen.print(f"written to {target_name(out)}")
+    title = f"eval loss · {result['corpus']} · step {result['step']}"
+    show_table(title, columns, (), f"written to {target_name(out)}")

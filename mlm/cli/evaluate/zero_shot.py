@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlm
-from mlm.cli.evaluate.settings import EvalAllConfig, EvalLambadaConfig, EvalWikitext103Config, ZeroShotConfig
+from mlm.cli.evaluate import EvalAllConfig, EvalLambadaConfig, EvalWikitext103Config, ZeroShotConfig
 from mlm.config.build import to_dict
 from mlm.convert.source import Source, open_source
 from mlm.data.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ def preflight(config: ZeroShotConfig) -> list[str]:
         protocols_of(config, source.load_tokenizer(config.tokenizer, force=config.force), length)
     except UserError as error:
         return list(error.problems)
-    out = result_path(config, source)
+    out = config.out or default_path(config, source)
     if problems := result_problems(out):
         return problems
     return [*filter(None, [folder_problem(out), folder_problem(config.samples, "samples")])]
@@ -83,19 +83,17 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     tokenizer = trained.source.load_tokenizer(config.tokenizer, force=config.force)
     protocols = protocols_of(config, tokenizer, window_length(config.seq_length, trained.config))
     requests, where = deduplicate([request for protocol in protocols for request in protocol.requests])
-    out = result_path(config, trained.source)
+    out = Path(config.out or default_path(config, trained.source))
     beside = default_path(config, trained.source) if is_stream(out) else out
     identity = f"{trained.manifest.digest} {trained.model.dtype} mlm {mlm.__version__}"
-    # of this evaluation alone, so that a trial leaves another's as they are
-    about = short_digest(digest_bytes(f"{identity} {digest_requests(requests)}".encode()))
-    kept, begin = beside.with_name(f".{beside.stem}.{about}.partial.jsonl"), time.monotonic()
+    # Scores of this evaluation alone, so that a trial leaves another's as they are.
+    digest = short_digest(digest_bytes(f"{identity} {digest_requests(requests)}".encode()))
+    kept, begin = beside.with_name(f".{beside.stem}.{digest}.partial.jsonl"), time.monotonic()
 
-    def tell_resumed(count: int) -> None:
+    def report_resumed(count: int) -> None:
         if ctx.is_main:
-            line = (
-                f"mlm eval: {count:,} of {len(requests):,} requests were scored before the last stop, in "
-                f"{one_line(kept)}; {len(requests) - count:,} are left"
-            )
+            done = f"{count:,} of {len(requests):,} requests were scored before the last stop"
+            line = f"mlm eval: {done}, in {one_line(kept)}; {len(requests) - count:,} are left"
             print(line, file=sys.stderr, flush=True)
 
     with progress_bar("scoring", len(requests), shown=ctx.is_main) as advance:
@@ -107,7 +105,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
             kept=kept,
             identity=identity,
             advance=advance,
-            resumed=tell_resumed,
+            resumed=report_resumed,
         )
     if not ctx.is_main:
         return
@@ -125,19 +123,17 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
         "seconds": round(time.monotonic() - begin, 3),
     }
     if config.samples is not None:
-        lines = (line for pair in zip(protocols, outcomes, strict=True) for line in sample_lines(*pair))
+        lines = [
+            json.dumps({"task": protocol.task, "protocol": protocol.name} | sample) + "\n"
+            for protocol, outcome in zip(protocols, outcomes, strict=True)
+            for sample in outcome.samples
+        ]
         write_result(config.samples, "".join(lines).encode(), key="samples")
     if config.out is None:
         rename_earlier_result(out, result, result_identity)
     write_result(out, result)
     kept.unlink(missing_ok=True)
-    show(result, protocols, out)
-
-
-def sample_lines(protocol: Protocol, outcome: ProtocolResult) -> list[str]:
-    """A line of JSON per window, article or passage."""
-    names = {"task": protocol.task, "protocol": protocol.name}
-    return [json.dumps(names | sample) + "\n" for sample in outcome.samples]
+    print_result(result, protocols, out)
 
 
 def result_of(protocol: Protocol, outcome: ProtocolResult) -> dict[str, Any]:
@@ -155,24 +151,18 @@ def result_of(protocol: Protocol, outcome: ProtocolResult) -> dict[str, Any]:
     }
 
 
-def show(result: dict[str, Any], protocols: Sequence[Protocol], out: Path) -> None:
-    """Print the table, and on stderr what was left out."""
+def print_result(result: dict[str, Any], protocols: Sequence[Protocol], out: Path) -> None:
+    """Print the table, and warnings on stderr."""
     limit = result["config"]["limit"]
-    made = table(
-        f"eval {result['task']} · {one_line(result['checkpoint'])} · step {result['step']}"
-        + ("" if limit is None else f" · the first {limit} only (limit={limit})"),
-        *("task", "protocol", "metric", "value#", "± s.e.#"),
-    )
+    title = f"eval {result['task']} · {one_line(result['checkpoint'])} · step {result['step']}"
+    title += "" if limit is None else f" · the first {limit} only (limit={limit})"
+    rows = table(title, "task", "protocol", "metric", "value#", "± s.e.#")
     for entry in result["results"]:
         for name, metric in entry["metrics"].items():
-            error = metric["standard_error"]
-            add_row(
-                made,
-                *(entry["task"], entry["protocol"], name, number(metric["value"])),
-                "" if error is None else number(error),
-            )
+            error = "" if metric["standard_error"] is None else number(metric["standard_error"])
+            add_row(rows, entry["task"], entry["protocol"], name, number(metric["value"]), error)
     screen = console()
-    screen.print(made)
+    screen.print(rows)
     for protocol in protocols:
         source = protocol.source
         numbers = (f"{key} = {fact:,}" for key, fact in protocol.facts.items() if isinstance(fact, int))
@@ -189,12 +179,7 @@ def number(value: float) -> str:
     return f"{value:,.5g}" if abs(value) < 1e6 else f"{value:.4e}"
 
 
-def result_path(config: ZeroShotConfig, source: Source) -> Path:
-    """The file of the JSON receipt. A trial with limit=N has a separate one beside the full result's."""
-    return Path(config.out) if config.out else default_path(config, source)
-
-
 def default_path(config: ZeroShotConfig, source: Source) -> Path:
-    """Path without `out`, and of what is scored already if `out` is a stream."""
+    """Path of the JSON receipt without `out`. A trial with limit=N has a separate one."""
     trial = "" if config.limit is None else f"-limit{config.limit}"
     return source.result_file(f"eval-{TASKS[type(config)]}{trial}.json")

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.format import CheckpointError
-from mlm.cli.generate.settings import STDIN, GenerateConfig
+from mlm.cli.generate import STDIN, GenerateConfig
 from mlm.data.chat_template import ChatError
 from mlm.data.chat_tokens import encode_prompt
 from mlm.data.conversation import SHARE_GPT, make_conversation
@@ -57,9 +57,8 @@ def share_prompts(config: GenerateConfig, tokenizer: Tokenizer, ctx: ParallelCon
     def explain(error: Exception) -> UserError:
         return CheckpointError(f"prompts could not be read ({type(error).__name__}: {error}): give others")
 
-    mine = ranks.together(lambda: read_prompts(config, tokenizer) if ranks.is_main else [], explain)
-    sent = ranks.broadcast([astuple(prompt) for prompt in mine])
-    return [Prompt(*fields) for fields in sent]
+    prompts = ranks.together(lambda: read_prompts(config, tokenizer) if ranks.is_main else [], explain)
+    return [Prompt(*fields) for fields in ranks.broadcast([astuple(prompt) for prompt in prompts])]
 
 
 def _records(config: GenerateConfig) -> list[Located]:
@@ -91,10 +90,8 @@ def _prompt(config: GenerateConfig, tokenizer: Tokenizer, place: str, record: di
     messages: Any = next((record[key] for key in MESSAGES if record.get(key)), None) if config.chat else None
     messages = text if config.chat and messages is None and isinstance(text, list) else messages
     if messages is None and not isinstance(text, str):
-        forms = (
-            ('{"messages": […]}', '{"prompt": "…"}') if config.chat else ('{"prompt": "…"}', '{"text": "…"}')
-        )
-        raise UserError(f"{place}: holds no prompt: write {' or '.join(forms)}")
+        forms = '{"messages": […]} or {"prompt": "…"}' if config.chat else '{"prompt": "…"} or {"text": "…"}'
+        raise UserError(f"{place}: holds no prompt: write {forms}")
     if (half := lone_surrogate(json.dumps([text, messages], ensure_ascii=False))) is not None:
         raise UserError(f"{place}: holds {half}, no UTF-8: correct it")
     if not config.chat:
@@ -105,8 +102,9 @@ def _prompt(config: GenerateConfig, tokenizer: Tokenizer, place: str, record: di
         messages = [*system, {"role": "user", "content": text}]
     assert tokenizer.chat_template is not None, "read with the tokenizer"
     try:
-        said = make_conversation(record, messages)
-        ids = encode_prompt(said, tokenizer, tokenizer.chat_template)
+        conversation = make_conversation(record, messages)
+        ids = encode_prompt(conversation, tokenizer, tokenizer.chat_template)
     except ChatError as error:
         raise UserError(f"{place}: {error}") from error
-    return Prompt(place, str(said.messages[-1].get("content", "")), tuple(ids), is_message=True)
+    message = str(conversation.messages[-1].get("content", ""))
+    return Prompt(place, message, tuple(ids), is_message=True)

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
+from mlm.cli.generate import STDIN, GenerateConfig
 from mlm.cli.generate.prompts import Prompt, read_prompts, share_prompts
-from mlm.cli.generate.settings import STDIN, GenerateConfig
 from mlm.convert.source import Source, open_source
 from mlm.data.chat_tokens import end_of_turn_tokens
 from mlm.data.tokenizer import Tokenizer
@@ -25,8 +25,7 @@ from mlm.util.errors import UserError
 from mlm.util.results import folder_problem, target_name, write_result
 from mlm.util.terminal import Advance, one_line, progress_bar, safe_text
 
-SAMPLE_BITS = 32
-"""Of the number that a text's draws are a function of, those below the number of its sample."""
+SAMPLE_BITS = 32  # a text's draws are a function of its number: below these bits the prompt, above the sample
 
 
 def preflight(config: GenerateConfig) -> list[str]:
@@ -60,9 +59,9 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
         for prompt in (prompt for prompt in prompts if len(prompt.ids) > most):
             what = f"of its {len(prompt.ids)} tokens the last {most} are read, the checkpoint's max_positions"
             print(f"mlm generate: {one_line(prompt.place)}: {what}", file=sys.stderr)
-        found = declared_sampling(tokenizer.declared.generation)
-        if left := [f"{key}={value}" for key, value in found.items() if getattr(config, key) is None]:
-            print(f"as {GENERATION_CONFIG} declares: {', '.join(left)}", file=sys.stderr)
+        declared = declared_sampling(tokenizer.declared.generation)
+        if used := [f"{key}={value}" for key, value in declared.items() if getattr(config, key) is None]:
+            print(f"as {GENERATION_CONFIG} declares: {', '.join(used)}", file=sys.stderr)
     started, template = time.perf_counter(), tokenizer.chat_template
     tokens = continuations(
         trained,
@@ -78,15 +77,14 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
     has_bar = config.out is not None and len(texts) > 1
     with progress_bar("continuing", len(texts), shown=ctx.is_main and has_bar) as advance:
         shown = ctx.is_main and not has_bar
-        new = show(tokens, texts, tokenizer, config.stops, shown=shown, advance=advance)
+        new = collect_tokens(tokens, texts, tokenizer, config.stops, shown=shown, advance=advance)
     if not ctx.is_main:
         return
     seconds, count = time.perf_counter() - started, sum(map(len, new))
     if config.out is not None:
         records = [record(*text, tokens, config, tokenizer) for text, tokens in zip(texts, new, strict=True)]
-        lines = [json.dumps(said, ensure_ascii=False) + "\n" for said in records]
-        text = "".join(lines).encode("utf-8", "backslashreplace")
-        write_result(config.out, text, inputs=[config.prompts])
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in records)
+        write_result(config.out, lines.encode("utf-8", "backslashreplace"), inputs=[config.prompts])
         print(f"written to {target_name(config.out)}", file=sys.stderr)
     print(f"{count:,} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s", file=sys.stderr)
 
@@ -103,11 +101,11 @@ def tokenizer_of(config: GenerateConfig, source: Source) -> Tokenizer:
 
 def sampling_of(config: GenerateConfig, tokenizer: Tokenizer) -> Sampling:
     """Return the settings that are typed, else declared by the model, else the usual ones."""
-    typed = {each.name: getattr(config, each.name) for each in fields(Sampling)}
+    typed = {option.name: getattr(config, option.name) for option in fields(Sampling)}
     return as_declared(tokenizer.declared.generation, typed)
 
 
-def show(
+def collect_tokens(
     tokens: Iterable[tuple[int, int | None]],
     texts: Sequence[tuple[Prompt, int]],
     tokenizer: Tokenizer,
@@ -116,7 +114,7 @@ def show(
     shown: bool,
     advance: Advance,
 ) -> list[list[int]]:
-    """Return each text's new tokens of what `continuations` yields, and print them if `shown`.
+    """Return each text's new tokens of what `continuations` yields; print the texts if `shown`.
 
     `advance` is called as each text ends.
     """
@@ -185,13 +183,11 @@ class TextStream:
         if text.endswith("\ufffd") and not is_whole:
             return
         text = before_stop(text, self.stops, self.start)
-        text = text if is_whole else text[: len(text) - self._held(text)]
+        if not is_whole:  # the end may be the beginning of a stop
+            longest = max(map(len, self.stops), default=1) - 1
+            ends = range(min(longest, len(text) - self.start), 0, -1)
+            held = (n for n in ends if any(stop.startswith(text[-n:]) for stop in self.stops))
+            text = text[: len(text) - next(held, 0)]
         sys.stdout.write(safe_text(text[self.printed :]) + "\n" * is_whole)
         sys.stdout.flush()
         self.printed = len(text)
-
-    def _held(self, text: str) -> int:
-        """Return the number of characters at the end that may be the beginning of a stop."""
-        longest = max(map(len, self.stops), default=1) - 1
-        ends = range(min(longest, len(text) - self.start), 0, -1)
-        return next((n for n in ends if any(stop.startswith(text[-n:]) for stop in self.stops)), 0)

@@ -72,7 +72,7 @@ from mlm.util.errors import UserError, writing_to
 from mlm.util.files import write_atomic
 
 SUMMARY = "README.md"
-MOST_EPOCHS, FEW_EPOCHS = 20, 4  # above the first a run is warned, the second is advised
+MOST_EPOCHS, GOOD_EPOCHS = 20, 4  # above the first a run is warned, and the second is advised
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +103,8 @@ def start_from_folder(trainer: Trainer, ckpt: str) -> Path:
 
     Collective.
     """
-    config, ctx, source = trainer.config, trainer.ctx, open_source(ckpt)
-    fill = partial(fill_parameters, source=source, ctx=ctx, initialize=False)
+    config, source = trainer.config, open_source(ckpt)
+    fill = partial(fill_parameters, source=source, ctx=trainer.ctx, initialize=False)
     if dense_config(config, {"model": asdict(source.model)}) is None:
         fill(trainer.shards)
     else:
@@ -114,9 +114,8 @@ def start_from_folder(trainer: Trainer, ckpt: str) -> Path:
 
 def load_base(trainer: Trainer) -> None:
     """Load the frozen weights that adapters are trained beside, from `ckpt`. Collective; raises UserError."""
-    ckpt = trainer.config.ckpt
-    assert ckpt is not None, "checked with the settings"
-    source = open_source(ckpt)
+    assert trainer.config.ckpt is not None, "checked with the settings"
+    source = open_source(trainer.config.ckpt)
     frozen = [shard for shard in trainer.shards if not shard.is_trained]
     manifest = fill_parameters(frozen, source, trainer.ctx, initialize=False)
     trainer.extra_state[LORA] = {"base": source.name, "digest": manifest.digest}
@@ -129,10 +128,9 @@ def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Pat
         memory["recent"] = []  # other data may have other losses
     left = config.train.steps - trainer.step
     works = left > 0 or VALIDATION_DUE in trainer.extra_state
-    whole, ramp = config.train.global_batch_size, config.train.ramp_batch
-    num_samples = first_of_step(trainer.consumed_samples, max(0, left), whole, (), ramp)
-    num_samples += spare_samples(trainer)
-    samples = train_dataset(config, num_samples, trainer.history)
+    batch_size, ramp = config.train.global_batch_size, config.train.ramp_batch
+    num_samples = first_of_step(trainer.consumed_samples, max(0, left), batch_size, (), ramp)
+    samples = train_dataset(config, num_samples + spare_samples(trainer), trainer.history)
     peak = peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops)
     rows = header(trainer, out, peak, samples)
     warnings = [
@@ -160,7 +158,7 @@ def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Pat
             notes=notes(trainer, start, changed),
             warnings=[warning for warning in warnings if warning is not None],
             peak=peak,
-            tokens_per_step=config.train.global_batch_size * config.data.seq_length,
+            tokens_per_step=batch_size * config.data.seq_length,
             seq_length=config.data.seq_length,
             loss_unit=family_of(config.model.kind).loss_unit,
             mirror=mirror,
@@ -177,7 +175,7 @@ def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Pat
 
 
 def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str]:
-    """Lines shown before training: its start, changes of settings and data."""
+    """Lines printed before training: its start, changes of settings and data."""
     config, lines = trainer.config, list[str]()
     left = config.train.steps - trainer.step
     if start is not None:
@@ -225,15 +223,15 @@ def epochs_warning(samples: Dataset, steps: int) -> str | None:
     most = max((epochs for epochs in epochs_of(samples) if epochs is not None), default=0.0)
     if most <= MOST_EPOCHS:
         return None
-    fewer = max(1, int(steps * FEW_EPOCHS / most))
+    fewer = max(1, int(steps * GOOD_EPOCHS / most))
     return (
         f"warning: train.steps={steps} reads the corpus {most:,.0f} times, so that the model learns it by "
-        f"heart; use about train.steps={fewer} for {FEW_EPOCHS} epochs, or a smaller train.global_batch_size"
+        f"heart; use about train.steps={fewer} for {GOOD_EPOCHS} epochs, or a smaller train.global_batch_size"
     )
 
 
 def header(trainer: Trainer, out: Path, peak: DevicePeak | None, samples: Dataset) -> list[tuple[str, str]]:
-    """Rows shown above the numbers."""
+    """Rows printed above the numbers."""
     config, batch = trainer.config, trainer.config.train
     ramp = ""
     if batch.ramp_batch is not None:
@@ -281,11 +279,9 @@ class PretrainLoop(Loop):
 
     @property
     def validate_every(self) -> int:
-        """Steps between validations."""
         return self.trainer.config.train.validate_every if self.validation else 0
 
     def batches(self) -> Loader:
-        """Batches of each step, from the next step on."""
         return self.trainer.batches(self.samples)
 
     def count(self) -> None:
@@ -293,7 +289,6 @@ class PretrainLoop(Loop):
         self.throughput.count(len(self.trainer.newest_samples) * self.trainer.config.data.seq_length)
 
     def tokens(self) -> int:
-        """Tokens trained on so far."""
         consumed = self.trainer.consumed_samples
         unread = sum(count for first, count in self.trainer.excluded_samples if first < consumed)
         return (consumed - unread) * self.trainer.config.data.seq_length
@@ -306,15 +301,14 @@ class PretrainLoop(Loop):
     def score(self) -> None:
         """Mean loss over the validation windows; of a blend, the mean over its corpora by weight."""
         parts = [self.trainer.validate(self.validation_batches(part)) for part in self.validation]
-        losses = [math.fsum(means[: self.trainer.objective.num_losses]) for means in parts]
+        losses = [math.fsum(part[: self.trainer.objective.num_losses]) for part in parts]
         weights = normalize_weights([part.weight for part in self.validation])
-        whole = [math.fsum(map(operator.mul, weights, part)) for part in zip(*parts, strict=True)]
+        means = [math.fsum(map(operator.mul, weights, part)) for part in zip(*parts, strict=True)]
         self.last_validation = math.fsum(map(operator.mul, weights, losses))
         by_corpus = {part.name: loss for part, loss in zip(self.validation, losses, strict=True) if part.name}
-        perplexity = math.exp(min(whole[0], 700.0))  # per token; of a BERT per masked token
-        self.reporter.validation(
-            self.trainer.step, self.last_validation, perplexity, {**by_corpus, **self.parts(whole)}
-        )
+        perplexity = math.exp(min(means[0], 700.0))  # per token; of a BERT per masked token
+        named = {**by_corpus, **self.parts(means)}
+        self.reporter.validation(self.trainer.step, self.last_validation, perplexity, named)
 
     def validation_batches(self, part: ValidationSet) -> Iterator[MicroBatch]:
         """This rank's micro-batches of one corpus in a validation."""
@@ -334,11 +328,11 @@ def summarising_failure(trainer: Trainer, out: Path, rows: list[tuple[str, str]]
     try:
         yield
     except (IncidentError, SaveFailedError) as error:
-        text = str(error)
+        failure = str(error)
 
         def write() -> None:
             if trainer.ctx.is_main:
-                finish_directory(trainer, out, rows, text)
+                finish_directory(trainer, out, rows, failure)
 
         with suppress(UserError):  # what ended the run comes first
             Ranks.of(trainer.ctx).together(write, lambda problem: UserError(str(problem)))

@@ -33,13 +33,13 @@ METHOD = "next_logits"
 
 
 @dataclass(frozen=True, eq=False)
-class _Pass:
+class _Batch:
     """Sequences whose next token is wanted."""
 
     tokens: Tensor
     """[B, S] int64, padded on the right: attention is causal."""
-    places: Tensor
-    """[B] int64: the place of each sequence's last token."""
+    last: Tensor
+    """[B] int64: the position of each sequence's last token."""
 
 
 class PromptSampler(Observer):
@@ -67,15 +67,15 @@ class PromptSampler(Observer):
 
     def after_validation(self) -> None:
         """Continue the prompts and report the texts. Collective over all ranks."""
-        step, each = self.trainer.step, self.continued()
+        continuations = self.continue_prompts()
         if not self.trainer.ctx.is_main:
             return
-        for number, (prompt, tokens) in enumerate(zip(self.texts, each, strict=True), start=1):
+        for number, (prompt, tokens) in enumerate(zip(self.texts, continuations, strict=True), start=1):
             text = self.tokenizer.decode(tokens)
-            self.reporter.event("sample", {"step": step, "prompt": prompt, "text": text})
+            self.reporter.event("sample", {"step": self.trainer.step, "prompt": prompt, "text": text})
             self.reporter.note(f"sample {number}: {one_line(' '.join((prompt + text).split()))}")
 
-    def continued(self) -> list[list[int]]:
+    def continue_prompts(self) -> list[list[int]]:
         """Return the new tokens of each prompt, the same on every rank."""
         new = [list[int]() for _ in self.prompts]
         active = list(range(len(self.prompts)))
@@ -83,7 +83,7 @@ class PromptSampler(Observer):
             if not active:
                 break
             logits = self.logits([[*self.prompts[n], *new[n]] for n in active])
-            tokens = self.chosen(active, [len(new[n]) for n in active], logits)
+            tokens = self.choose(active, [len(new[n]) for n in active], logits)
             ended = (self.tokenizer.eod_id, NOT_FINITE)
             for n, token in zip(active, tokens, strict=True):
                 if token not in ended:
@@ -98,21 +98,21 @@ class PromptSampler(Observer):
         """
         config, ctx = self.trainer.config, self.trainer.ctx
         texts = [text[-config.data.seq_length :] for text in texts]
-        size, passes = config.train.micro_batch_size, list[_Pass]()
+        size, batches = config.train.micro_batch_size, list[_Batch]()
         for first in range(0, len(texts), size):
-            some = texts[first : first + size]
-            tokens = torch.zeros(self.shape(some), dtype=torch.int64)
-            for row, text in zip(tokens, some, strict=False):
+            batch = texts[first : first + size]
+            tokens = torch.zeros(self.shape(batch), dtype=torch.int64)
+            for row, text in zip(tokens, batch, strict=False):
                 row[: len(text)] = torch.tensor(text)
-            places = torch.tensor([len(text) - 1 for text in some] + [0] * (len(tokens) - len(some)))
-            passes.append(_Pass(tokens.to(ctx.device), places.to(ctx.device)))
+            last = torch.tensor([len(text) - 1 for text in batch] + [0] * (len(tokens) - len(batch)))
+            batches.append(_Batch(tokens.to(ctx.device), last.to(ctx.device)))
 
-        def forward(chunk: Transformer, batch: _Pass, x: Tensor | None) -> Tensor:
-            return cast(GPT2, chunk).next_logits(batch.tokens, batch.places, x)
+        def forward(chunk: Transformer, batch: _Batch, x: Tensor | None) -> Tensor:
+            return cast(GPT2, chunk).next_logits(batch.tokens, batch.last, x)
 
-        parts = [result.cpu() for _, result in self.trainer.model.evaluate(passes, forward)]
-        whole = [logits[: len(texts) - n * size] for n, logits in enumerate(parts)]
-        return torch.cat(whole) if whole else None
+        outputs = [logits.cpu() for _, logits in self.trainer.model.evaluate(batches, forward)]
+        unpadded = [logits[: len(texts) - n * size] for n, logits in enumerate(outputs)]
+        return torch.cat(unpadded) if unpadded else None
 
     def shape(self, texts: Sequence[Sequence[int]]) -> tuple[int, int]:
         """Return rows and tokens of a pass: those of a micro-batch where another shape compiles anew."""
@@ -124,7 +124,7 @@ class PromptSampler(Observer):
         longest = max(map(len, texts))
         return len(texts), min(length, -(-longest // quantum) * quantum)
 
-    def chosen(self, numbers: Sequence[int], places: Sequence[int], logits: Tensor | None) -> list[int]:
+    def choose(self, numbers: Sequence[int], places: Sequence[int], logits: Tensor | None) -> list[int]:
         """Return the token that the last stage's first rank chooses for each prompt, on every rank."""
         ctx = self.trainer.ctx
         tokens = torch.zeros(len(numbers), dtype=torch.int64)

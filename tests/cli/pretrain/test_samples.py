@@ -118,7 +118,7 @@ def drawn_between_steps(ctx: ParallelContext, spec: PretrainConfig) -> list[list
     """Tokens drawn between two steps, whose losses are those of steps with nothing in between."""
     trainer: Trainer = Trainer(spec, ctx)
     losses = steps_of(trainer, 1)
-    found = sampler_of(trainer).continued()
+    found = sampler_of(trainer).continue_prompts()
     assert [*losses, *steps_of(trainer, 1)] == steps_of(Trainer(spec, ctx), 2)
     return found
 
@@ -146,7 +146,7 @@ def test_shapes_of_micro_batches_draw_the_same(alone: list[list[int]]) -> None:
     steps_of(sampler.trainer, 1)
     sampler.trainer.config = spec
     assert sampler.shape([[1]]) == (spec.train.micro_batch_size, SEQ)
-    assert sampler.continued() == alone
+    assert sampler.continue_prompts() == alone
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from mlm.cli import convert, main
+from mlm.cli import main
+from mlm.cli.convert import run as convert
 from mlm.convert import conversion
 from mlm.convert.config import ConvertConfig
 from mlm.util.errors import UserError

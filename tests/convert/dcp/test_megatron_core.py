@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import mlm
-from mlm.cli import convert
-from mlm.cli.import_megatron import ImportMegatronConfig, run
+from mlm.cli.convert import ImportMegatronConfig
+from mlm.cli.convert import run as convert
+from mlm.cli.convert.run import run
 from mlm.convert.config import ConvertConfig
 from tests.convert.dcp import core_ranks
 from tests.convert.dcp.core_ranks import TOKENS

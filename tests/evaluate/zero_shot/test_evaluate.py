@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 
 from mlm.cli.compose.composition import load_config
-from mlm.cli.evaluate import check_zero_shot, loss
-from mlm.cli.evaluate import zero_shot as evaluate
-from mlm.cli.evaluate.settings import (
+from mlm.cli.evaluate import (
     AllDataConfig,
     EvalAllConfig,
     EvalLambadaConfig,
     EvalWikitext103Config,
     LambadaDataConfig,
     WikitextDataConfig,
+    check_zero_shot,
+    loss,
 )
+from mlm.cli.evaluate import zero_shot as evaluate
 from mlm.convert.source import open_source
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.parallel.config import ParallelConfig
@@ -77,7 +78,7 @@ def run(config: Any, ctx: ParallelContext | None = None) -> dict[str, Any]:
     """Files that a command writes."""
     assert evaluate.preflight(config) == []
     evaluate.run(config, ctx or ParallelContext())
-    out = evaluate.result_path(config, open_source(config.ckpt))
+    out = Path(config.out or evaluate.default_path(config, open_source(config.ckpt)))
     result: dict[str, Any] = json.loads(out.read_text())
     return result
 

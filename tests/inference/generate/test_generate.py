@@ -16,7 +16,7 @@ import transformers
 from mlm.cli.compose.composition import load_config
 from mlm.cli.entry import main
 from mlm.cli.generate.prompts import Prompt
-from mlm.cli.generate.run import TextStream, show
+from mlm.cli.generate.run import TextStream, collect_tokens
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.terminal import safe_text
 from tests.convert.hf_models import SHAPE, add_tokenizer, make_model
@@ -201,7 +201,7 @@ class TestResults:
                 yield index, None if text is None else ids[text]
                 heard.append(capsys.readouterr().out)
 
-        show(chosen(), texts, tokenizer, shown=True, advance=lambda _: None)
+        collect_tokens(chosen(), texts, tokenizer, shown=True, advance=lambda _: None)
         heads = [f"--- prompt {n}, sample 1\n" for n in range(3)]
         assert heard[:5] == [f"{heads[0]}b", "", "c", "", "a"]
         assert heard[5] == f"\n\n{heads[1]}ba\n\n{heads[2]}b\n"

@@ -1,0 +1,99 @@
+"""`mlm convert`, `mlm import …` and `mlm export …`.
+
+Each raises UserError; a conversion keeps then what is whole, an import or export of Hugging Face nothing.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import mlm
+from mlm.checkpoint.native.folders import best_note
+from mlm.cli.convert import (
+    ExportDCPConfig,
+    ExportGGUFConfig,
+    ExportHFConfig,
+    ExportMegatronConfig,
+    ImportHFConfig,
+    ImportMegatronConfig,
+)
+from mlm.cli.result import model_columns, show_table
+from mlm.convert import conversion
+from mlm.convert.config import ConvertConfig
+from mlm.convert.gguf import export as gguf
+from mlm.convert.huggingface.export import export_model, export_problems
+from mlm.convert.huggingface.importing import import_adapters, import_model, import_problems, is_adapter
+from mlm.convert.source import open_checkpoint
+from mlm.util.results import result_problems, target_name
+from mlm.verify.huggingface import compare_logits, extra_problems
+
+Conversion = ConvertConfig | ImportMegatronConfig | ExportMegatronConfig | ExportDCPConfig
+
+
+def preflight(config: Conversion) -> list[str]:
+    """Return what is wrong with the source, the settings and `out`; no tensor is read."""
+    is_import = isinstance(config, ImportMegatronConfig)
+    return conversion.preflight(_conversion(config), only=("torch_dist", "torch") if is_import else ())
+
+
+def run(config: Conversion) -> None:
+    config = _conversion(config)
+    source, notes, line = conversion.convert(config)
+    title = f"convert · {config.source} · {source.format} to {config.to}, {config.dtype}"
+    show_table(title, model_columns(source.model), notes, line, f"written to {config.out}")
+
+
+def _conversion(config: Conversion) -> ConvertConfig:
+    if isinstance(config, ConvertConfig):
+        return config
+    values = asdict(config)
+    if not isinstance(config, ImportMegatronConfig):
+        values["source"] = values.pop("ckpt")
+    if isinstance(config, ExportMegatronConfig):
+        values["to"] = values.pop("format")
+    if isinstance(config, ExportDCPConfig):
+        values["to"] = "megatron_dcp" if values.pop("names") == "megatron" else "torchtitan"
+    return ConvertConfig(**values)
+
+
+def preflight_import_hf(config: ImportHFConfig) -> list[str]:
+    """Return what is wrong with the settings and the folder; nothing is downloaded."""
+    problems = import_problems(config.source, config.out, config.revision, config.base)
+    return [*problems, *extra_problems(config.verify)]
+
+
+def run_import_hf(config: ImportHFConfig) -> None:
+    title, out = f"import hf · {config.source}", Path(config.out)
+    if is_adapter(config.source):
+        show_table(title, *import_adapters(Path(config.source), out, base=config.base))
+        return
+    compare = compare_logits if config.verify else None
+    model, notes, *lines = import_model(config.source, out, revision=config.revision, compare=compare)
+    show_table(title, {"class#": model.architecture, **model_columns(model.config)}, notes, *lines)
+
+
+def preflight_export_hf(config: ExportHFConfig) -> list[str]:
+    """Return what is wrong with the checkpoint and `out`; no tensor is read."""
+    return [*export_problems(config.ckpt, config.out, config.max_file_gb), *extra_problems(config.verify)]
+
+
+def run_export_hf(config: ExportHFConfig) -> None:
+    source, compare = open_checkpoint(config.ckpt), compare_logits if config.verify else None
+    columns, notes, line = export_model(
+        source, Path(config.out), max_file_gb=config.max_file_gb, merge=config.merge, compare=compare
+    )
+    if "rank#" not in columns:  # not of adapters
+        notes = [*filter(None, [best_note(config.ckpt, source.path)]), *notes]
+    show_table(f"export hf · {source.path}", columns, notes, line, f"written to {config.out}")
+
+
+def preflight_export_gguf(config: ExportGGUFConfig) -> list[str]:
+    """Return what is wrong with the checkpoint and `out`; no tensor is read."""
+    return gguf.export_problems(config.ckpt) or result_problems(config.out)
+
+
+def run_export_gguf(config: ExportGGUFConfig) -> None:
+    """Write the file, try it in llama.cpp and print a table."""
+    source = open_checkpoint(config.ckpt)
+    logits = (lambda ids: mlm.load(config.ckpt).logits(ids)) if config.verify else None
+    columns, notes = gguf.export_gguf(source, config.out, config.type, logits=logits)
+    show_table(f"export gguf · {source.path}", columns, notes, f"written to {target_name(config.out)}")
