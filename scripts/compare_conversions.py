@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import mlm
-from mlm.cli.convert import ExportGGUFConfig
 from mlm.cli.convert.run import preflight_export_gguf, run_export_gguf
+from mlm.cli.convert.settings import ExportGGUFConfig
 from mlm.convert.gguf.llama_cpp import LlamaCpp
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.config import as_declared

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mlm.cli.commands import COMMANDS
-from mlm.cli.entry import report
+from mlm.cli.outcome import report
 from mlm.config.build import build, to_dict
 from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig

@@ -3,26 +3,18 @@
 Imports neither Hydra nor pydantic, which take a second: `mlm --help` does without them.
 """
 
-import os
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 
-from mlm import __version__
-from mlm.cli.command import Command
 from mlm.cli.commands import COMMANDS
 from mlm.cli.compose.arguments import HELP, VERSION, find_command, second_words
 from mlm.cli.compose.help import main_help
+from mlm.cli.outcome import FAILED, INTERRUPTED, MISTAKE, OK, print_stdout, report, version_line
 from mlm.launch.stop import note_stop_requests, unblock_stop_signals
 from mlm.launch.typed import record_command_line
 from mlm.util.errors import UserError
 from mlm.util.system import resolve, writable_streams
-
-OK, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
-KILLED = 128
-"""Exit codes from here on are those of a run that a signal ended."""
-HEAD_START_S = 5.0  # a launcher ends all ranks when one ends: the one that reports must not be cut off
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,43 +53,3 @@ def _main(words: list[str]) -> int:
         print("\n".join(error.lines()), file=sys.stderr)
         return MISTAKE
     return report(command, lambda: int(resolve("mlm.cli.run:act")(command, rest)))
-
-
-def print_stdout(text: str) -> int:
-    """Print a text and return the exit code of success."""
-    print(text)
-    return OK
-
-
-def version_line() -> str:
-    hydra = resolve("importlib.metadata:version")("hydra-core")
-    return f"mlm {__version__} (hydra {hydra})"
-
-
-def report(command: Command, work: Callable[[], int]) -> int:
-    """Return the exit code of `work`; print a user's mistake as one line per error, without a traceback.
-
-    2 for a mistake the user can fix, 1 for a damaged file or a failed check, 130 when interrupted. Other
-    exceptions pass.
-    """
-    try:
-        return work()
-    except UserError as error:
-        if speaks_for_host(os.environ):
-            for line in error.lines():
-                print(f"mlm {command.name}: {line}", file=sys.stderr)
-        else:
-            time.sleep(HEAD_START_S)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return INTERRUPTED
-
-
-def speaks_for_host(environ: Mapping[str, str]) -> bool:
-    """True if this process reports mistakes: alone, or as the first rank that torchrun or srun started here.
-
-    All ranks of a host see the same settings and the same files, so they find the same mistakes.
-    """
-    if "RANK" in environ and "WORLD_SIZE" in environ:
-        return environ.get("LOCAL_RANK", "0") == "0"
-    return environ.get("SLURM_LOCALID", "0") == "0"

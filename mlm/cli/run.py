@@ -25,7 +25,7 @@ from mlm.cli.compose.groups import command_groups, user_keys
 from mlm.cli.compose.overrides import Overrides, keys_of, prepare
 from mlm.cli.compose.saved import SavedValues, take_saved, take_saved_task
 from mlm.cli.compose.unread import unread_problems
-from mlm.cli.entry import INTERRUPTED, KILLED, OK, print_stdout, report, speaks_for_host, version_line
+from mlm.cli.outcome import INTERRUPTED, KILLED, OK, print_stdout, report, speaks_for_host, version_line
 from mlm.config.build import build, path_problems, streams_for
 from mlm.config.imports import trusting
 from mlm.config.suggest import divisors

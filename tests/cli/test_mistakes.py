@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.cli import entry
+from mlm.cli import outcome
 from mlm.cli.commands import COMMANDS
 from mlm.cli.compose.groups import task_names
 from mlm.config.suggest import around, divisors
@@ -263,7 +263,7 @@ def test_preflight_is_asked_before_anything_starts(cli: Cli) -> None:
 
 @pytest.mark.parametrize("rank, lines", [("0", 1), ("3", 0)])
 def test_one_rank_of_a_host_reports(cli: Cli, monkeypatch: pytest.MonkeyPatch, rank: str, lines: int) -> None:
-    monkeypatch.setattr(entry, "HEAD_START_S", 0)
+    monkeypatch.setattr(outcome, "HEAD_START_S", 0)
     for name, value in {"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": rank}.items():
         monkeypatch.setenv(name, value)
     assert cli(f"{SOUND} sed=1") == 2

@@ -7,7 +7,7 @@ import pytest
 
 from mlm.cli.commands import SPECS
 from mlm.cli.compose.composition import load_config
-from mlm.cli.generate import GenerateConfig
+from mlm.cli.generate.settings import GenerateConfig
 from mlm.config.build import build, config_digest, from_dict, to_dict
 from mlm.config.tree import defaults, out_of_range
 from mlm.runs.config import PretrainConfig

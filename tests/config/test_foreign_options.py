@@ -9,8 +9,8 @@ import pytest
 from mlm.cli.commands import COMMANDS
 from mlm.cli.compose.arguments import parse
 from mlm.cli.compose.overrides import prepare
-from mlm.cli.convert import ReshardConfig
-from mlm.cli.generate import GenerateConfig
+from mlm.cli.convert.settings import ReshardConfig
+from mlm.cli.generate.settings import GenerateConfig
 from mlm.config.suggest import foreign_options, keys_meant, plain_name, unknown_key
 from mlm.config.tree import leaves
 from mlm.plan.config import PlanLayoutsConfig

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2Config
 
-from mlm.cli.convert import ExportHFConfig, ImportHFConfig
 from mlm.cli.convert.run import preflight_export_hf, preflight_import_hf, run_export_hf, run_import_hf
+from mlm.cli.convert.settings import ExportHFConfig, ImportHFConfig
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.models.config import ModelConfig
 

@@ -13,8 +13,8 @@ import torch
 from mlm.checkpoint.native.format import TensorEntry
 from mlm.checkpoint.native.stream import write_streamed
 from mlm.checkpoint.parameters import parameters
-from mlm.cli.convert import ReshardConfig
 from mlm.cli.convert.reshard import run
+from mlm.cli.convert.settings import ReshardConfig
 from mlm.config.build import to_dict
 from mlm.models.config import ModelConfig
 from mlm.runs.config import PretrainConfig

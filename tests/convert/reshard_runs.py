@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mlm.cli.convert import ReshardConfig
 from mlm.cli.convert.reshard import preflight, run
+from mlm.cli.convert.settings import ReshardConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.runs.config import PretrainConfig

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mlm.api import export_hf
-from mlm.cli.convert import ImportHFConfig
 from mlm.cli.convert.run import preflight_import_hf, run_import_hf
+from mlm.cli.convert.settings import ImportHFConfig
 from mlm.convert.source import open_source
 from mlm.finetune import training
 from mlm.inference.trained import load_trained

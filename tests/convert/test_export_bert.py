@@ -10,8 +10,8 @@ import torch
 from transformers import AutoTokenizer
 
 from mlm.checkpoint.native.format import read_manifest
-from mlm.cli.convert import ExportHFConfig
 from mlm.cli.convert.run import preflight_export_hf
+from mlm.cli.convert.settings import ExportHFConfig
 from mlm.convert import source as sources
 from mlm.data.tokenizer import Tokenizer
 from tests.convert.hf_berts import FAMILIES, MODEL, add_vocabulary, add_word_pieces, make_bert

@@ -14,8 +14,8 @@ from gguf.quants import dequantize
 from transformers import AutoTokenizer
 
 from mlm.api import export_hf, import_hf
-from mlm.cli.convert import ExportGGUFConfig
 from mlm.cli.convert.run import preflight_export_gguf, run_export_gguf
+from mlm.cli.convert.settings import ExportGGUFConfig
 from mlm.convert.source import open_checkpoint
 from mlm.util.errors import UserError
 from tests.finetune.chats import write_llama

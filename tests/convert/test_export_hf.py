@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from mlm.checkpoint.native.compare import Reader
 from mlm.checkpoint.native.format import TensorEntry, read_manifest
 from mlm.checkpoint.native.stream import write_streamed
-from mlm.cli.convert import ExportHFConfig
 from mlm.cli.convert.run import preflight_export_hf
+from mlm.cli.convert.settings import ExportHFConfig
 from mlm.convert import conversion
 from mlm.convert import source as sources
 from mlm.convert.config import ConvertConfig

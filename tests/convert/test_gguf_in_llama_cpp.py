@@ -11,8 +11,8 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from tokenizers import Tokenizer as Backend
 
 from mlm.api import import_hf
-from mlm.cli.convert import ExportGGUFConfig
 from mlm.cli.convert.run import preflight_export_gguf, run_export_gguf
+from mlm.cli.convert.settings import ExportGGUFConfig
 from mlm.convert.gguf import export as gguf_export
 from mlm.convert.gguf.llama_cpp import LlamaCpp
 from mlm.convert.gguf.vocabulary import GPT2, PATTERNS, PROBE, vocabulary

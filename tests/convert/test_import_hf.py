@@ -15,8 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import mlm
 from mlm.checkpoint.native.format import read_manifest
-from mlm.cli.convert import ImportHFConfig
 from mlm.cli.convert.run import preflight_import_hf, run_import_hf
+from mlm.cli.convert.settings import ImportHFConfig
 from mlm.convert.huggingface.folder import read_model
 from mlm.convert.huggingface.mapping import Location, ProbeSamples
 from mlm.convert.huggingface.tensors import HFTensors

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import GPT2LMHeadModel
 
 from mlm.checkpoint.native.save_load import read_manifest, resolve
-from mlm.cli.convert import ImportMegatronConfig
 from mlm.cli.convert.run import preflight, run
+from mlm.cli.convert.settings import ImportMegatronConfig
 from mlm.convert.source import open_source
 from mlm.inference.trained import load_trained
 from mlm.optim.config import PrecisionConfig

@@ -9,8 +9,8 @@ import torch
 from transformers import MegatronBertForPreTraining
 
 from mlm.checkpoint.native.save_load import read_manifest, resolve
-from mlm.cli.convert import ImportMegatronConfig
 from mlm.cli.convert.run import run
+from mlm.cli.convert.settings import ImportMegatronConfig
 from mlm.convert.huggingface.mapping import Outputs, ProbeSamples
 from mlm.convert.source import open_source
 from mlm.models.config import ModelConfig

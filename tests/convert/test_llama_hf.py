@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import mlm
-from mlm.cli.convert import ImportHFConfig
 from mlm.cli.convert.run import preflight_import_hf
+from mlm.cli.convert.settings import ImportHFConfig
 from mlm.convert.huggingface.folder import read_model
 from mlm.convert.huggingface.llama import MAPPING
 from mlm.convert.huggingface.llama_variants import VARIANTS, model_type

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mlm.cli import main
-from mlm.cli.data import DataInspectConfig, DataVerifyConfig
 from mlm.cli.data.run import run_inspect, run_verify
+from mlm.cli.data.settings import DataInspectConfig, DataVerifyConfig
 from mlm.corpus.build import run_build
 from mlm.corpus.config import DecontaminateConfig, FilterConfig
 from mlm.corpus.stages import clean as clean_stage

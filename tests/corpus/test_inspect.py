@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlm.cli.data import DataInspectConfig
 from mlm.cli.data.run import run_inspect
+from mlm.cli.data.settings import DataInspectConfig
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.indexed import IndexedWriter, token_dtype
 from tests.data.corpora import write_corpus

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mlm.cli.data import DataTokenizerConfig
 from mlm.cli.data.run import run_tokenizer
+from mlm.cli.data.settings import DataTokenizerConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.data.vocabulary_files import BERT_SPECIAL
 from mlm.util.errors import UserError

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mlm.cli.data import DataVerifyConfig
 from mlm.cli.data.run import run_verify
+from mlm.cli.data.settings import DataVerifyConfig
 from mlm.corpus.verify import Expected, FileCheck, check_pair
 from mlm.data.indexed import DTYPES, IndexedDataset, IndexedWriter, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, read_receipt

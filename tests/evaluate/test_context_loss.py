@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.cli.evaluate import EvalLossConfig, loss
+from mlm.cli.evaluate.settings import EvalLossConfig, loss
 from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig

@@ -21,8 +21,7 @@ from mlm.checkpoint.native.shard_file import write_shard_file
 from mlm.checkpoint.parameters import parameters
 from mlm.cli.ckpt import inspect as ckpt_inspect
 from mlm.cli.ckpt import verify as ckpt_verify
-from mlm.cli.ckpt.inspect import CkptInspectConfig
-from mlm.cli.ckpt.verify import CkptVerifyConfig
+from mlm.cli.ckpt.settings import CkptInspectConfig, CkptVerifyConfig
 from mlm.config.build import to_dict
 from mlm.convert.huggingface.gpt2 import locations
 from mlm.data.config import DataConfig

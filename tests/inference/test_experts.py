@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mlm.cli.evaluate import AllDataConfig, EvalAllConfig, zero_shot
-from mlm.cli.generate import GenerateConfig
+from mlm.cli.evaluate.settings import AllDataConfig, EvalAllConfig, zero_shot
 from mlm.cli.generate import run as generate
+from mlm.cli.generate.settings import GenerateConfig
 from mlm.convert.source import open_source
 from mlm.inference.config import Sampling
 from mlm.inference.generation import continuations

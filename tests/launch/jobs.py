@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mlm.cli.generate import GenerateConfig
+from mlm.cli.generate.settings import GenerateConfig
 from mlm.launch.config import DistConfig
 from mlm.launch.start import run_job
 from mlm.launch.stop import StopRequest, note_stop_requests

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, TCPStore
 
-from mlm.cli.generate import GenerateConfig
+from mlm.cli.generate.settings import GenerateConfig
 from mlm.launch import failure as failures
 from mlm.launch import process
 from mlm.launch.config import DistConfig

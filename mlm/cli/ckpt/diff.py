@@ -8,7 +8,7 @@ from mlm.checkpoint.native.compare import CheckpointComparison, compare_checkpoi
 from mlm.checkpoint.native.folders import resolve
 from mlm.checkpoint.native.format import Manifest
 from mlm.checkpoint.native.run_state import LINEAGE
-from mlm.cli.ckpt import CkptDiffConfig
+from mlm.cli.ckpt.settings import CkptDiffConfig
 from mlm.cli.result import write_result
 from mlm.config.tree import flatten
 from mlm.util.errors import CheckFailedError

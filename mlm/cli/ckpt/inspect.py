@@ -5,7 +5,7 @@ from typing import Any
 from mlm.checkpoint.native.folders import best_note, resolve
 from mlm.checkpoint.native.format import read_manifest
 from mlm.checkpoint.native.inspection import checkpoint_facts, dig
-from mlm.cli.ckpt import CkptInspectConfig
+from mlm.cli.ckpt.settings import CkptInspectConfig
 from mlm.cli.result import write_result
 from mlm.util.terminal import add_row, console, format_bytes, one_line, table
 

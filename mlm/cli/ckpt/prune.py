@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from mlm.checkpoint.native.folders import locate
 from mlm.checkpoint.native.format import CheckpointError
 from mlm.checkpoint.native.pruning import delete, list_items
-from mlm.cli.ckpt import CkptPruneConfig
+from mlm.cli.ckpt.settings import CkptPruneConfig
 from mlm.tracking.history import FILE_NAME, diverged_since
 from mlm.util.errors import UserError
 from mlm.util.lock import single_writer

@@ -8,7 +8,7 @@ from mlm.checkpoint.native.folders import latest_name, locate, step_name
 from mlm.checkpoint.native.format import CheckpointError
 from mlm.checkpoint.native.retention import Moves, checkpoint_doubt, choose_step, move_latest
 from mlm.checkpoint.native.verify import content_problem
-from mlm.cli.ckpt import CkptRollbackConfig
+from mlm.cli.ckpt.settings import CkptRollbackConfig
 from mlm.tracking.history import FILE_NAME, diverged_since
 from mlm.training.mirror import Mirror
 from mlm.util.errors import UserError

@@ -14,7 +14,7 @@ from mlm.checkpoint.native.folders import (
 )
 from mlm.checkpoint.native.format import CheckpointError
 from mlm.checkpoint.native.verify import Unreadable, Verified, shard_bytes, verify_checkpoint
-from mlm.cli.ckpt import CkptVerifyConfig
+from mlm.cli.ckpt.settings import CkptVerifyConfig
 from mlm.cli.result import write_result
 from mlm.util.errors import CorruptFileError
 from mlm.util.terminal import add_row, console, format_bytes, one_line, progress_bar, table

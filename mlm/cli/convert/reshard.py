@@ -8,7 +8,7 @@ from mlm.checkpoint.native.format import RESTORE, read_manifest_head
 from mlm.checkpoint.native.reshard import ReshardPlan, plan_reshard, write_checkpoint
 from mlm.checkpoint.native.run_state import TOKENIZER_FILE, check_run_tokenizer
 from mlm.checkpoint.native.save_load import check_finite
-from mlm.cli.convert import ReshardConfig
+from mlm.cli.convert.settings import ReshardConfig
 from mlm.cli.result import show_table
 from mlm.convert.source import open_checkpoint
 from mlm.data.tokenizer_settings import MAX_BYTES

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mlm
 from mlm.checkpoint.native.folders import best_note
-from mlm.cli.convert import (
+from mlm.cli.convert.settings import (
     ExportDCPConfig,
     ExportGGUFConfig,
     ExportHFConfig,

@@ -3,67 +3,11 @@
 Settings of `mlm data build` are in mlm/corpus/config.py.
 """
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
-
 from mlm.cli.command import Command
-from mlm.config.fields import NOT_NEGATIVE, InputPath, OnlyIf, OutPlace, ResultFile
+from mlm.cli.data.settings import DataInspectConfig, DataTokenizerConfig, DataVerifyConfig
 from mlm.corpus.config import DataBuildConfig
-from mlm.data.config import SPLITS, DataPath, StoredPath
+from mlm.data.config import SPLITS
 from mlm.util.errors import Problem
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataTokenizerConfig:
-    """The run spec of `mlm data tokenizer`: train a tokenizer on text, or convert a foreign one."""
-
-    input: StoredPath
-    """Text as `mlm data build` takes it (held-out parts of a folder are not read), or a tokenizer to take
-    over: a folder with vocab.json and merges.txt, a vocab.txt, or a tokenizer.json."""
-    out: OutPlace
-    """tokenizer.json to write, or the folder to write it in."""
-    kind: Literal["bpe", "wordpiece"] = "bpe"
-    """bpe: byte-level BPE as GPT-2's; wordpiece: as BERT's."""
-    vocab_size: int = 8192
-    """Tokens to learn, special tokens and bytes or letters among them: at least 257 for bpe."""
-    lowercase: Annotated[bool, OnlyIf("kind", "wordpiece")] = True
-    """Lowercase text and strip accents in training of kind=wordpiece (bert-*-uncased does). For an imported
-    vocab.txt the tokenizer_config.json beside it decides, else the absence of capitals in its tokens."""
-    text_key: str = "text"
-    """Key (or column) that holds a document's text."""
-    eod: str | None = None
-    """End-of-document token of a tokenizer to take over; null finds it by its name."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataInspectConfig:
-    """The run spec of `mlm data inspect`: what a corpus holds."""
-
-    path: DataPath
-    """Corpus folder, or prefix of a .bin/.idx pair."""
-    tokenizer: InputPath | None = None
-    """Tokenizer to decode samples with; null takes tokenizer.json beside the corpus, if there is one."""
-    samples: Annotated[int, NOT_NEGATIVE, OnlyIf("token", None)] = 3
-    """Documents to decode, spread over the corpus; 0 decodes none."""
-    document: int | None = None
-    """Number of a document to show whole; path is then a prefix, or a folder's train part is taken."""
-    token: Annotated[int | None, OnlyIf("document", None)] = None
-    """As `document`, by the number of one of its tokens."""
-    out: ResultFile | None = None
-    """JSON file for the same facts; null writes none."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataVerifyConfig:
-    """The run spec of `mlm data verify`: is a corpus whole?"""
-
-    path: DataPath
-    """Corpus folder, or prefix of a .bin/.idx pair."""
-    vocab_size: int | None = None
-    """Token ids must be below it; null takes the receipt's or the tokenizer's beside the corpus."""
-    out: ResultFile | None = None
-    """JSON file for the verdict; null writes none."""
-
 
 MAX_BANDS = 1024  # a task and a column of keys each
 

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from mlm.cli.data import DataInspectConfig, DataTokenizerConfig, DataVerifyConfig
+from mlm.cli.data.settings import DataInspectConfig, DataTokenizerConfig, DataVerifyConfig
 from mlm.corpus.inspect import Facts, facts_of
 from mlm.corpus.read.finding import kind_of
 from mlm.corpus.train_tokenizer import texts_of, train_bpe, train_wordpiece

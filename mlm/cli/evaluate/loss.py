@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mlm.cli.evaluate import EvalLossConfig
+from mlm.cli.evaluate.settings import EvalLossConfig
 from mlm.cli.result import show_table
 from mlm.convert.source import Source, open_source
 from mlm.data.files_present import missing_pair

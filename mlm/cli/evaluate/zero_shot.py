@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlm
-from mlm.cli.evaluate import EvalAllConfig, EvalLambadaConfig, EvalWikitext103Config, ZeroShotConfig
+from mlm.cli.evaluate.settings import EvalAllConfig, EvalLambadaConfig, EvalWikitext103Config, ZeroShotConfig
 from mlm.config.build import to_dict
 from mlm.convert.source import Source, open_source
 from mlm.data.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.format import CheckpointError
-from mlm.cli.generate import STDIN, GenerateConfig
+from mlm.cli.generate.settings import STDIN, GenerateConfig
 from mlm.data.chat_template import ChatError
 from mlm.data.chat_tokens import encode_prompt
 from mlm.data.conversation import SHARE_GPT, make_conversation

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from mlm.cli.generate import STDIN, GenerateConfig
 from mlm.cli.generate.prompts import Prompt, read_prompts, share_prompts
+from mlm.cli.generate.settings import STDIN, GenerateConfig
 from mlm.convert.source import Source, open_source
 from mlm.data.chat_tokens import end_of_turn_tokens
 from mlm.data.tokenizer import Tokenizer

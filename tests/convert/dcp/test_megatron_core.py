@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import mlm
-from mlm.cli.convert import ImportMegatronConfig
 from mlm.cli.convert import run as convert
 from mlm.cli.convert.run import run
+from mlm.cli.convert.settings import ImportMegatronConfig
 from mlm.convert.config import ConvertConfig
 from tests.convert.dcp import core_ranks
 from tests.convert.dcp.core_ranks import TOKENS

@@ -11,9 +11,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import mlm
-from mlm.cli.convert import ImportMegatronConfig
 from mlm.cli.convert import run as convert
 from mlm.cli.convert.run import run
+from mlm.cli.convert.settings import ImportMegatronConfig
 from mlm.convert.config import ConvertConfig
 from mlm.convert.source import open_source
 from mlm.optim.adamw import applied_steps

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mlm.cli.evaluate import AllDataConfig, EvalAllConfig
 from mlm.cli.evaluate import zero_shot as evaluate
+from mlm.cli.evaluate.settings import AllDataConfig, EvalAllConfig
 from mlm.evaluate.zero_shot import sources
 from mlm.parallel.mesh import ParallelContext
 from tests.evaluate.zero_shot.texts import (

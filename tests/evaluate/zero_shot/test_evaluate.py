@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from mlm.cli.compose.composition import load_config
-from mlm.cli.evaluate import (
+from mlm.cli.evaluate import zero_shot as evaluate
+from mlm.cli.evaluate.settings import (
     AllDataConfig,
     EvalAllConfig,
     EvalLambadaConfig,
@@ -21,7 +22,6 @@ from mlm.cli.evaluate import (
     check_zero_shot,
     loss,
 )
-from mlm.cli.evaluate import zero_shot as evaluate
 from mlm.convert.source import open_source
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.parallel.config import ParallelConfig

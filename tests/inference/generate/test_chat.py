@@ -13,9 +13,9 @@ import pytest
 import transformers
 
 from mlm.cli.entry import main
-from mlm.cli.generate import GenerateConfig
 from mlm.cli.generate.prompts import read_prompts
 from mlm.cli.generate.run import run
+from mlm.cli.generate.settings import GenerateConfig
 from mlm.convert.source import open_source
 from mlm.data.chat_files import find_chat_template
 from mlm.data.chat_tokens import end_of_turn_tokens

@@ -1,0 +1,124 @@
+"""Settings of `mlm reshard`, `import …` and `export …`; mlm/convert/config.py has those of `convert`."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from mlm.config.fields import POSITIVE, CheckpointPath, InputPath, OnlyIf, OutFolder, ResultFile
+from mlm.convert.config import DType
+from mlm.parallel.config import PipelineSize, TensorSize, VirtualSize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReshardConfig:
+    """The run spec of `mlm reshard`: write a checkpoint again as another layout would."""
+
+    ckpt: CheckpointPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best) to read."""
+    out: OutFolder
+    """Run directory to write: out/checkpoints/step-… and the tokenizer."""
+    tp: TensorSize = 1
+    """Tensor-parallel size, t: every stage becomes t files."""
+    pp: PipelineSize = 1
+    """Pipeline-parallel size, p."""
+    vp: VirtualSize = 1
+    """Virtual stages (chunks) per pipeline rank, v."""
+    weights_only: bool = False
+    """Leave the optimizer's moments out: a third of the size, to start runs from or to give away."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportHFConfig:
+    """The run spec of `mlm import hf`: a Hugging Face model as a checkpoint to train, score or sample."""
+
+    source: InputPath
+    """Folder with config.json and model.safetensors, or the id of a model on the Hugging Face Hub."""
+    out: OutFolder
+    """Run directory to write: out/checkpoints/step-00000000 and the tokenizer."""
+    base: CheckpointPath | None = None
+    """Of a folder of peft's, the model that its adapters were trained on: a checkpoint, run directory, model
+    folder or Hub id; null takes the one that it names."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub; null takes the default branch."""
+    verify: bool = True
+    """Compare logits with those of `transformers` on the same tokens, and refuse where they differ."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportMegatronConfig:
+    """The run spec of `mlm import megatron`: a Megatron-LM checkpoint, of either format, as ours."""
+
+    source: InputPath
+    """Its folder (its newest iteration is taken), or an iter_… or release folder in it."""
+    out: OutFolder
+    """Run directory to write: out/checkpoints/step-00000000 and the tokenizer."""
+    vocab_size: Annotated[int, POSITIVE] | None = None
+    """Tokens of its tokenizer, without padding; null takes the tokenizer's, else GPT-2's or BERT's
+    (50257; 30522 or 28996) where it fits."""
+    num_heads: Annotated[int, POSITIVE] | None = None
+    """Attention heads, for checkpoints of 2019, which do not record it; null takes theirs."""
+    tokenizer: InputPath | None = None
+    """tokenizer.json, or a folder with it, vocab.json and merges.txt, or vocab.txt, to put beside the
+    checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportMegatronConfig:
+    """The run spec of `mlm export megatron`: a checkpoint that Megatron-LM starts from."""
+
+    ckpt: CheckpointPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
+    out: OutFolder
+    """Folder to write, for --load: release/ and latest_checkpointed_iteration.txt."""
+    format: Literal["torch_dist", "torch"] = "torch_dist"
+    """torch_dist loads at any layout; torch is the classic one, of a file per rank."""
+    tp: Annotated[TensorSize, OnlyIf("format", "torch")] = 1
+    """Tensor-parallel size of format=torch."""
+    pp: Annotated[PipelineSize, OnlyIf("format", "torch")] = 1
+    """Pipeline-parallel size of format=torch."""
+    dtype: DType = "float32"
+    """Numbers to write."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportDCPConfig:
+    """The run spec of `mlm export dcp`: a folder that torch.distributed.checkpoint loads."""
+
+    ckpt: CheckpointPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
+    out: OutFolder
+    """Folder to write: .metadata, __0_0.distcp, …"""
+    names: Literal["torchtitan", "megatron"] = "torchtitan"
+    """Names and order of rows: torchtitan's (of Llama 3 and Qwen 3), or Megatron Core's."""
+    dtype: DType = "float32"
+    """Numbers to write."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportHFConfig:
+    """The run spec of `mlm export hf`: a checkpoint as a folder that `transformers` loads."""
+
+    ckpt: CheckpointPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
+    out: OutFolder
+    """Folder to write: config.json, model.safetensors (or several and their index), the tokenizer."""
+    merge: bool = False
+    """Of a run with adapters, add them to the weights of their base; else the adapters alone are written, as
+    peft loads them."""
+    max_file_gb: Annotated[float, POSITIVE] = 5.0
+    """Largest .safetensors file, in 10^9 bytes; a larger model is split into several."""
+    verify: bool = True
+    """Compare logits with those of `transformers` on the same tokens, and refuse where they differ."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportGGUFConfig:
+    """The run spec of `mlm export gguf`: a Llama, Mistral or Qwen as a file for llama.cpp."""
+
+    ckpt: CheckpointPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
+    out: ResultFile
+    """File to write, such as model.gguf, with the tokenizer in it."""
+    type: Literal["f32", "f16", "bf16", "q8_0"] = "f16"
+    """Numbers of matrices: q8_0 is 8 bits and a scale for 32 of them. Vectors are float32."""
+    verify: bool = True
+    """Compare tokens and logits in llama.cpp before the file is named, where mlm[gguf-check] is installed."""

@@ -1,0 +1,56 @@
+"""Exit codes of a command, and a user's mistake as lines on stderr."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+from mlm import __version__
+from mlm.cli.command import Command
+from mlm.util.errors import UserError
+from mlm.util.system import resolve
+
+OK, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
+KILLED = 128
+"""Exit codes from here on are those of a run that a signal ended."""
+HEAD_START_S = 5.0  # a launcher ends all ranks when one ends: the one that reports must not be cut off
+
+
+def print_stdout(text: str) -> int:
+    """Print a text and return the exit code of success."""
+    print(text)
+    return OK
+
+
+def version_line() -> str:
+    hydra = resolve("importlib.metadata:version")("hydra-core")
+    return f"mlm {__version__} (hydra {hydra})"
+
+
+def report(command: Command, work: Callable[[], int]) -> int:
+    """Return the exit code of `work`; print a user's mistake as one line per error, without a traceback.
+
+    2 for a mistake the user can fix, 1 for a damaged file or a failed check, 130 when interrupted. Other
+    exceptions pass.
+    """
+    try:
+        return work()
+    except UserError as error:
+        if speaks_for_host(os.environ):
+            for line in error.lines():
+                print(f"mlm {command.name}: {line}", file=sys.stderr)
+        else:
+            time.sleep(HEAD_START_S)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def speaks_for_host(environ: Mapping[str, str]) -> bool:
+    """True if this process reports mistakes: alone, or as the first rank that torchrun or srun started here.
+
+    All ranks of a host see the same settings and the same files, so they find the same mistakes.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return environ.get("LOCAL_RANK", "0") == "0"
+    return environ.get("SLURM_LOCALID", "0") == "0"
