@@ -29,8 +29,7 @@ from mlm.inference.config import Sampling, as_declared
 from mlm.inference.generation import before_stop, ends_at, generate
 from mlm.inference.scoring import rolling_windows, score
 from mlm.inference.trained import (
-    Trained,
-    continuation_problem,
+    LoadedModel,
     load_trained,
     open_for_layout,
     prediction_problem,
@@ -161,7 +160,7 @@ class Model:
         tokenizer: `encode` and `decode`; read when first used.
     """
 
-    def __init__(self, trained: Trained, ctx: ParallelContext, tokenizer: str | None = None) -> None:
+    def __init__(self, trained: LoadedModel, ctx: ParallelContext, tokenizer: str | None = None) -> None:
         self.trained, self.ctx, self._named_tokenizer = trained, ctx, tokenizer
         self.path: Path = trained.path
         self.config: ModelConfig = trained.config.model
@@ -365,8 +364,7 @@ class Model:
 
     def _check_predicts_tokens(self, *, causal: bool = False) -> None:
         """Raise UserError unless the model predicts tokens; with `causal` the next one."""
-        check = continuation_problem if causal else prediction_problem
-        if problem := check(str(self.path), self.config):
+        if problem := prediction_problem(str(self.path), self.config, causal=causal):
             raise UserError(problem.removeprefix("ckpt="))
 
 

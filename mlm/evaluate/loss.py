@@ -5,8 +5,8 @@ very first is scored once, with the tokens before it in its window as context. P
 token). Bits per byte is the summed loss in bits over the UTF-8 bytes of the text: comparable across
 tokenizers.
 
-That of a BERT: one pass over the corpus's samples, as in pretraining but masked in one way whatever the seed
-of the run; loss per masked token and per order of two segments, and the accuracy of both.
+Protocol of a BERT: one pass over the corpus's samples, as in pretraining but masked in one way whatever the
+seed of the run; loss per masked token and per order of two segments, and the accuracy of both.
 
 The score does not depend on layout or batch size.
 """
@@ -22,7 +22,7 @@ from mlm.data.blend_history import trained_on
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import RECEIPT, read_receipt
 from mlm.data.sampler import MicroBatch, eval_batches
-from mlm.inference.trained import Trained
+from mlm.inference.trained import LoadedModel
 from mlm.models.family import family_of
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.pipelined import evaluate
@@ -33,7 +33,7 @@ from mlm.util.terminal import progress_bar
 
 
 def corpus_loss(
-    trained: Trained,
+    trained: LoadedModel,
     prefix: Path,
     *,
     seq_length: int,
@@ -45,7 +45,7 @@ def corpus_loss(
 
     Raises UserError if the model's family cannot make samples of the corpus.
     """
-    indexed, learnt_from = IndexedDataset(prefix), training_corpora(trained)
+    indexed, corpora = IndexedDataset(prefix), training_corpora(trained)
     family, data = family_of(trained.config.model.kind), replace(trained.config.data, seq_length=seq_length)
     read_by = trained.source.load_tokenizer(tokenizer, any_size=True) if family.check_tokenizer else None
     windows = family.samples.validation(data, prefix, read_by)
@@ -78,11 +78,11 @@ def corpus_loss(
         "corpus_digest": digest_file(indexed.bin_path),
         "corpus_index_digest": indexed.digest,
         "corpus_receipt_digest": digest_file(receipt) if receipt.is_file() else None,
-        "trained_on": learnt_from,
+        "trained_on": corpora,
     }
 
 
-def training_corpora(trained: Trained) -> list[dict[str, Any]]:
+def training_corpora(trained: LoadedModel) -> list[dict[str, Any]]:
     """Corpora the checkpoint was trained on; none if it is older or imported.
 
     Raises CorruptFileError.
@@ -100,7 +100,7 @@ def training_corpora(trained: Trained) -> list[dict[str, Any]]:
 def bits_per_byte(
     nats: float, named: str | None, prefix: Path, indexed: IndexedDataset, source: Source
 ) -> float | None:
-    """Summed loss in bits over the text's UTF-8 bytes; None where the text cannot be known."""
+    """Summed loss in bits over the text's UTF-8 bytes; None without a receipt and a tokenizer."""
     receipt = read_receipt(prefix.parent) or {}
     size = receipt.get("splits", {}).get(prefix.name, {}).get("bytes")
     if size is None:

@@ -23,7 +23,7 @@ from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, TaskConfig
 from mlm.finetune.registry import task_type
 from mlm.finetune.rows import RowError
 from mlm.finetune.splits import TaskSplit, TokenizedSplit, held_out_part, read_split, tokenize
-from mlm.inference.trained import continuation_problem
+from mlm.inference.trained import prediction_problem
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.parallel.mesh import ParallelContext
@@ -63,7 +63,7 @@ def read_start(config: FinetuneConfig | EvalTaskConfig, source: Source | None = 
     """
     task, source = config.task, source or open_source(config.ckpt)
     kind, model = task_type(task.kind), source.model
-    if kind.is_chat and (problem := continuation_problem(config.ckpt, model)):
+    if kind.is_chat and (problem := prediction_problem(config.ckpt, model, causal=True)):
         raise UserError(problem)
     if isinstance(config, FinetuneConfig):
         model = replace(model, head=kind.head, num_labels=kind.num_labels(task))

@@ -17,14 +17,14 @@ from mlm.finetune.registry import check_task, task_type
 from mlm.finetune.rows import RowError, TaskRow
 from mlm.finetune.scoring import Finetuning, compute_predictions, label_probabilities
 from mlm.finetune.splits import TaskSplit, tokenize
-from mlm.inference.trained import Trained
+from mlm.inference.trained import LoadedModel
 from mlm.models.family import family_of
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import ConfigError, CorruptFileError, UserError, type_of
 
 
 def predict(
-    trained: Trained, tokenizer: Tokenizer, rows: Sequence[Any], *, batch_size: int, ctx: ParallelContext
+    trained: LoadedModel, tokenizer: Tokenizer, rows: Sequence[Any], *, batch_size: int, ctx: ParallelContext
 ) -> list[Any]:
     """Return the model's answer to each row, the same on every rank. Collective over all ranks.
 
@@ -54,7 +54,7 @@ def predict(
     ]
 
 
-def task_of(trained: Trained, *, is_pair: bool) -> TaskConfig:
+def task_of(trained: LoadedModel, *, is_pair: bool) -> TaskConfig:
     """Return the task that the checkpoint was finetuned on, or one for a classifier of another program.
 
     Raises UserError, and CorruptFileError for a record that does not suit the model.
@@ -77,7 +77,7 @@ def task_of(trained: Trained, *, is_pair: bool) -> TaskConfig:
     return replace(task, allow_empty=True)
 
 
-def _foreign_task(trained: Trained, *, is_pair: bool) -> TaskConfig:
+def _foreign_task(trained: LoadedModel, *, is_pair: bool) -> TaskConfig:
     """Return a task for a classifier of `transformers`, its labels named as there."""
     model, path = trained.config.model, trained.path
     if model.head == "span" or model.num_labels < 2:

@@ -39,7 +39,7 @@ class TrainedModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """Options as typed; a null is settled by the model's generation_config.json, else by `Sampling`."""
+    """Options as typed; nulls are filled from the model's generation_config.json, else from `Sampling`."""
 
     batch_size: MicroBatchSize = 8
     """Texts continued at a time. What is drawn does not depend on it."""
@@ -67,7 +67,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(SamplingOptions):
-    """Options without nulls: the values here are taken where neither user nor model has one."""
+    """Options without nulls, with the defaults where neither user nor model has a value."""
 
     temperature: float = 0.8
     top_k: int = 0
@@ -76,28 +76,26 @@ class Sampling(SamplingOptions):
     no_repeat_ngram_size: int = 0
 
     def problems(self) -> list[Problem]:
-        """Return the problem of each value of another type, else of each that is out of range."""
+        """Return the problem of each value of a wrong type, else of each that is out of range."""
         wrong = list[Problem]()
-        for each in fields(self):
-            value, is_whole = getattr(self, each.name), type(each.default) is int
-            if not (isinstance(value, KINDS[each.name]) and (is_whole or math.isfinite(value))):
-                noun = "an integer" if is_whole else "a finite number"
-                wrong.append(Problem.at(each.name, value, f"must be {noun}"))
+        for option in fields(self):
+            value, is_integer = getattr(self, option.name), TYPES[option.name] is Integral
+            if not (isinstance(value, TYPES[option.name]) and (is_integer or math.isfinite(value))):
+                noun = "an integer" if is_integer else "a finite number"
+                wrong.append(Problem.at(option.name, value, f"must be {noun}"))
         if wrong:
             return wrong
         bounds = {key: leaf.bound for key, leaf in leaves(SamplingOptions).items() if leaf.bound}
-        found = [bound.problem(key, getattr(self, key)) for key, bound in bounds.items()]
-        return [*filter(None, [*found, too_few_new_tokens(self)])]
+        problems = [bound.problem(key, getattr(self, key)) for key, bound in bounds.items()]
+        return [*filter(None, [*problems, too_few_new_tokens(self)])]
 
 
-KINDS = {each.name: Integral if type(each.default) is int else Real for each in fields(Sampling)}
-"""Type of each option."""
-DECLARED = [each.name for each in fields(SamplingOptions) if each.default is None]
+TYPES = {option.name: Integral if type(option.default) is int else Real for option in fields(Sampling)}
+DECLARED = [option.name for option in fields(SamplingOptions) if option.default is None]
 """Options that a generation_config.json may declare."""
 
 
 def too_few_new_tokens(options: SamplingOptions) -> Problem | None:
-    """Return the problem of a least number of new tokens above the most."""
     least, most = options.min_new_tokens, options.max_new_tokens
     if least <= most:
         return None
@@ -111,17 +109,18 @@ def too_few_new_tokens(options: SamplingOptions) -> Problem | None:
 def declared_sampling(generation: Mapping[str, Any]) -> dict[str, int | float]:
     """Return the sampling settings of a generation_config.json as `transformers` reads it.
 
-    One that says nothing of `do_sample` declares no temperature; sampling without a top_k takes 50.
+    Without `do_sample` it declares no temperature; sampling without a top_k takes 50.
     """
-    usual = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
-    draws = generation.get("do_sample")
-    said: dict[str, Any] = {"temperature": 0.0} if draws is False else usual if draws is True else {}
-    names = (name for name in DECLARED if draws is True or name not in usual)
-    return said | {name: generation[name] for name in names if isinstance(generation.get(name), KINDS[name])}
+    defaults = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
+    samples = generation.get("do_sample")
+    names = [name for name in DECLARED if samples is True or name not in defaults]
+    declared = {name: generation[name] for name in names if isinstance(generation.get(name), TYPES[name])}
+    if samples is False:
+        return {"temperature": 0.0} | declared
+    return defaults | declared if samples is True else declared
 
 
 def as_declared(generation: Mapping[str, Any], typed: Mapping[str, Any]) -> Sampling:
-    """Return sampling settings: those that are typed and not None, else declared, else the usual ones."""
-    return Sampling(
-        **declared_sampling(generation) | {key: value for key, value in typed.items() if value is not None}
-    )
+    """Return sampling settings: as typed if not None, else as declared, else the defaults of `Sampling`."""
+    given = {key: value for key, value in typed.items() if value is not None}
+    return Sampling(**declared_sampling(generation) | given)

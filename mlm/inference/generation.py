@@ -1,8 +1,8 @@
 """Batched incremental generation with a trained model: every token is read once.
 
-The last stage of the first replica chooses each step's tokens, and all ranks learn them. When a text has
-filled the model's max_positions, the newest half is read again from position 0 and generation continues from
-there: one pass for every max_positions / 2 tokens, in place of one for every token.
+The last stage of the first replica chooses each step's tokens and broadcasts them. When a text has filled the
+model's max_positions, the newest half is read again from position 0 and generation continues from there: one
+pass for every max_positions / 2 tokens, in place of one for every token.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from mlm.data.sampler import Batch
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.config import Sampling
 from mlm.inference.sampling import NOT_FINITE, end_tokens, next_tokens
-from mlm.inference.trained import Trained
+from mlm.inference.trained import LoadedModel
 from mlm.models.backbone import Transformer
 from mlm.models.cache import DecodePass, KeyValueCache, PrefillPass, Reading
 from mlm.models.gpt2.model import GPT2
@@ -31,25 +31,8 @@ FILL_TOKENS = 4096
 """Tokens of prompts read in one pass, padding included: bounds its memory."""
 
 
-@dataclass(eq=False)
-class _Text:
-    """A prompt and its continuation so far."""
-
-    index: int
-    """Its place among the prompts."""
-    number: int
-    """Number that its draws are a function of."""
-    context: list[int]
-    """Tokens from position 0 on."""
-    whole: list[int]
-    """Tokens of the prompt, as far as it is read, and of its continuation."""
-    new: list[int] = field(default_factory=list)
-    read: int = 0
-    """Tokens of the context that are in the cache: none, or all but the last."""
-
-
 def generate(
-    trained: Trained,
+    trained: LoadedModel,
     prompts: Sequence[Sequence[int]],
     options: Sampling,
     *,
@@ -63,10 +46,10 @@ def generate(
 
     Args:
         trained: the model.
-        prompts: token ids, at least one each; of more than max_positions the last ones are read.
+        prompts: token ids, at least one each; a prompt longer than max_positions loses its beginning.
         options: sampling settings.
         ctx: the ranks.
-        eod_id: the token, or tokens, that end a sequence and are not part of it; None ends none.
+        eod_id: the token, or tokens, that end a sequence and are not part of it; None for none.
         until: until(i, new tokens) ends prompt i's sequence after its newest token when true. Every rank
             calls it, so it must be a function of its arguments.
         numbers: prompt i's draws are a function of (seed, numbers[i], position); None means i.
@@ -85,7 +68,7 @@ def generate(
 
 
 def continuations(
-    trained: Trained,
+    trained: LoadedModel,
     prompts: Sequence[Sequence[int]],
     options: Sampling,
     *,
@@ -97,16 +80,16 @@ def continuations(
 ) -> Iterator[tuple[int, int | None]]:
     """(prompt, its next token) as they are chosen, (prompt, None) when its text has ended. See `generate`.
 
-    Once `should_stop` is true on rank 0, all ranks end, whatever texts are under way.
+    Once `should_stop` is true on rank 0, all ranks end, with texts unfinished.
     """
     ends = end_tokens(eod_id)
     reader = _Reader(trained, options, ctx, ends, should_stop)
-    most = trained.config.model.max_positions
-    waiting = deque(
-        _Text(i, i if numbers is None else numbers[i], list(prompt[-most:]), list(prompt[-most:]))
-        for i, prompt in enumerate(prompts)
-    )
-    assert all(text.context for text in waiting), "a text begins with a token"
+    longest = trained.config.model.max_positions
+    waiting = deque[_Text]()
+    for i, prompt in enumerate(prompts):
+        tokens = list(prompt[-longest:])
+        assert tokens, "a text begins with a token"
+        waiting.append(_Text(i, i if numbers is None else numbers[i], tokens, [*tokens]))
     active: list[_Text] = []
     while waiting or active:
         while waiting and len(active) < options.batch_size:
@@ -119,17 +102,17 @@ def continuations(
             if token not in ends:
                 text.new.append(token)
                 text.context.append(token)
-                text.whole.append(token)
+                text.full.append(token)
                 yield text.index, token
-            full = len(text.new) == options.max_new_tokens
-            if token in ends or full or (until is not None and until(text.index, text.new)):
+            is_full = len(text.new) == options.max_new_tokens
+            if token in ends or is_full or (until is not None and until(text.index, text.new)):
                 ended.append(text)
                 yield text.index, None
         reader.drop(active, ended)
 
 
 def ends_at(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[int, list[int]], bool] | None:
-    """For `until`: true where one of the strings `stops` has just been completed; None without any."""
+    """Return an `until` that is true once one of the strings `stops` is complete; None without any."""
     if not stops:
         return None
     tail = max(len(stop.encode()) for stop in stops) + 1  # tokens: each is a byte or more
@@ -147,20 +130,36 @@ def before_stop(text: str, stops: Sequence[str], start: int = 0) -> str:
     return text[: min(places, default=len(text))]
 
 
-class _Reader:
-    """The model with a cache whose row n belongs to the n-th text under way."""
+@dataclass(eq=False)
+class _Text:
+    """A prompt and its continuation so far."""
 
-    def __init__(
-        self,
-        trained: Trained,
-        options: Sampling,
-        ctx: ParallelContext,
-        ends: Collection[int],
-        should_stop: Callable[[], bool],
-    ) -> None:
-        self.trained, self.model, self.ctx = trained, trained.model, ctx
-        self.options, self.ends, self.should_stop = options, ends, should_stop
-        self.cache = KeyValueCache(options.batch_size, trained.config.model.max_positions)
+    index: int
+    """Its index among the prompts."""
+    number: int
+    """Number that its draws are a function of."""
+    context: list[int]
+    """Tokens from position 0 on."""
+    full: list[int]
+    """Tokens of the prompt, as far as it is read, and of its continuation."""
+    new: list[int] = field(default_factory=list)
+    read: int = 0
+    """Tokens of the context that are in the cache: none, or all but the last."""
+
+
+@dataclass(eq=False)
+class _Reader:
+    """The model with a cache whose row n belongs to the n-th active text."""
+
+    trained: LoadedModel
+    options: Sampling
+    ctx: ParallelContext
+    ends: Collection[int]
+    should_stop: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self.model = self.trained.model
+        self.cache = KeyValueCache(self.options.batch_size, self.trained.config.model.max_positions)
 
     def advance(self, texts: Sequence[_Text]) -> list[int]:
         """The next token of each text, or STOPPED. Raises UserError on all ranks if logits are not finite."""
@@ -196,22 +195,22 @@ class _Reader:
     def _fill(self, texts: Sequence[_Text]) -> None:
         """Read all but the last token of the sequences that are not in the cache."""
         rows = [row for row, text in enumerate(texts) if not text.read and len(text.context) > 1]
-        rows.sort(key=lambda row: len(texts[row].context), reverse=True)  # like with like: little padding
-        share = -(-len(rows) // self.ctx.pp.size)  # stages work side by side
+        rows.sort(key=lambda row: len(texts[row].context), reverse=True)  # equal lengths need no padding
+        share = -(-len(rows) // self.ctx.pp.size)  # a batch for each pipeline stage
         batches: list[Tensor] = []
-        fills: list[Reading] = []
+        passes: list[Reading] = []
         while rows:
             length = len(texts[rows[0]].context) - 1
-            some = rows[: max(1, min(share, FILL_TOKENS // length))]
-            rows = rows[len(some) :]
-            tokens = torch.zeros(len(some), length, dtype=torch.int64)
-            for number, row in enumerate(some):
+            count = max(1, min(share, FILL_TOKENS // length))
+            batch, rows = rows[:count], rows[count:]
+            tokens = torch.zeros(len(batch), length, dtype=torch.int64)
+            for number, row in enumerate(batch):
                 read = texts[row].context[:-1]
                 tokens[number, : len(read)] = torch.tensor(read)
             batches.append(tokens.to(self.ctx.device))
-            fills.append(PrefillPass(self.cache, some))
+            passes.append(PrefillPass(self.cache, batch))
         if batches:
-            self._pass(batches, fills)
+            self._pass(batches, passes)
 
     def _pass(self, batches: Sequence[Tensor], readings: Sequence[Reading]) -> list[Tensor]:
         """Return the last stage's output for each batch of tokens [B, S]; nothing on other ranks."""
@@ -231,17 +230,16 @@ class _Reader:
         tokens = torch.empty(len(texts), dtype=torch.int64, device=self.ctx.device)
         is_stopped = self.should_stop()
         if self.ctx.pp.size > 1:  # rank 0 prints, and the last stage chooses
-            told = torch.tensor([is_stopped], dtype=torch.int64, device=self.ctx.device)
-            is_stopped = bool(broadcast(told, self.ctx.pp, 0).item())
+            stop = torch.tensor([is_stopped], dtype=torch.int64, device=self.ctx.device)
+            is_stopped = bool(broadcast(stop, self.ctx.pp, 0).item())
         if logits is not None:
-            if self.ctx.tp.rank == 0:
+            if is_stopped:
+                tokens.fill_(STOPPED)
+            elif self.ctx.tp.rank == 0:
                 numbers, places = [text.number for text in texts], [len(text.new) for text in texts]
-                wholes = [text.whole for text in texts]
-                if is_stopped:
-                    tokens.fill_(STOPPED)
-                else:
-                    chosen = next_tokens(logits.cpu(), numbers, places, self.options, self.ends, wholes)
-                    tokens.copy_(torch.tensor(chosen))
+                full = [text.full for text in texts]
+                chosen = next_tokens(logits.cpu(), numbers, places, self.options, self.ends, full)
+                tokens.copy_(torch.tensor(chosen))
             broadcast(tokens, self.ctx.tp, 0)
         broadcast(tokens, self.ctx.pp, self.ctx.pp.size - 1)
         return broadcast(tokens, self.ctx.dp, 0).tolist()

@@ -1,7 +1,7 @@
 """Choice of the next token: greedy (the most probable), or sampled by temperature, top_k and top_p.
 
-A draw is a function of (seed, prompt number, position in its continuation) alone: what shares the batch and
-how the model is split change nothing but the rounding of the logits.
+A draw is a function of (seed, prompt number, position in its continuation) alone: batch and layout change
+only the rounding of the logits.
 
 Shapes: B texts, V vocabulary.
 """
@@ -18,13 +18,13 @@ from mlm.inference.config import Sampling
 from mlm.util.splitmix import draw, root, uniform
 
 NOT_FINITE = -1
-"""In place of a token where the logits are no numbers."""
+"""In place of a token where the logits are not finite."""
 SHORT_LIST = 512
-"""Tokens that top_p considers before it sorts the whole vocabulary, which takes fifty times as long."""
+"""Tokens that top_p considers before it sorts the vocabulary, which takes fifty times as long."""
 
 
 def uniforms(seed: int, numbers: Sequence[int], places: Sequence[int]) -> NDArray[np.float64]:
-    """In [0, 1), one for each sequence: the draw of sequence `numbers[b]` for the token at `places[b]`."""
+    """Draws in [0, 1) of sequences `numbers[b]` for their tokens at `places[b]`."""
     return uniform(draw(draw(root(seed), np.array(numbers)), np.array(places)))
 
 
@@ -36,22 +36,28 @@ def next_tokens(
     eod_id: int | Collection[int] | None,
     texts: Sequence[Sequence[int]] = (),
 ) -> list[int]:
-    """A token for each text from logits [B, V], which are overwritten; NOT_FINITE where they are no numbers.
+    """A token for each text from logits [B, V], which are overwritten; NOT_FINITE where they are not finite.
 
     `texts` holds the tokens of each text so far, prompt included, for the options that look at them. Of equal
     logits the one with the lowest id is the most probable.
     """
-    if options.repetition_penalty != 1:
-        for row, text in zip(logits, texts, strict=True):
-            penalise(row, set(text), options.repetition_penalty)
-    if options.no_repeat_ngram_size:
-        for row, text in zip(logits, texts, strict=True):
-            if len(repeats := repeating_tokens(text, options.no_repeat_ngram_size)) < len(row):
+    penalty, size = options.repetition_penalty, options.no_repeat_ngram_size
+    for row, text in zip(logits, texts, strict=penalty != 1 or size > 0):
+        if penalty != 1:
+            # Keskar et al. 2019 (arXiv:1909.05858), section 4.1; for logits below 0 as `transformers` does
+            ids = torch.tensor(sorted(set(text)))
+            row[ids] = torch.where(row[ids] > 0, row[ids] / penalty, row[ids] * penalty)
+        if size:
+            # tokens after which the last `size` tokens would occur twice
+            start = text[max(0, len(text) - size + 1) :]
+            windows = range(len(text) - size + 1)
+            repeats = {text[n + size - 1] for n in windows if text[n : n + size - 1] == start}
+            if len(repeats) < len(row):
                 row[list(repeats)] = -math.inf
     if (ends := list(end_tokens(eod_id))) and any(place < options.min_new_tokens for place in places):
         early = torch.tensor([place < options.min_new_tokens for place in places])
         logits[early.nonzero(), torch.tensor(ends)] = -math.inf
-    best = logits.argmax(-1)  # of a NaN, where there is one
+    best = logits.argmax(-1)  # a NaN's, if there is one
     peaks = logits.gather(1, best.unsqueeze(1)).squeeze(1)
     tokens = best.tolist()
     if options.temperature:
@@ -66,27 +72,10 @@ def end_tokens(eod_id: int | Collection[int] | None) -> Collection[int]:
     return () if eod_id is None else (eod_id,) if isinstance(eod_id, int) else eod_id
 
 
-def penalise(logits: Tensor, tokens: Collection[int], penalty: float) -> None:
-    """Make tokens less probable in [V]: logits above 0 divided by the penalty, others multiplied by it.
-
-    Source: Keskar et al. 2019 (arXiv:1909.05858), section 4.1; for logits below 0 as `transformers` does.
-    """
-    ids = torch.tensor(sorted(tokens))
-    chosen = logits[ids]
-    logits[ids] = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
-
-
-def repeating_tokens(text: Sequence[int], size: int) -> set[int]:
-    """Return the tokens after which the last `size` tokens of a text would occur in it twice."""
-    start = text[max(0, len(text) - size + 1) :]
-    windows = range(len(text) - size + 1)
-    return {text[n + size - 1] for n in windows if text[n : n + size - 1] == start}
-
-
 def choose(logits: Tensor, chance: float, options: Sampling) -> int:
     """The token of [V] where the summed probabilities, in the order of ids, pass `chance`, in float64.
 
-    top_k first, then top_p of what that leaves.
+    top_k applies first, then top_p to the remaining tokens.
     """
     x = logits.double()
     x = (x - x.max()) / options.temperature  # 0 at the best: a tiny temperature overflows to -inf elsewhere
@@ -95,7 +84,13 @@ def choose(logits: Tensor, chance: float, options: Sampling) -> int:
         x, ids = x.topk(options.top_k)
     p = torch.softmax(x, -1)
     if options.top_p < 1:
-        p, kept = nucleus(p, options.top_p)
+        for count in (min(SHORT_LIST, len(p)), len(p)):
+            largest, places = p.topk(count)
+            before = largest.cumsum(-1) - largest  # mass of the better ones: none before the best
+            enough = int((before < options.top_p).sum())
+            if enough < count:
+                break
+        p, kept = largest[:enough], places[:enough]
         ids = kept if ids is None else ids[kept]
     if ids is not None:
         ids, order = ids.sort()
@@ -104,14 +99,3 @@ def choose(logits: Tensor, chance: float, options: Sampling) -> int:
     place = int(torch.searchsorted(sums, chance * float(sums[-1]), right=True))
     place = min(place, int(p.nonzero()[-1])) if place >= len(p) else place
     return place if ids is None else int(ids[place])
-
-
-def nucleus(p: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The fewest largest of the probabilities [V] that sum to top_p, and their places. One at least."""
-    for count in (min(SHORT_LIST, len(p)), len(p)):
-        largest, places = p.topk(count)
-        before = largest.cumsum(-1) - largest  # mass of the better ones: none before the best
-        enough = int((before < top_p).sum())
-        if enough < count or count == len(p):
-            break
-    return largest[:enough], places[:enough]

@@ -1,19 +1,19 @@
 """Log-likelihoods of tokens given the ones before them, the basis of every language-model evaluation.
 
 Requests are sorted by length, the longest first, and packed into micro-batches of about equal cost. Texts are
-padded on the right, where a causal model does not look: a score depends neither on what shares its
-micro-batch nor on the layout, but for the rounding of sums. Requests that read the same tokens (choices of a
-task that differ in their last token) are read once.
+padded on the right, which a causal model ignores: a score depends neither on its micro-batch nor on the
+layout, except for the rounding of sums. Requests that read the same tokens (choices of a task that differ in
+their last token) are read once.
 
-What a run does where a document ends (data.reset_positions, reset_attention, mask_eod_loss) plays no part
-here: a request is one text, and an end-of-document token in it is a token like any other, to the model and to
-the score. So the protocols mean it, and so an exported model does it.
+Documents are not separated (data.reset_positions, reset_attention, mask_eod_loss): a request is one text, and
+an end-of-document token in it an ordinary one, as in the protocols and in an exported model.
 
 Shapes: S sequence, B micro-batch, R scored tokens of a micro-batch, N requests.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,7 +25,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mlm.inference.trained import Trained
+from mlm.inference.trained import LoadedModel
 from mlm.models.backbone import Transformer
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import all_reduce, to_device
@@ -80,7 +80,7 @@ class Packed:
 
 
 def score(
-    trained: Trained,
+    trained: LoadedModel,
     requests: Sequence[Request],
     *,
     batch_size: int,
@@ -96,10 +96,10 @@ def score(
         trained: the model.
         requests: the texts and their scored tokens.
         ctx: process groups.
-        batch_size: most sequences of max_positions tokens per micro-batch and rank; the shorter they are,
-            the more of them go together. Scores do not depend on it.
-        kept: file in which rank 0 keeps what is scored, for a command that is stopped and started again; its
-            folder exists. Whoever has saved the result deletes it.
+        batch_size: most sequences of max_positions tokens per micro-batch and rank, or as many tokens of
+            shorter ones. Scores do not depend on it.
+        kept: file in which rank 0 keeps scores, for a command that is stopped and started again; its folder
+            exists. The caller deletes it after saving the result.
         identity: other inputs of scores than requests and dtype, such as the checkpoint's digest. A file kept
             under another identity, or damaged, is replaced.
         advance: called with the number of requests just done, on every rank; kept ones come first.
@@ -108,9 +108,12 @@ def score(
     Raises UserError for a score that is not finite, and where `kept` cannot be read or written.
     """
     model, longest = trained.model, trained.config.model.max_positions
-    assert all(is_valid(request, longest, model.vocab_size) for request in requests)
     if not requests:
         return []
+    for request in requests:
+        assert 1 <= request.first < len(request.tokens) <= longest + 1
+        assert request.tokens.min() >= 0
+        assert request.tokens.max() < model.vocab_size
     table, store = torch.zeros(len(requests), 3, dtype=torch.float64), None  # loss, is greedy, is done
     if kept is not None and ctx.is_main:
         store = KeptScores(kept, f"{identity} {model.dtype}", requests)
@@ -125,10 +128,16 @@ def score(
     if ctx.device.type == "cpu":
         budget = min(budget, CPU_TOKENS)
     groups = group_readings(requests, readings, budget=budget, size=ctx.dp.size)
-    while some := list(islice(groups, EVAL_ROUNDS * ctx.pp.size)):
-        numbers = [number for group in some for reading in group for number in reading]
-        table[numbers] = score_groups(model, requests, some, numbers, ctx)
-        check_finite(table, numbers, trained)
+    while batch := list(islice(groups, EVAL_ROUNDS * ctx.pp.size)):
+        numbers = [number for group in batch for reading in group for number in reading]
+        table[numbers] = score_groups(model, requests, batch, numbers, ctx)
+        for number in sorted(numbers):
+            if not table[number, 0].isfinite():
+                dtype = str(model.dtype).removeprefix("torch.")
+                raise UserError(
+                    f"ckpt={trained.path}: request {number} has the loss {table[number, 0].item()} in "
+                    f"{dtype}: use another checkpoint, or precision=fp32 if this is a lower one"
+                )
         if store is not None:
             store.add({number: (table[number, 0].item(), bool(table[number, 1])) for number in numbers})
         advance(len(numbers))
@@ -141,19 +150,24 @@ def score(
 class KeptScores:
     """Scores kept on disk while a long evaluation runs, so that it resumes after a stop.
 
-    JSON lines: a header that says what is scored, then one line for each request that is done. A command that
+    JSON lines: a header of identity and requests, then one line for each request that is done. A command that
     is killed may leave half a line at the end, which is dropped.
 
     Attributes:
-        found: what an earlier command left, (loss, is greedy) by the request's number.
+        found: (loss, is greedy) by the request's number, from an earlier command.
     """
 
     def __init__(self, path: Path, identity: str, requests: Sequence[Request]) -> None:
-        """Read what is there, and leave a sound file in its place. Raises UserError."""
-        self.path = path
+        """Read the file, and replace it by a sound one. Raises UserError."""
+        self.path, self.found = path, dict[int, tuple[float, bool]]()
         header = json.dumps({"identity": identity, "requests": digest_requests(requests)}).encode() + b"\n"
         with writing_to(str(path)):
-            self.found = self._read(header)
+            content = path.read_bytes() if path.exists() else b""
+            if content.startswith(header):
+                # the last is half a line; a damaged file counts for nothing
+                with suppress(ValueError, TypeError):
+                    rows = map(json.loads, content[len(header) :].split(b"\n")[:-1])
+                    self.found = {number: (loss, greedy) for number, loss, greedy in rows}
             write_atomic(path, header + self._lines(self.found))
 
     def add(self, results: Mapping[int, tuple[float, bool]]) -> None:
@@ -164,36 +178,18 @@ class KeptScores:
     def _lines(self, results: Mapping[int, tuple[float, bool]]) -> bytes:
         return b"".join(json.dumps([number, *result]).encode() + b"\n" for number, result in results.items())
 
-    def _read(self, header: bytes) -> dict[int, tuple[float, bool]]:
-        """Scores kept under this header; none of another evaluation, or of a damaged file."""
-        content = self.path.read_bytes() if self.path.exists() else b""
-        if not content.startswith(header):
-            return {}
-        try:
-            rows = map(json.loads, content[len(header) :].split(b"\n")[:-1])  # the last is half a line
-            return {number: (loss, greedy) for number, loss, greedy in rows}
-        except (ValueError, TypeError):
-            return {}
-
 
 def digest_requests(requests: Sequence[Request]) -> str:
-    """Digest of what is scored, in its order."""
-    h = xxhash.xxh3_128()
+    """Digest of requests in their order."""
+    digest = xxhash.xxh3_128()
     for request in requests:
-        h.update(np.array([len(request.tokens), request.first], dtype="<i8").tobytes())
-        h.update(np.ascontiguousarray(request.tokens, dtype="<i8").tobytes())
-    return digest_name(h)
-
-
-def is_valid(request: Request, max_positions: int, vocab_size: int) -> bool:
-    """Check that the model can score a request."""
-    tokens = request.tokens
-    fits = 1 <= request.first < len(tokens) <= max_positions + 1
-    return fits and int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size
+        digest.update(np.array([len(request.tokens), request.first], dtype="<i8").tobytes())
+        digest.update(np.ascontiguousarray(request.tokens, dtype="<i8").tobytes())
+    return digest_name(digest)
 
 
 def group_by_reading(requests: Sequence[Request], numbers: Sequence[int]) -> list[Reading]:
-    """The given requests by what the model reads for them, the longest first: too long shows at once."""
+    """Requests grouped by the tokens that the model reads, the longest first: too long shows at once."""
     readings: dict[bytes, Reading] = {}
     for number in numbers:
         readings.setdefault(requests[number].tokens[:-1].tobytes(), []).append(number)
@@ -243,9 +239,9 @@ def score_groups(
 
 
 def pack(requests: Sequence[Request], group: Sequence[Reading], rank: int, size: int) -> Packed:
-    """One rank's micro-batch of a group. A rank that is left without a reading repeats one, unheard."""
-    mine = group[rank::size]
-    rows = mine or group[:1]
+    """One rank's micro-batch of a group. A rank without a reading repeats one, whose scores do not count."""
+    shard = group[rank::size]
+    rows = shard or group[:1]
     longest = max(len(requests[reading[0]].tokens) for reading in rows) - 1
     tokens = np.zeros((len(rows), longest), dtype=np.int64)
     places, labels, parts, end = [], [], [], 0
@@ -262,34 +258,22 @@ def pack(requests: Sequence[Request], group: Sequence[Reading], rank: int, size:
         torch.from_numpy(tokens),
         torch.from_numpy(np.concatenate(places)),
         torch.from_numpy(np.concatenate(labels).astype(np.int64)),
-        tuple(parts) if mine else (),
+        tuple(parts) if shard else (),
     )
 
 
-def check_finite(table: Tensor, numbers: Sequence[int], trained: Trained) -> None:
-    """Raises UserError if a request of `numbers` has a loss that is not finite; on all ranks alike."""
-    for number in sorted(numbers):
-        if not table[number, 0].isfinite():
-            dtype = str(trained.model.dtype).removeprefix("torch.")
-            raise UserError(
-                f"ckpt={trained.path}: request {number} has the loss {table[number, 0].item()} in {dtype}: "
-                "use another checkpoint, or precision=fp32 if this is a lower one"
-            )
-
-
-def rolling_request(context: Sequence[int], scored: Sequence[int]) -> Request:
+def request_after(context: Sequence[int], scored: Sequence[int]) -> Request:
     """A request for `scored` after `context`, which is not empty."""
     return Request(np.array([*context, *scored], dtype=np.int64), len(context))
 
 
 def rolling_windows(tokens: Sequence[int], prefix: int, length: int) -> Iterator[Request]:
-    """Windows that score every token once, the first one after `prefix`.
+    """Windows of at most `length` tokens that score every token once, the first one after `prefix`.
 
-    Each begins with the last token of the one before as its context; the last scores what is left, after as
-    many tokens as still fit.
+    Each later one begins with at least the previous token as its context; the last has as many as fit.
     """
     if tokens:
-        yield rolling_request([prefix], tokens[:length])
+        yield request_after([prefix], tokens[:length])
     for begin in range(length, len(tokens), length):
         end = min(begin + length, len(tokens))
-        yield rolling_request(tokens[end - length - 1 : begin], tokens[begin:end])
+        yield request_after(tokens[end - length - 1 : begin], tokens[begin:end])

@@ -1,4 +1,4 @@
-"""A trained model on the layout of this command."""
+"""A trained model, loaded at the layout of a command."""
 
 import platform
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ from mlm.util.files import digest_bytes
 
 
 @dataclass(frozen=True)
-class Trained:
+class LoadedModel:
     """A model, and what it was loaded from."""
 
     model: PipelinedModel
@@ -49,7 +49,7 @@ class Trained:
         return self.source.path
 
     def facts(self, *packages: str) -> dict[str, Any]:
-        """Return the entries of a result on the model, and the versions that it was computed with."""
+        """Return the entries of a result on the model, and the versions of the software."""
         return {
             "checkpoint": str(self.path),
             "checkpoint_digest": self.manifest.digest,
@@ -65,10 +65,10 @@ class Trained:
 
 def load_trained(
     source: Source, parallel: ParallelConfig, precision: PrecisionConfig, ctx: ParallelContext
-) -> Trained:
+) -> LoadedModel:
     """Build the model of a source and load its weights. Collective over all ranks.
 
-    Of `parallel`, the sizes count; how training saves memory does not.
+    Of `parallel` only the sizes matter.
     """
     if ctx.device.type == "cpu":
         reuse_large_blocks()
@@ -79,13 +79,13 @@ def load_trained(
     manifest = fill_parameters(shards, source, ctx)
     # nothing changes them any more: each token of a continuation would cast them again
     model.casts.cast_for_step(trains=False)
-    return Trained(model, source, manifest)
+    return LoadedModel(model, source, manifest)
 
 
 def open_for_layout(ckpt: str, parallel: ParallelConfig) -> Source:
-    """Open what `ckpt` names, no tensor of which is read yet, to be split over a layout.
+    """Open the source that `ckpt` names without reading its tensors.
 
-    Raises UserError, with all problems of the split.
+    Raises UserError, with all problems of splitting it over the layout.
     """
     source = open_source(ckpt)
     if isinstance(source, ModelFolder):
@@ -96,44 +96,38 @@ def open_for_layout(ckpt: str, parallel: ParallelConfig) -> Source:
 
 
 def open_predictor(ckpt: str, parallel: ParallelConfig, *, causal: bool = True) -> Source:
-    """As `open_for_layout`, of a model that must predict tokens, with `causal` the next one."""
+    """As `open_for_layout`, for a model that must predict tokens, with `causal` the next one."""
     source = open_for_layout(ckpt, parallel)
-    predicts = continuation_problem if causal else prediction_problem
-    if problem := predicts(ckpt, source.model):
+    if problem := prediction_problem(ckpt, source.model, causal=causal):
         raise UserError(problem)
     return source
 
 
-def continuation_problem(ckpt: str, model: ModelConfig) -> str | None:
-    """Problem of continuing a prompt with a model that is not causal; None if it is."""
-    if not family_of(model.kind).causal:
+def prediction_problem(ckpt: str, model: ModelConfig, *, causal: bool) -> str | None:
+    """Problem of a model that does not predict tokens, or not the next one if it has to be `causal`."""
+    if causal and not family_of(model.kind).causal:
         return (
             f"ckpt={ckpt} holds a {model.kind} model, which does not read from left to right; give a gpt2 or "
             "llama checkpoint"
         )
-    return prediction_problem(ckpt, model)
-
-
-def prediction_problem(ckpt: str, model: ModelConfig) -> str | None:
-    """Problem of a model that does not predict tokens (finetuned, or an encoder alone); None if it does."""
-    if model.head == "language_model":
-        return None
-    return (
-        f"ckpt={ckpt} holds a {model.kind} with head={model.head}, which predicts no tokens; give a "
-        "pretrained one"
-    )
+    if model.head != "language_model":
+        return (
+            f"ckpt={ckpt} holds a {model.kind} with head={model.head}, which predicts no tokens; give a "
+            "pretrained one"
+        )
+    return None
 
 
 def result_identity(result: Mapping[str, Any]) -> str:
-    """Return the digest of what an evaluation scored: checkpoint, tokenizer, number format, and texts."""
+    """Return the digest of an evaluation's inputs: checkpoint, tokenizer, number format, and texts."""
     keys = ("task", "split", "protocol", "digest", "seq_length", "stride", "max_length")
-    texts = [[each.get(key) for key in keys] for each in result.get("results", []) if isinstance(each, dict)]
+    entries = [entry for entry in result.get("results", []) if isinstance(entry, dict)]
     model = [result.get(key) for key in ("checkpoint_digest", "tokenizer_digest", "precision")]
-    return digest_bytes(canonical([*model, texts]))
+    return digest_bytes(canonical([*model, [[entry.get(key) for key in keys] for entry in entries]]))
 
 
 def window_length(seq_length: int | None, trained: PretrainConfig) -> int:
-    """Tokens that the model reads at a time: those typed, else those of its training. Raises UserError."""
+    """Tokens that the model reads at a time: as typed, else as in its training. Raises UserError."""
     positions = trained.model.max_positions
     length = min(trained.data.seq_length, positions) if seq_length is None else seq_length
     if length > positions:

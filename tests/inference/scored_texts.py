@@ -9,7 +9,7 @@ from transformers import GPT2LMHeadModel
 
 from mlm.convert.source import open_source
 from mlm.inference.scoring import Request, Score
-from mlm.inference.trained import Trained, load_trained
+from mlm.inference.trained import LoadedModel, load_trained
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
@@ -61,6 +61,6 @@ def assert_close(found: Sequence[Score], want: Sequence[Score], rtol: float = 1e
     np.testing.assert_allclose([s.loss for s in found], [s.loss for s in want], rtol=rtol)
 
 
-def load(run: Path, ctx: ParallelContext = ALONE, *, vp: int = 1, dtype: str = "fp32") -> Trained:
+def load(run: Path, ctx: ParallelContext = ALONE, *, vp: int = 1, dtype: str = "fp32") -> LoadedModel:
     layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size, dp=ctx.dp.size, vp=vp)
     return load_trained(open_source(str(run)), layout, PrecisionConfig(dtype=dtype), ctx)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from mlm.convert.source import open_source
 from mlm.inference.config import Sampling
 from mlm.inference.generation import continuations, generate
 from mlm.inference.sampling import choose, uniforms
-from mlm.inference.trained import Trained, load_trained
+from mlm.inference.trained import LoadedModel, load_trained
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
@@ -44,11 +44,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> GPT2LMHeadModel:
 
 
 @pytest.fixture(scope="module")
-def trained(model: GPT2LMHeadModel) -> Trained:
+def trained(model: GPT2LMHeadModel) -> LoadedModel:
     return load_trained(open_source(str(model.folder)), ParallelConfig(), PrecisionConfig(), shape_context())
 
 
-def ours(trained: Trained, options: Sampling, texts: list[list[int]] | None = None, **how: Any) -> Any:
+def ours(trained: LoadedModel, options: Sampling, texts: list[list[int]] | None = None, **how: Any) -> Any:
     texts = prompts() if texts is None else texts
     return generate(trained, texts, options, **({"ctx": shape_context(), "eod_id": None} | how))
 
@@ -69,7 +69,7 @@ def theirs(model: GPT2LMHeadModel, prompt: list[int], count: int, **how: Any) ->
 
 @pytest.mark.parametrize("batch_size", thinned([1, 2, 8], 3))
 def test_greedy_continuations_equal_those_of_transformers(
-    model: GPT2LMHeadModel, trained: Trained, batch_size: int
+    model: GPT2LMHeadModel, trained: LoadedModel, batch_size: int
 ) -> None:
     want = [theirs(model, prompt, 12) for prompt in prompts()]
     assert len({tuple(tokens) for tokens in want}) == len(want)
@@ -78,7 +78,7 @@ def test_greedy_continuations_equal_those_of_transformers(
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_greedy_continuations_without_repeated_n_grams_equal_those_of_transformers(
-    model: GPT2LMHeadModel, trained: Trained, size: int
+    model: GPT2LMHeadModel, trained: LoadedModel, size: int
 ) -> None:
     """Prompts that repeat themselves, so that each size forbids a token that another allows."""
     texts = [prompt[:4] * (len(prompt) // 4 + 1) for prompt in prompts()]
@@ -95,13 +95,13 @@ def test_greedy_continuations_without_repeated_n_grams_equal_those_of_transforme
     ids=["greedy", "drawn", "no repeats"],
 )
 def test_every_rank_of_every_layout_has_the_tokens_of_one_process(
-    model: GPT2LMHeadModel, trained: Trained, tp: int, pp: int, vp: int, options: Sampling
+    model: GPT2LMHeadModel, trained: LoadedModel, tp: int, pp: int, vp: int, options: Sampling
 ) -> None:
     got = run_on_ranks(on_ranks, model.folder, options, vp, tp=tp, pp=pp)
     assert got == [ours(trained, options)] * (tp * pp)
 
 
-def test_draws_do_not_depend_on_what_shares_the_batch(trained: Trained) -> None:
+def test_draws_do_not_depend_on_what_shares_the_batch(trained: LoadedModel) -> None:
     whole = ours(trained, DRAWN)
     assert len({tuple(tokens) for tokens in whole}) == len(whole)
     some = [prompts()[i] for i in (3, 1)]
@@ -109,7 +109,7 @@ def test_draws_do_not_depend_on_what_shares_the_batch(trained: Trained) -> None:
 
 
 def test_each_token_is_drawn_from_the_logits_of_transformers_at_its_place(
-    model: GPT2LMHeadModel, trained: Trained
+    model: GPT2LMHeadModel, trained: LoadedModel
 ) -> None:
     for index, (prompt, new) in enumerate(zip(prompts(), ours(trained, DRAWN), strict=True)):
         with torch.no_grad():
@@ -132,7 +132,7 @@ def assert_windows(model: GPT2LMHeadModel, prompt: list[int], new: list[int]) ->
         done = end
 
 
-def test_a_full_context_is_halved_and_the_text_continues(model: GPT2LMHeadModel, trained: Trained) -> None:
+def test_a_full_context_is_halved_and_continues(model: GPT2LMHeadModel, trained: LoadedModel) -> None:
     """Rows fill up at different steps; the last prompt is longer than the model reads."""
     texts = [*prompts(), [token for prompt in prompts() for token in prompt] * 2]
     assert len(texts[-1]) > MOST
@@ -142,7 +142,7 @@ def test_a_full_context_is_halved_and_the_text_continues(model: GPT2LMHeadModel,
         assert_windows(model, text, new)
 
 
-def test_a_text_ends_before_its_end_token(trained: Trained) -> None:
+def test_a_text_ends_before_its_end_token(trained: LoadedModel) -> None:
     whole = ours(trained, GREEDY)
     end = whole[2][4]
     want = [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in whole]
@@ -150,7 +150,7 @@ def test_a_text_ends_before_its_end_token(trained: Trained) -> None:
     assert ours(trained, GREEDY, eod_id=end) == want
 
 
-def test_until_ends_a_text_behind_its_newest_token(trained: Trained) -> None:
+def test_until_ends_a_text_behind_its_newest_token(trained: LoadedModel) -> None:
     whole = ours(trained, GREEDY)
     got = ours(trained, GREEDY, until=lambda i, tokens: len(tokens) == i + 1)
     assert got == [tokens[: i + 1] for i, tokens in enumerate(whole)]
@@ -168,7 +168,7 @@ def left(ctx: ParallelContext, folder: Path) -> list[tuple[int, int | None]]:
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
 def test_all_ranks_end_where_rank_0_wants_no_more(
-    model: GPT2LMHeadModel, trained: Trained, tp: int, pp: int
+    model: GPT2LMHeadModel, trained: LoadedModel, tp: int, pp: int
 ) -> None:
     first, second = ours(trained, GREEDY)[:2]
     expected = [(0, first[0]), (1, second[0]), (0, first[1]), (1, second[1])]

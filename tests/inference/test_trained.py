@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from mlm.convert.source import Checkpoint
 from mlm.data.config import DataConfig
 from mlm.data.corpus_files import tokenizer_beside
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.trained import continuation_problem
+from mlm.inference.trained import prediction_problem
 from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.runs.checks import split_problems
@@ -91,10 +92,14 @@ def test_special_file_in_place_of_a_tokenizer_is_named(
             load()
 
 
-def test_a_model_of_another_kind_is_rejected() -> None:
-    model = ModelConfig(num_layers=1, hidden_size=4, num_heads=1)
-    assert continuation_problem("runs/gpt", model) is None
-    bert = replace(model, kind="bert", token_types=2)
-    assert "does not read from left to right" in (continuation_problem("runs/bert", bert) or "")
-    finetuned = replace(model, head="classification", num_labels=2)
-    assert "predicts no tokens" in (continuation_problem("runs/gpt", finetuned) or "")
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"kind": "bert", "token_types": 2}, "does not read from left to right"),
+        ({"head": "classification", "num_labels": 2}, "predicts no tokens"),
+    ],
+)
+def test_a_model_that_cannot_continue_texts_is_rejected(changes: dict[str, Any], problem: str | None) -> None:
+    found = prediction_problem("runs/a", replace(MODEL, **changes), causal=True)
+    assert found is None if problem is None else problem in (found or "")

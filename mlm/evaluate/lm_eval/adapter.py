@@ -2,13 +2,13 @@
 
     mlm-lm-eval --model mlm --model_args ckpt=runs/shakespeare,tp=2 --tasks lambada_openai
 
-`mlm-lm-eval`, or `python -m mlm.evaluate.lm_eval`, is lm-eval's own command line with the
-model `mlm` registered: lm-eval (0.4) finds models of other packages only when these are
-imported. In Python, import this module before `lm_eval.simple_evaluate(model="mlm", model_args=…)`.
+`mlm-lm-eval`, or `python -m mlm.evaluate.lm_eval`, is lm-eval's command line with the model `mlm` registered:
+lm-eval (0.4) finds models of other packages only when these are imported. In Python, import this module
+before `lm_eval.simple_evaluate(model="mlm", model_args=…)`.
 
 model_args are the fields of `LmEvalConfig`, with `precision=bf16` for precision.dtype and `device=cpu` for
-dist.device. Texts that spell out an end-of-document token are read as the characters they are. A text comes
-after what the tokenizer itself puts before one, as in lm-eval's `hf`, unless `add_bos_token` says otherwise.
+dist.device. Names of special tokens in texts are plain characters. A text begins with the tokenizer's opening
+tokens, as in lm-eval's `hf`, unless `add_bos_token` specifies otherwise.
 """
 
 import logging
@@ -37,10 +37,6 @@ from mlm.launch.rules.layout import READER_RULES
 from mlm.launch.start import choose_world_size, launch_facts
 from mlm.util.errors import ConfigError, UserError
 
-KEYS = {"precision": "precision.dtype", "device": "dist.device"}
-"""Short names of model_args, and the fields they set."""
-UNSAID = "cuda:0"
-"""The device that lm-eval's command passes by default, with or without a GPU."""
 IGNORED = {"num_beams": 1, "use_cache": True, "num_return_sequences": 1}
 """Settings of tasks for `transformers` that describe our default behaviour."""
 check_settings = checked_by(READER_RULES, (devices_exist, checkpoint_exists, tokenizer_exists))
@@ -51,7 +47,7 @@ Part = tuple[tuple[str, str] | None, Tokens, Tokens]
 
 @register_model("mlm")
 class MlmLM(TemplateLM):
-    """A checkpoint, asked by lm-eval. Arguments that do not fit raise UserError before any rank starts."""
+    """A checkpoint as a model of lm-eval. Raises UserError for wrong arguments before any rank starts."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__()
@@ -70,7 +66,7 @@ class MlmLM(TemplateLM):
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> "MlmLM":
-        """The model for model_args and lm-eval's own flags, of which model_args count more.
+        """The model for model_args and lm-eval's flags; model_args take precedence.
 
         lm-eval passes its flags whether they are typed or not, and would fail on a key that is in both.
         """
@@ -87,41 +83,38 @@ class MlmLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The end of a text as the tokenizer declares it, else the end of a document."""
-        found = self._declared("eos_token", None)
-        return self.tokenizer.eod_id if found is None else found
+        name = self.tokenizer.declared.names.get("eos_token")
+        return self.tokenizer.id_of(name) if name and name in self.tokenizer else self.tokenizer.eod_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context: the declared beginning, else the end, as `hf` takes it."""
+        """The token before a text without context: the declared beginning, else the end, as in `hf`."""
         return self.eot_token_id if self._bos is None else self._bos
 
     @property
     def _bos(self) -> int | None:
-        """The beginning as the tokenizer's files declare it, None for a null; of others its own."""
-        is_none = self.tokenizer.declared.names.get("bos_token") == ""
-        return None if is_none else self._declared("bos_token", self.tokenizer.bos_id)
-
-    def _declared(self, role: str, default: int | None) -> int | None:
-        """Return the token that the tokenizer's files declare to have a role."""
-        name = self.tokenizer.declared.names.get(role)
-        return self.tokenizer.id_of(name) if name and name in self.tokenizer else default
+        """The beginning as the tokenizer's files declare it, None for a null; else the default."""
+        name = self.tokenizer.declared.names.get("bos_token")
+        if name == "":
+            return None
+        return self.tokenizer.id_of(name) if name and name in self.tokenizer else self.tokenizer.bos_id
 
     @property
     def tokenizer_name(self) -> str:
-        """Under which lm-eval caches tokenised requests."""
+        """Name under which lm-eval caches tokenised requests."""
         return f"{self.tokenizer.digest}{self.settings.add_bos_token}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Tokens:
-        """Token ids, after what the tokenizer itself puts before a text; see `add_bos_token`."""
-        begin, said = self.tokenizer.opening, self.settings.add_bos_token
-        if add_special_tokens is None and said is not None:
-            begin = [self._bos] if said and self._bos is not None else []
-        if add_special_tokens is None and string.startswith(self.tokenizer.name_of(self.prefix_token_id)):
-            begin = []
-        return [*(begin if add_special_tokens is not False else ()), *self.tokenizer.encode(string)]
+        """Token ids after the opening tokens; see `add_bos_token`."""
+        opening, adds_bos = self.tokenizer.opening, self.settings.add_bos_token
+        if add_special_tokens is None:
+            if adds_bos is not None:
+                opening = [self._bos] if adds_bos and self._bos is not None else []
+            if string.startswith(self.tokenizer.name_of(self.prefix_token_id)):
+                opening = []
+        return [*(opening if add_special_tokens is not False else ()), *self.tokenizer.encode(string)]
 
     def get_model_info(self) -> dict[str, Any]:
-        """For lm-eval's results."""
         config = self.settings
         return {
             "mlm_ckpt": str(self.source.path),
@@ -133,37 +126,34 @@ class MlmLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Part], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """(log-likelihood in nats, is greedy) of each continuation."""
-        asked = [self._request(context, continuation) for _, context, continuation in requests]
-        answers = [(-s.loss, s.is_greedy) for s in self._scores(asked, disable_tqdm)]
+        """(log-likelihood in nats, is greedy) of each continuation; long contexts lose their beginning."""
+        scored = list[Request]()
+        for _, context, continuation in requests:
+            if not 1 <= len(continuation) <= self.max_length:
+                raise UserError(
+                    f"a continuation of {len(continuation)} tokens cannot be scored: give 1 to max_length="
+                    f"{self.max_length} of them"
+                )
+            tokens = (context + continuation)[-(self.max_length + 1) :]
+            scored.append(Request(np.array(tokens, dtype=np.int64), len(tokens) - len(continuation)))
+        answers = [(-s.loss, s.is_greedy) for s in self._scores(scored, disable_tqdm)]
         for (key, *_), answer in zip(requests, answers, strict=True):
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, answer)
         return answers
 
     def _scores(self, requests: Sequence[Request], disable_tqdm: bool) -> list[Score]:
-        """Return the scores of requests, with lm-eval's bar."""
         with tqdm(total=len(requests), desc="Running loglikelihood requests", disable=disable_tqdm) as bar:
             return self.model.score(requests, bar.update)
 
-    def _request(self, context: Tokens, continuation: Tokens) -> Request:
-        """The last max_length + 1 tokens of both: truncated on the left."""
-        if not 1 <= len(continuation) <= self.max_length:
-            raise UserError(
-                f"a continuation of {len(continuation)} tokens cannot be scored: give 1 to max_length="
-                f"{self.max_length} of them"
-            )
-        tokens = (context + continuation)[-(self.max_length + 1) :]
-        return Request(np.array(tokens, dtype=np.int64), len(tokens) - len(continuation))
-
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts in nats, each token scored once, in windows of max_length."""
+        """Log-likelihood of full texts in nats, each token scored once, in windows of max_length."""
         windows = [
-            list(rolling_windows(self.tok_encode(text), self.prefix_token_id, self.max_length))
-            for (text, *_) in (request.args for request in requests)
+            list(rolling_windows(self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length))
+            for request in requests
         ]
-        scores = iter(self._scores([window for some in windows for window in some], disable_tqdm))
-        sums = [sum((-next(scores).loss for _ in some), 0.0) for some in windows]
+        scores = iter(self._scores([window for text in windows for window in text], disable_tqdm))
+        sums = [sum((-next(scores).loss for _ in text), 0.0) for text in windows]
         for request, value in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
         return sums
@@ -171,11 +161,11 @@ class MlmLM(TemplateLM):
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text that follows each context, up to the first of the task's stops."""
         texts = [""] * len(requests)
-        kinds: dict[str, list[int]] = {}
+        by_arguments: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
-            kinds.setdefault(repr(request.args[1]), []).append(number)
+            by_arguments.setdefault(repr(request.args[1]), []).append(number)
         with tqdm(total=len(requests), desc="Running generate_until requests", disable=disable_tqdm) as bar:
-            for numbers in kinds.values():
+            for numbers in by_arguments.values():
                 options, stops = self._options(requests[numbers[0]].args[1])
                 room = self.max_length - options.max_new_tokens
                 contexts = (self.tok_encode(requests[number].args[0]) for number in numbers)
@@ -188,22 +178,22 @@ class MlmLM(TemplateLM):
 
     def _options(self, arguments: dict[str, Any]) -> tuple[Sampling, list[str]]:
         """Return the sampling settings and the texts that end a continuation. Raises UserError."""
-        said = dict(normalize_gen_kwargs(arguments, self.settings.max_gen_toks))
-        stops = handle_stop_sequences(said.pop("until"), eos=self.tokenizer.decode([self.eot_token_id]))
-        most = said.pop("max_gen_toks")
+        given = dict(normalize_gen_kwargs(arguments, self.settings.max_gen_toks))
+        stops = handle_stop_sequences(given.pop("until"), eos=self.tokenizer.decode([self.eot_token_id]))
+        most = given.pop("max_gen_toks")
         if not 1 <= most < self.max_length:
             raise UserError(
                 f"max_gen_toks={most}: use 1 to {self.max_length - 1}, below what the model reads"
             )
-        usual: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        values = declared_sampling(self.tokenizer.declared.generation) | usual
-        values |= {name: said.pop(name) for name in DECLARED if name in said}
-        if not said.pop("do_sample"):
+        values: dict[str, Any] = declared_sampling(self.tokenizer.declared.generation)
+        values |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        values |= {name: given.pop(name) for name in DECLARED if name in given}
+        if not given.pop("do_sample"):
             values["temperature"] = 0.0
         options = Sampling(max_new_tokens=most, seed=self.settings.seed, batch_size=self.batch_size, **values)
         if problems := options.problems():
             raise ConfigError(problems)
-        unknown = {key: value for key, value in said.items() if IGNORED.get(key) != value}
+        unknown = {key: value for key, value in given.items() if IGNORED.get(key) != value}
         if unknown:
             raise UserError(
                 f"generation arguments {unknown}: the model mlm has none of these, leave them out"
@@ -216,13 +206,21 @@ def settings(arguments: dict[str, Any]) -> tuple[LmEvalConfig, Source]:
 
     Raises ConfigError with all problems.
     """
-    values = {KEYS.get(key, key): value for key, value in arguments.items() if key != "max_batch_size"}
+    keys = {"precision": "precision.dtype", "device": "dist.device"}
+    values = {keys.get(key, key): value for key, value in arguments.items() if key != "max_batch_size"}
     if str(values.get("batch_size", "")).startswith("auto"):  # lm-eval's word for as much as fits
         del values["batch_size"]
     elif isinstance(size := values.get("batch_size"), str) and size.isdecimal():
         values["batch_size"] = int(size)
     if isinstance(device := values.get("dist.device"), str):
-        values["dist.device"] = device_of(device)
+        kind, _, index = device.partition(":")
+        if index not in ("", "0"):
+            raise UserError(
+                f"device={device}: ranks take the visible devices in order; use device={kind} with "
+                f"CUDA_VISIBLE_DEVICES={index}"
+            )
+        # lm-eval's command passes cuda:0 by default, with or without a GPU
+        values["dist.device"] = "auto" if device == "cuda:0" else kind
     if read_rank_place(os.environ) is not None:
         raise UserError(
             "lm-eval was started as one of several ranks: start it without a launcher; tp=, pp= and dp= set "
@@ -235,16 +233,3 @@ def settings(arguments: dict[str, Any]) -> tuple[LmEvalConfig, Source]:
 
     config = build(LmEvalConfig, values, check)
     return config, open_predictor(config.ckpt, config.parallel)
-
-
-def device_of(said: str) -> str:
-    """dist.device for one of lm-eval's devices. Raises UserError for the index of another than the first."""
-    if said == UNSAID:
-        return "auto"
-    kind, _, index = said.partition(":")
-    if index not in ("", "0"):
-        raise UserError(
-            f"device={said}: ranks take the visible devices in order; use device={kind} with "
-            f"CUDA_VISIBLE_DEVICES={index}"
-        )
-    return kind

@@ -1,8 +1,8 @@
 """The model of lm-eval's `mlm`: in lm-eval's own process, or on separate ranks.
 
-lm-eval is one process and knows nothing of tp or pp. For more than one rank it therefore starts a command
-that starts the ranks, `python -m mlm.evaluate.lm_eval.ranks CONFIG.json`, and talks to rank 0 in JSON over a
-Unix socket in a folder only this user can enter. Rank 0 broadcasts each request; all ranks execute it.
+lm-eval is one process without tp or pp. For more than one rank it starts a command that starts the ranks,
+`python -m mlm.evaluate.lm_eval.ranks CONFIG.json`, and talks to rank 0 in JSON over a Unix socket in a folder
+that only this user can enter. Rank 0 broadcasts each request; all ranks execute it.
 """
 
 import json
@@ -39,11 +39,9 @@ from mlm.util.system import die_with_parent
 
 Advance = Callable[[int], None]
 Message = dict[str, Any]
-POLL_S = 0.2
 IDLE_S = 20.0
 """Period at which an idle rank 0 notifies the others, which would take its silence for a hang."""
 EXIT_S = 10.0
-STDERR = 2
 
 
 class LocalModel:
@@ -56,7 +54,6 @@ class LocalModel:
         self.batch_size = config.batch_size
 
     def score(self, requests: Sequence[Request], advance: Advance) -> list[Score]:
-        """See `scoring.score`."""
         return score(self.trained, requests, batch_size=self.batch_size, ctx=self.ctx, advance=advance)
 
     def generate(
@@ -128,13 +125,13 @@ class RemoteModel:
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "mlm.evaluate.lm_eval.ranks", str(path / "config.json")],
             stdin=subprocess.DEVNULL,
-            stdout=STDERR,  # lm-eval's stdout is for its results
+            stdout=2,  # stderr: lm-eval's stdout is for its results
             env=environment_without_launcher(os.environ),
             start_new_session=True,  # Ctrl-C is for lm-eval, which ends the ranks
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
         self._end = weakref.finalize(self, kill, self.process)  # also when Python ends
-        listener.settimeout(POLL_S)  # select knows descriptors below 1,024 only
+        listener.settimeout(0.2)  # select knows descriptors below 1,024 only
         connected: socket.socket | None = None
         with listener:
             while connected is None:
@@ -146,17 +143,15 @@ class RemoteModel:
         self._reply(lambda count: None)
 
     def score(self, requests: Sequence[Request], advance: Advance) -> list[Score]:
-        """Have the ranks score the requests."""
-        asked = [[request.first, request.tokens.tolist()] for request in requests]
-        reply = self._ask({"do": "score", "requests": asked}, advance)
+        rows = [[request.first, request.tokens.tolist()] for request in requests]
+        reply = self._ask({"do": "score", "requests": rows}, advance)
         return [Score(*entry) for entry in reply["scores"]]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], options: Sampling, stops: Sequence[str], advance: Advance
     ) -> list[list[int]]:
-        """Have the ranks continue the prompts."""
-        asked = {"do": "generate", "options": asdict(options), "stops": list(stops), "prompts": list(prompts)}
-        return list(self._ask(asked, advance)["new"])
+        message = {"do": "generate", "options": asdict(options), "stops": [*stops], "prompts": [*prompts]}
+        return list(self._ask(message, advance)["new"])
 
     def close(self) -> None:
         """End the ranks."""
@@ -186,7 +181,6 @@ class RemoteModel:
         return dict(message)
 
     def _failure(self) -> UserError:
-        """Return the error for ranks that have ended."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(EXIT_S)
         self._end()

@@ -11,24 +11,23 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.evaluate.zero_shot import sources
 from mlm.evaluate.zero_shot.protocol import (
     LM_EVAL,
-    MAX_PLACES,
     V1,
     Metric,
     Protocol,
     ProtocolResult,
     exp,
     exp_stderr,
-    join_places,
     mean,
     mean_stderr,
 )
 from mlm.evaluate.zero_shot.sources import EvalTexts
-from mlm.inference.scoring import Request, Score, rolling_request
+from mlm.inference.scoring import Request, Score, request_after
 from mlm.util.errors import UserError
 
-TASK = "lambada"
+MAX_PLACES = 20
+"""Places of truncated and omitted passages in a receipt; it counts all."""
 Cloze = tuple[list[int], list[int]]
-"""Tokens of the context, and of the word to be found."""
+"""Tokens of the context, and of the word to be predicted."""
 
 
 def protocols(
@@ -42,9 +41,8 @@ def protocols(
     chosen = list[Protocol]()
     if path is not None or from_hub:
         passages = sources.lambada(path, standard=False)
-        chosen += [
-            build(passages, tokenizer, seq_length=length, limit=limit) for build in (strict_cloze, cloze)
-        ]
+        for build_protocol in (strict_cloze, cloze):
+            chosen.append(build_protocol(passages, tokenizer, seq_length=length, limit=limit))
     if standard_path is not None or from_hub:
         passages = sources.lambada(standard_path, standard=True)
         chosen.append(cloze(passages, tokenizer, seq_length=length, limit=limit))
@@ -57,7 +55,7 @@ def strict_cloze(source: EvalTexts, tokenizer: Tokenizer, *, seq_length: int, li
     The word is what follows the last white space; context and word are tokenised apart. Raises UserError if
     no passage can be scored.
     """
-    return build(TASK, V1, source, strict_splits(source.texts[:limit], tokenizer), seq_length)
+    return build("lambada", V1, source, strict_splits(source.texts[:limit], tokenizer), seq_length)
 
 
 def cloze(source: EvalTexts, tokenizer: Tokenizer, *, seq_length: int, limit: int | None) -> Protocol:
@@ -78,45 +76,41 @@ def strict_splits(texts: Sequence[str], tokenizer: Tokenizer) -> list[Cloze]:
         word = (text.split() or [""])[-1]
         contexts.append(text[: text.rfind(word)].strip())
         words.append(f" {word}" if contexts[-1] else "")
-    return list(zip(encode(contexts, tokenizer), encode(words, tokenizer), strict=True))
+    pairs = zip(tokenizer.encode_batch(contexts), tokenizer.encode_batch(words), strict=True)
+    return [(context.tolist(), word.tolist()) for context, word in pairs]
 
 
 def joint_splits(texts: Sequence[str], tokenizer: Tokenizer) -> list[Cloze]:
-    """Context and what follows it, divided at the number of the context's own tokens."""
-    contexts, wholes = list[str](), list[str]()
+    """Tokens of each passage, divided at the number of its context's tokens."""
+    contexts, passages, splits = list[str](), list[str](), list[Cloze]()
     for text in texts:
         context, _, word = text.rpartition(" ")
-        wholes.append(f"{context} {word}" if len(text.split()) > 1 else "")
-        contexts.append(context.rstrip() if wholes[-1] else "")
-    begins, tokens = encode(contexts, tokenizer), encode(wholes, tokenizer)
-    return [
-        # without a space, as in "one\ntwo", lm-eval takes the whole passage for the word
-        (begin, whole[len(begin) :]) if begin else ([tokenizer.prefix_id], whole)
-        for begin, whole in zip(begins, tokens, strict=True)
-    ]
-
-
-def encode(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of each text."""
-    return [ids.tolist() for ids in tokenizer.encode_batch(texts)]
+        passages.append(f"{context} {word}" if len(text.split()) > 1 else "")
+        contexts.append(context.rstrip() if passages[-1] else "")
+    pairs = zip(tokenizer.encode_batch(contexts), tokenizer.encode_batch(passages), strict=True)
+    for begin, tokens in pairs:
+        # without a space, as in "one\ntwo", lm-eval takes the full passage for the word
+        context_ids = begin.tolist() or [tokenizer.prefix_id]
+        splits.append((context_ids, tokens.tolist()[len(begin) :]))
+    return splits
 
 
 def build(task: str, name: str, source: EvalTexts, splits: Sequence[Cloze], seq_length: int) -> Protocol:
     """Requests for passages of which context and word are known. Raises UserError when there is none.
 
-    A passage longer than the model reads loses tokens at its beginning. One without context or word is left
-    out, and so is one whose word alone is too long. Both are counted.
+    A passage longer than the model reads loses tokens at its beginning. One without context or word, or with
+    too long a word, is omitted. Both are counted.
     """
-    places, cut, skipped, requests = source.places, list[str](), list[str](), list[Request]()
+    places, truncated, skipped, requests = source.places, list[str](), list[str](), list[Request]()
     scored = list[str]()
     for place, (context, word) in zip(places, splits, strict=False):
         if not context or not word or len(word) > seq_length:
             skipped.append(place)
             continue
-        fits = seq_length + 1 - len(word)
-        if len(context) > fits:
-            cut.append(place)
-        requests.append(rolling_request(context[-fits:], word))
+        room = seq_length + 1 - len(word)
+        if len(context) > room:
+            truncated.append(place)
+        requests.append(request_after(context[-room:], word))
         scored.append(place)
     if not requests:
         raise UserError(
@@ -124,15 +118,13 @@ def build(task: str, name: str, source: EvalTexts, splits: Sequence[Cloze], seq_
             f"(the first is {places[0]}); give passages of two words or more"
         )
     warnings = []
-    if skipped:
-        warnings.append(
-            f"{len(skipped)} passages left out, as they have less than two words or too long a last word: "
-            f"{join_places(skipped)}"
-        )
-    if cut:
-        warnings.append(
-            f"{len(cut)} passages truncated on the left to {seq_length} tokens: {join_places(cut)}"
-        )
+    for listed, problem in (
+        (skipped, "left out, as they have less than two words or too long a last word"),
+        (truncated, f"truncated on the left to {seq_length} tokens"),
+    ):
+        if listed:
+            more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+            warnings.append(f"{len(listed)} passages {problem}: {', '.join(listed[:3])}{more}")
     return Protocol(
         task=task,
         name=name,
@@ -144,8 +136,8 @@ def build(task: str, name: str, source: EvalTexts, splits: Sequence[Cloze], seq_
             "N": len(requests),
             "skipped": len(skipped),
             "skipped_places": skipped[:MAX_PLACES],
-            "cut": len(cut),
-            "cut_places": cut[:MAX_PLACES],
+            "cut": len(truncated),
+            "cut_places": truncated[:MAX_PLACES],
             "T": sum(len(r.tokens) - r.first for r in requests),
             "standard_errors": (
                 "acc: sqrt(p (1 - p) / (n - 1)), as lm-eval; perplexity: to first order, which lm-eval's "

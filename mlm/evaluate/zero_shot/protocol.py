@@ -9,15 +9,10 @@ from mlm.evaluate.zero_shot.sources import EvalTexts
 from mlm.inference.scoring import Request, Score
 
 V1, LM_EVAL = "Megatron-LM", "lm-eval"
-LARGEST_EXPONENT = 700.0  # exp of more is no float64
-MAX_PLACES = 20
-"""Number of places a receipt lists of what was truncated or left out; it counts all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number of a protocol."""
-
     value: float
     stderr: float | None
     """Standard error; None where the sample is too small to tell."""
@@ -51,25 +46,16 @@ class Protocol:
 
 
 def deduplicate(requests: Sequence[Request]) -> tuple[list[Request], list[int]]:
-    """Requests without repetitions, and where each one's score is among theirs.
-
-    Protocols that agree on a passage's tokens share a request.
-    """
-    seen: dict[tuple[bytes, int], int] = {}
-    kept, where = list[Request](), list[int]()
+    """Distinct requests, and for each given one its index among them: protocols share requests."""
+    index: dict[tuple[bytes, int], int] = {}
+    distinct, where = list[Request](), list[int]()
     for request in requests:
         key = (request.tokens.tobytes(), request.first)
-        if key not in seen:
-            seen[key] = len(kept)
-            kept.append(request)
-        where.append(seen[key])
-    return kept, where
-
-
-def join_places(places: Sequence[str]) -> str:
-    """Some places, in words."""
-    shown = ", ".join(places[:3])
-    return f"{shown} and {len(places) - 3} more" if len(places) > 3 else shown
+        if key not in index:
+            index[key] = len(distinct)
+            distinct.append(request)
+        where.append(index[key])
+    return distinct, where
 
 
 # ----- means and perplexities with their standard errors; sums are float64 sums by fsum
@@ -77,19 +63,17 @@ def join_places(places: Sequence[str]) -> str:
 
 def exp(x: float) -> float:
     """Return e to the x, without overflow."""
-    return math.exp(min(x, LARGEST_EXPONENT))
+    return math.exp(min(x, 700.0))
 
 
 def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean of at least one number."""
     return math.fsum(values) / len(values)
 
 
 def mean_stderr(values: Sequence[float]) -> float | None:
     """Standard error of a mean: the sample's deviation (over n - 1) over sqrt(n); None for n < 2.
 
-    For zeros and ones of mean p this is sqrt(p (1 - p) / (n - 1)). lm-eval (lm_eval/api/metrics.py,
-    mean_stderr) computes accuracies' errors so.
+    For zeros and ones of mean p this is sqrt(p (1 - p) / (n - 1)), as in lm_eval/api/metrics.py.
     """
     n = len(values)
     if n < 2:
@@ -101,8 +85,8 @@ def mean_stderr(values: Sequence[float]) -> float | None:
 def ratio_stderr(sums: Sequence[float], weights: Sequence[float]) -> float | None:
     """Standard error of sum(sums) / sum(weights) over groups drawn independently; None for fewer than two.
 
-    The linearised ratio estimator: sqrt(n / (n - 1) * sum_i (s_i - R w_i)^2) / sum(w), R the ratio. With
-    equal weights it is `mean_stderr`. Cochran, Sampling Techniques, 3rd edition, section 2.11.
+    The linearised ratio estimator: sqrt(n / (n - 1) * sum_i (s_i - R w_i)^2) / sum(w), R the ratio. Cochran,
+    Sampling Techniques, 3rd edition, section 2.11.
     """
     n, total = len(sums), math.fsum(weights)
     if n < 2 or total == 0:

@@ -12,18 +12,13 @@ from mlm.data.records import SUFFIXES, form_of, hub_records, read_records
 from mlm.util.errors import UserError, lone_surrogate
 from mlm.util.files import digest_bytes, digest_file, read_input_text
 
-BLANK_LINE = " \n"
-"""A blank line in WikiText's files. The Hub's loading script made it an empty row."""
-HUB_WIKITEXT, HUB_WIKITEXT_RAW = "wikitext-103-v1", "wikitext-103-raw-v1"
-HUB_LAMBADA, HUB_LAMBADA_STANDARD = "EleutherAI/lambada_openai", "cimec/lambada"
-
 
 @dataclass(frozen=True, kw_only=True)
 class EvalTexts:
     """The texts that one setting names."""
 
     name: str
-    """A file, or what was taken from the Hub."""
+    """A file, or a data set of the Hub."""
     form: str
     """The form of the data set, in words."""
     texts: tuple[str, ...]
@@ -35,7 +30,6 @@ class EvalTexts:
     """Digest of the file; None from the Hub."""
 
     def facts(self) -> dict[str, Any]:
-        """Return the entries of the receipt."""
         return {"data": self.name, "form": self.form, "digest": self.digest, "file_digest": self.file_digest}
 
 
@@ -49,7 +43,7 @@ def wikitext(path: str | None, *, raw: bool) -> EvalTexts:
     """
     key = "data.raw_path" if raw else "data.path"
     if path is None:
-        name = HUB_WIKITEXT_RAW if raw else HUB_WIKITEXT
+        name = "wikitext-103-raw-v1" if raw else "wikitext-103-v1"
         bring = f"{'wiki.test.raw' if raw else 'wiki.test.tokens'} as a file"
         rows = hub_records("Salesforce/wikitext", name, "test", key=key, bring=bring)
         text = text_of_lines([row["text"] for row in rows])
@@ -66,7 +60,6 @@ def wikitext(path: str | None, *, raw: bool) -> EvalTexts:
 
 
 def make_wikitext(name: str, text: str, file_digest: str | None) -> EvalTexts:
-    """The whole text, and what form it is in."""
     form = "with <unk> for rare words (wikitext-103-v1)" if "<unk>" in text else "raw (no <unk>)"
     digest = digest_bytes(text.encode(errors="surrogatepass"))
     return EvalTexts(
@@ -75,9 +68,10 @@ def make_wikitext(name: str, text: str, file_digest: str | None) -> EvalTexts:
 
 
 def text_of_lines(rows: Sequence[str]) -> str:
-    """The file that rows were made of: lines with their newline, blank ones empty; or without newlines."""
+    """The file of some rows: lines with their newline, blank ones empty; or without newlines."""
     if any(row.endswith("\n") for row in rows):
-        return "".join(row if row.strip() else BLANK_LINE for row in rows)
+        # a blank line of the files is a space, which the Hub's loading script made an empty row
+        return "".join(row if row.strip() else " \n" for row in rows)
     return "\n".join(rows)
 
 
@@ -110,7 +104,9 @@ def lambada(path: str | None, *, standard: bool) -> EvalTexts:
     """
     key = "data.standard_path" if standard else "data.path"
     if path is None:
-        name, config = (HUB_LAMBADA_STANDARD, "plain_text") if standard else (HUB_LAMBADA, "default")
+        name, config = "EleutherAI/lambada_openai", "default"
+        if standard:
+            name, config = "cimec/lambada", "plain_text"
         bring = "a .jsonl with a passage under `text` in each line"
         texts = [row["text"] for row in hub_records(name, config, "test", key=key, bring=bring)]
         name, file_digest = f"{name} test", None
@@ -126,12 +122,12 @@ def lambada(path: str | None, *, standard: bool) -> EvalTexts:
         file_digest = digest_file(Path(path))
     if not any(texts):
         raise UserError(f"{key}={path}: holds no passage: give a .jsonl with `text` in each line")
-    lower = not any(letter.isupper() for text in texts for letter in text)
+    form = "original (EleutherAI/lambada_openai)"
+    if not any(letter.isupper() for text in texts for letter in text):
+        form = "lower case, words set apart (cimec/lambada)"
     return EvalTexts(
         name=name,
-        form="lower case, words set apart (cimec/lambada)"
-        if lower
-        else "original (EleutherAI/lambada_openai)",
+        form=form,
         texts=tuple(texts),
         places=tuple(places),
         digest=digest_bytes(json.dumps(texts).encode()),
@@ -143,7 +139,7 @@ def lambada(path: str | None, *, standard: bool) -> EvalTexts:
 
 
 def read_column(path: str, keys: Sequence[str]) -> list[tuple[str, str, str]]:
-    """(place, key, text) of each row of a file of SUFFIXES, the text under the first of `keys` there is.
+    """(place, key, text) of each row of a file of SUFFIXES, with the text of the first of `keys` it has.
 
     Raises UserError, CorruptFileError.
     """

@@ -26,8 +26,6 @@ from mlm.evaluate.zero_shot.sources import EvalTexts, articles
 from mlm.inference.scoring import Request, Score, rolling_windows
 from mlm.util.errors import UserError
 
-TASK, LM_EVAL_TASK = "wikitext103", "wikitext"
-
 
 def protocols(
     path: str | None, raw_path: str | None, tokenizer: Tokenizer, length: int, stride: int, limit: int | None
@@ -62,7 +60,7 @@ def whole_text(
         )
     windows = list(overlapping_windows(len(tokens), seq_length, stride))
     return Protocol(
-        task=TASK,
+        task="wikitext103",
         name=V1,
         source=source,
         requests=tuple(Request(tokens[begin:end], first - begin) for begin, first, end in windows),
@@ -81,11 +79,11 @@ def whole_text(
 
 
 def overlapping_windows(num_tokens: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, first, end) of each window: tokens begin to end - 1, of which those from `first` on are scored.
+    """(begin, first, end) of each window: tokens begin to end - 1, scored from `first` on.
 
     The model reads `length` tokens of a window, all but its last. Each token but the text's first is scored
-    once: the first window's all, of each later window, `stride` tokens on, the last `stride`. The last window
-    may be shorter, with as much less context.
+    once: all of the first window, the last `stride` of each later one. The last window may be shorter, with
+    as much less context.
     """
     yield 0, 1, min(length + 1, num_tokens)
     for first in range(length + 1, num_tokens, stride):
@@ -115,7 +113,7 @@ def adjusted_perplexity(
 def sum_stretches(scores: Sequence[Score], length: int) -> list[tuple[float, int]]:
     """(summed loss, tokens) of runs of neighbouring windows with at least `length` scored tokens each.
 
-    Losses of neighbouring windows go together, being of one passage; those of stretches hardly do.
+    Losses of neighbouring windows are correlated, being of one passage; of stretches hardly.
     """
     stretches, loss, tokens = list[tuple[float, int]](), 0.0, 0
     for s in scores:
@@ -136,19 +134,19 @@ def per_article(source: EvalTexts, tokenizer: Tokenizer, *, seq_length: int, lim
         list(rolling_windows(tokenizer.encode(detokenise(article)), tokenizer.prefix_id, seq_length))
         for article in texts
     ]
-    requests = tuple(request for some in windows for request in some)
+    requests = tuple(request for article in windows for request in article)
     if not requests:
         raise UserError(f"{source.name}: holds no article with a token in it; use more text")
     words = [len(re.split(r"\s+", article)) for article in texts]
     sizes = [len(article.encode()) for article in texts]
     scored = sum(len(request.tokens) - request.first for request in requests)
     return Protocol(
-        task=LM_EVAL_TASK,
+        task="wikitext",
         name=LM_EVAL,
         source=source,
         requests=requests,
         finish=partial(
-            per_word_and_byte, counts=[len(some) for some in windows], words=words, sizes=sizes, texts=texts
+            per_word_and_byte, counts=list(map(len, windows)), words=words, sizes=sizes, texts=texts
         ),
         facts={
             "seq_length": seq_length,
@@ -188,7 +186,7 @@ def per_word_and_byte(
 
 
 def form_warning(source: EvalTexts, *, wants_unk: bool) -> tuple[str, ...]:
-    """Warn if a text is not of the form that the protocol's published numbers are on."""
+    """Warn if a text does not have the form of the protocol's published numbers."""
     if ("<unk>" in source.texts[0]) == wants_unk:
         return ()
     wanted = "wiki.test.tokens (wikitext-103-v1)" if wants_unk else "the raw form (wikitext-103-raw-v1)"
@@ -204,26 +202,18 @@ def form_warning(source: EvalTexts, *, wants_unk: bool) -> tuple[str, ...]:
 # this order, over the whole text at once: a pair of marks may span lines. One more rule of both has no effect
 # and is left out: meant for years as in "' 90s", it asks for a slash before and after them.
 
-NUMBER_MARKS = "-,."
-"""Set apart as " @-@ "."""
-ENDING_MARKS = ":;.!?,"
-"""Set apart on both sides; in a text they have a space after them only."""
-PAIRS = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
-HEADINGS = ("====", "===", "==")
-"""Set apart as "= = = =". The longest first: the others are part of it."""
-
 
 def detokenise(text: str) -> str:
     """The text with the artefacts of WikiText's tokenisation undone, by the rules of the guide."""
     text = text.replace("s '", "s'")
-    for mark in NUMBER_MARKS:
+    for mark in "-,.":
         text = text.replace(f" @{mark}@ ", mark)
-    for mark in ENDING_MARKS:  # one after the other: each finds the spaces that the one before left
+    for mark in ":;.!?,":  # one after the other: each finds the spaces that the previous one left
         text = text.replace(f" {mark} ", f"{mark} ")
-    for opening, closing in PAIRS:  # which are not nested: "( 24 in )" to "(24 in)"
+    for opening, closing in ("()", "[]", "{}", '""', "''"):  # not nested: "( 24 in )" to "(24 in)"
         inside = rf"{re.escape(opening)}\s*([^{re.escape(closing)}]*?)\s*{re.escape(closing)}"
         text = re.sub(inside, rf"{opening}\1{closing}", text)
-    for heading in HEADINGS:
+    for heading in ("====", "===", "=="):  # the longest first: the others are part of it
         text = text.replace(" ".join(heading), heading)
     for apart, together in ((" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")):
         text = text.replace(apart, together)

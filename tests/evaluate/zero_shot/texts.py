@@ -11,7 +11,7 @@ from transformers import GPT2LMHeadModel
 from mlm.convert.source import open_source
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.trained import Trained, load_trained
+from mlm.inference.trained import LoadedModel, load_trained
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
@@ -81,6 +81,6 @@ def write_trained_model(folder: Path, texts: tuple[str, ...]) -> Any:
     return model.double()
 
 
-def load(folder: Path, ctx: ParallelContext) -> Trained:
+def load(folder: Path, ctx: ParallelContext) -> LoadedModel:
     """The model in float64, at the layout of `ctx`."""
     return load_trained(open_source(str(folder)), ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size), FP64, ctx)
