@@ -57,7 +57,6 @@ def preflight(config: EvalTaskConfig) -> list[str]:
     if path is not None and not task_type(task.kind).gives_probabilities:
         problems.append(f"probabilities={path}: task.kind={task.kind} has no labels; remove probabilities=")
     problems += filter(None, [folder_problem(path, "probabilities")])
-    problems += result_problems(path, key="probabilities")
     if config.predictions is not None and task_type(task.kind).is_chat:
         problems.append(
             f"predictions={config.predictions}: conversations have none: leave it out, and use `mlm generate "

@@ -21,8 +21,7 @@ from mlm.convert.weights import fill_parameters
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, TaskConfig
 from mlm.finetune.registry import task_type
-from mlm.finetune.rows import RowError
-from mlm.finetune.splits import TaskSplit, TokenizedSplit, held_out_part, read_split, tokenize
+from mlm.finetune.splits import RowProblems, TaskSplit, TokenizedSplit, held_out_part, read_split, tokenize
 from mlm.inference.trained import prediction_problem
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
@@ -94,18 +93,19 @@ def read_splits(config: FinetuneConfig, start: Start | None = None) -> dict[str,
     skips = data.bad_rows == "skip"
 
     # problems of the first rows are listed with all others, before ranks start
-    def check(split: TaskSplit) -> Sequence[tuple[str, RowError]]:
+    def check(split: TaskSplit) -> RowProblems:
         part = split.select(range(min(1000, len(split))))
         return replace(start, skips=True).tokenize(task, part).problems if start and part.rows else ()
 
-    def read(name: str) -> TaskSplit:
+    def read(name: str) -> None:
         split = read_split(task, name, path=data.path, columns=data.columns, skips=skips, check=check)
-        return held_out_part(task, split, data.path)
+        splits[name] = held_out_part(task, split, data.path)
 
-    attempts = {name: attempt(problems, partial(read, name)) for name in names}
+    splits = dict[str, TaskSplit]()
+    for name in names:
+        attempt(problems, partial(read, name))
     if problems:
         raise ConfigError(problems)
-    splits = {name: split for name, split in attempts.items() if split is not None}
     train, wanted = splits[task.train], config.data.train_rows
     if wanted is not None and wanted > len(train):
         raise UserError(

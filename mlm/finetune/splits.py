@@ -25,6 +25,9 @@ from mlm.util.terminal import one_line
 KEY = "data.path"
 MAX_PROBLEMS = 10
 """Problems of a split that are listed; the others are counted."""
+RowProblem = tuple[str, RowError]
+"""Location of a row, and why it cannot be used."""
+RowProblems = Sequence[RowProblem]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,7 @@ class TaskSplit:
     """True if predictions can be scored; rows without labels can only be predicted."""
     note: str = ""
     """Line on how its rows were chosen; empty if they are those of a file."""
-    skipped: Sequence[tuple[str, RowError]] = ()
+    skipped: RowProblems = ()
     """Rows that were left out because they cannot be read: their locations and why."""
 
     def __len__(self) -> int:
@@ -55,10 +58,6 @@ class TaskSplit:
         return replace(self, rows=[self.rows[n] for n in numbers], places=[self.places[n] for n in numbers])
 
 
-Check = Callable[[TaskSplit], Sequence[tuple[str, RowError]]]
-"""Returns problems of rows that were read, with their locations."""
-
-
 def read_split(
     task: TaskConfig,
     split: str,
@@ -66,7 +65,7 @@ def read_split(
     path: str | None,
     columns: Mapping[str, str] | None = None,
     skips: bool = False,
-    check: Check = lambda split: (),
+    check: Callable[[TaskSplit], RowProblems] = lambda split: (),
 ) -> TaskSplit:
     """Read the rows of a split from the folder or file `path`, or from the Hub if it is None.
 
@@ -76,7 +75,7 @@ def read_split(
     """
     kind, source = task_type(task.kind), path or f"{task.hub} {task.hub_config or ''}".rstrip()
     rows, places, earlier = list[TaskRow](), list[str](), Counter[str]()
-    problems, unread, others, number = list[tuple[str, RowError]](), list[tuple[str, RowError]](), 0, -1
+    problems, unread, others, number = list[RowProblem](), list[RowProblem](), 0, -1
     renamed = ", ".join(f"{name} read from the column {column}" for name, column in (columns or {}).items())
     unlabelled = RowError(f"no label ('{task.label}'): add it, or delete the row")
     for place, record in rename_columns(read_split_records(task, split, path), columns or {}, source):
@@ -141,12 +140,12 @@ def held_out_part(task: TaskConfig, split: TaskSplit, path: str | None) -> TaskS
     return replace(part, digest=digest_rows(part.rows), note=note)
 
 
-def raise_problems(problems: Sequence[tuple[str, RowError]]) -> None:
+def raise_problems(problems: RowProblems) -> None:
     if lines := problem_lines(problems):
         raise ConfigError(lines)
 
 
-def problem_lines(problems: Sequence[tuple[str, RowError]]) -> list[str]:
+def problem_lines(problems: RowProblems) -> list[str]:
     """Return the first problems of rows and their locations, and the number of the others.
 
     A file without a column lacks it in every row: that is one line, with the number of rows.
@@ -187,7 +186,7 @@ class TokenizedSplit:
     """Those of them without an example: all that there is to learn was lost."""
     max_length: int
     """Maximum tokens of a text."""
-    problems: Sequence[tuple[str, RowError]] = ()
+    problems: RowProblems = ()
     """Rows that were left out because they have no example: their locations and why."""
 
     def notes(self) -> list[str]:
@@ -233,7 +232,7 @@ def tokenize(
             f"task.max_length={max_length} leaves no room for texts: set {max_length + missing} or more"
         )
     examples, truncated, excluded_samples = list[Example](), 0, 0
-    problems = list[tuple[str, RowError]]()
+    problems = list[RowProblem]()
     for result in kind.make_examples(task, split.rows, tokenizer, special_tokens):
         if isinstance(result, ExampleError):
             problems.append((split.places[result.row], result))

@@ -201,7 +201,7 @@ def compare_prediction(run: RunRecords, predicted: Predicted | None) -> str:
 
 
 def number(value: float, digits: int = 4) -> str:
-    return "not finite" if value != value else f"{value:.{digits}f}"
+    return "not finite" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def commands(

@@ -72,22 +72,6 @@ def test_a_task_type_named_by_import_path_finetunes_and_evaluates(folder: Path) 
     assert entry["metrics"] == result["scores"]["validation"]
 
 
-@pytest.mark.slow
-def test_a_saved_type_of_task_is_not_imported_unless_typed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = folder / "out"
-    short = ("task.epochs=1", "dropout=0", f"out={out}")
-    assert command(folder, "finetune", "reviews", f"ckpt={folder / 'bert'}", *short) == 0
-    monkeypatch.delitem(sys.modules, "my_stars")
-    capsys.readouterr()
-    assert main(["finetune", f"resume={out}"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "task.kind=my_stars:TASK" in line
-    assert "my_stars" not in sys.modules
-    assert main(["finetune", f"resume={out}", "task.kind=my_stars:TASK"]) == 0
-
-
 def test_a_custom_type_reports_its_own_problems_of_rows(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -186,13 +186,6 @@ def test_reference_free_losses_equal_their_published_formulas(folder: Path) -> N
     torch.testing.assert_close(loss("dpo", beta=0.3, label_smoothing=0.1), smoothed)
 
 
-def test_kl_is_the_mean_of_log_ratios_over_both_answers() -> None:
-    y, reference = torch.tensor([[-3.0, -8.0], [-6.0, -2.0]]), torch.tensor([[-4.0, -7.0], [-5.0, -2.5]])
-    objective = PairLoss(ParallelContext(), torch.float64, shipped("preferences", loss="dpo", beta=0.3))
-    parts = dict(zip(objective.metrics, objective.parts_of(y, torch.ones(2, 2), reference), strict=True))
-    assert parts["kl"].tolist() == [(-1 + 1) / 2, (1 - 0.5) / 2]
-
-
 @pytest.mark.parametrize("layout", slow_but({2}, LAYOUTS))
 def test_a_run_is_the_same_at_every_layout(folder: Path, tmp_path: Path, layout: str) -> None:
     parallel = LAYOUTS[layout]
@@ -311,12 +304,6 @@ def test_column_beside_texts_that_is_not_read_is_named(folder: Path, tmp_path: P
     write_rows(tmp_path / "train.jsonl", [{"chosen": "a b", "rejected": "a c", name: "x"}])
     with pytest.raises(ConfigError, match=f"'{name}' is not read beside answers that are texts"):
         read_split(preferring(folder).task, "train", path=str(tmp_path))
-
-
-def test_replacing_a_setting_of_the_loss_is_another_run(folder: Path) -> None:
-    config = preferring(folder)
-    (problem,) = training.preflight(replace(config, task=replace(config.task, beta=0.2)))
-    assert problem.startswith("task.beta=0.2: out=")
 
 
 def test_padding_has_positions_that_every_model_has(folder: Path) -> None:

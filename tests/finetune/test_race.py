@@ -9,7 +9,6 @@ text; the options of a question are compared by softmax.
 import json
 import math
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.optim.config import OptimizerConfig, PrecisionConfig
+from mlm.optim.config import OptimizerConfig
 from tests.finetune.material import WORDS, their_bert, write_rows
 from tests.finetune.runs import (
     BERT,
@@ -29,7 +28,6 @@ from tests.finetune.runs import (
     record,
     score,
     weights,
-    words,
     write_model,
 )
 
@@ -116,23 +114,3 @@ def test_race_is_scored_and_trained_as_the_protocol_says(tmp_path: Path) -> None
     assert sum(steps) / len(steps) == pytest.approx(loss, abs=1e-12)
     assert accuracy == wanted == result["results"][0]["metrics"]["accuracy"]
     assert read(tmp_path / "predictions/validation.json") == letters
-
-
-@pytest.mark.slow
-def test_64_items_of_random_content_are_learnt_by_heart(tmp_path: Path) -> None:
-    write_model(tmp_path / "bert", replace(BERT, num_layers=2, hidden_size=32))
-    draw = random.Random(0)
-    made = [
-        record("choice", draw, n) | {"article": words(draw, 4, 12), "options": draw.sample(WORDS[:20], 4)}
-        for n in range(64)
-    ]
-    for name in ("train", "validation"):
-        write_rows(tmp_path / "choice" / f"{name}.jsonl", made)
-    config = finetuning(
-        tmp_path,
-        "choice",
-        train={"epochs": 32, "global_batch_size": 16, "micro_batch_size": 16, "validate_every": 1000},
-        optimizer=OptimizerConfig(lr=4e-3),
-        precision=PrecisionConfig(dtype="fp32"),
-    )
-    assert finetune(config)["scores"] == {"validation": {"accuracy": 1.0}}
