@@ -78,12 +78,13 @@ def numbers_of(run: RunRecords) -> dict[str, Any]:
 
 
 def best_of(runs: Sequence[Row]) -> Row | None:
-    """Return the run with the highest score, or else the lowest validation loss; None if there is none.
+    """Return the run with the best score, or else the lowest validation loss; None if there is none.
 
     Runs that failed count too if they have one: their best checkpoint may be kept.
     """
     if scored := [run for run in runs if "score" in run]:
-        return max(scored, key=lambda run: float(run["score"]))
+        is_error = scored[0]["metric"].split()[-1] in ("loss", "perplexity", "mse", "rmse", "mae")
+        return (min if is_error else max)(scored, key=lambda run: float(run["score"]))
     validated = [run for run in runs if "best_validation_loss" in run]
     return min(validated, key=lambda run: float(run["best_validation_loss"]), default=None)
 

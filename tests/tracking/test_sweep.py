@@ -45,14 +45,17 @@ def test_each_run_has_its_settings_numbers_and_state(tmp_path: Path) -> None:
     assert set(table[3].values()) == {"", "8e-3", "not started"}
 
 
-def test_the_best_run_on_a_task_has_the_highest_score(tmp_path: Path) -> None:
-    for name, accuracy in (("a", 0.8), ("b", 0.9)):
+@pytest.mark.parametrize(("metric", "best"), [("accuracy", 1), ("loss", 0)])
+def test_the_best_run_on_a_task_has_the_highest_score_or_the_least_error(
+    tmp_path: Path, metric: str, best: int
+) -> None:
+    for name, value in (("a", 0.8), ("b", 0.9)):
         with reporter(tmp_path / name) as report:
-            report.scores(10, "dev", {"accuracy": accuracy}, is_best=True)
-            report.scores(20, "dev", {"accuracy": 0.1}, is_best=False)
+            report.scores(10, "dev", {metric: value}, is_best=True)
+            report.scores(20, "dev", {metric: 0.1}, is_best=False)
     runs = [run_of([], str(tmp_path / name), 0) for name in "ab"]
-    assert best_of(runs) is runs[1]
-    assert (runs[1]["score"], runs[1]["best_step"], runs[1]["metric"]) == (0.9, 10, "dev accuracy")
+    assert best_of(runs) is runs[best]
+    assert (runs[1]["score"], runs[1]["best_step"], runs[1]["metric"]) == (0.9, 10, f"dev {metric}")
 
 
 def test_the_table_is_kept_beside_the_runs(tmp_path: Path) -> None:
