@@ -23,7 +23,6 @@ from mlm.util.ownership import KINDS, STDOUT, file_type_name, kind_of_folder, ma
 Content = bytes | Callable[[BinaryIO], None]
 """Bytes, or a function that writes them to an open file."""
 HEAD = 1 << 12  # bytes of a file in which its mark is
-LARGEST_PARSED = 1 << 26  # bytes of a file that is parsed to recognise it
 VERSIONS = frozenset(("versions", "versions_here"))
 """Keys by which a result in JSON names the version of mlm that wrote it."""
 CREATOR = "mlm"
@@ -143,7 +142,8 @@ def is_result(path: Path) -> bool:
         lines = map(_parse_or_none, f)
         if all(isinstance(line, dict) and any(line.keys() >= keys for keys in LINES) for line in lines):
             return True
-    value = _parse_or_none(path.read_bytes()) if path.stat().st_size <= LARGEST_PARSED else None
+    is_small = path.stat().st_size <= 1 << 26  # no result is larger
+    value = _parse_or_none(path.read_bytes()) if is_small else None
     if not isinstance(value, dict):
         return False
     form = str(value.get("format"))

@@ -29,14 +29,6 @@ from mlm.util.results import HTML_MARK
 
 MAX_TEXT = 300
 """Characters of a value that a page shows."""
-MAX_FIXED = 1e6  # from here on a loss is shown with an exponent
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
-"""Content-security policy: the browser is forbidden to load anything."""
-
-MAX_POINTS = 30_000
-"""Points of all curves together, about 36 bytes each."""
-MIN_POINTS = 25
-"""Points of a curve that are always kept."""
 AXES = ("step", "tokens", "time")
 CHARTS: tuple[tuple[str, str, str, str], ...] = (
     ("step", "loss", "Training loss", ""),
@@ -63,7 +55,7 @@ def text(value: object, longest: int = MAX_TEXT) -> Markup:
 
 
 def figure(value: float, form: str = "{:.4f}") -> str:
-    if abs(value) >= MAX_FIXED and form == "{:.4f}":
+    if abs(value) >= 1e6 and form == "{:.4f}":
         form = "{:.4g}"
     return form.format(value) if value == value else MISSING
 
@@ -123,8 +115,10 @@ def page(
     """
     shown = [section for section in sections if section[2]]
     template = environment().get_template("page.html")
+    # content-security policy: the browser is forbidden to load anything
+    policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
     mark = Markup(HTML_MARK)
-    content = template.render(title=title, sections=shown, data=data, mark=mark, policy=POLICY, asset=asset)
+    content = template.render(title=title, sections=shown, data=data, mark=mark, policy=policy, asset=asset)
     return content.encode()
 
 
@@ -146,7 +140,7 @@ def curves_of(runs: Sequence[RunRecords]) -> tuple[Markup, dict[str, Any]]:
     """
     charts = charts_of(runs)
     present = sum(bool(len(run.column(kind, name))) for run in runs for kind, name, _, _ in charts)
-    most = max(MAX_POINTS // max(present, 1), MIN_POINTS)
+    most = max(30_000 // max(present, 1), 25)  # points of a curve, about 36 bytes each
     curves, thinned = [dict[str, Any]() for _ in runs], dict[str, int]()
     for kind, name, _, _ in charts:
         for run, curves_of_run in zip(runs, curves, strict=True):

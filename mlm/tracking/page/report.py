@@ -25,11 +25,6 @@ TEMPLATE = "sections.html"
 MAX_DIFFERENT = 200
 MAX_ROWS = 200
 """Rows of a table of incidents, checkpoints or scores, of all runs together."""
-MAX_RECEIPTS = 300_000
-"""Characters of all receipts."""
-MAX_RECEIPT, MIN_RECEIPT = 20_000, 500
-MAX_CELLS = 4096
-"""Experts of all layers that are drawn, some 60 bytes each."""
 SCORES = (
     *("loss", "perplexity", "bits_per_byte", "accuracy", "adjusted_perplexity", "word_perplexity", "score"),
 )
@@ -100,11 +95,12 @@ def settings_section(runs: Sequence[RunRecords]) -> Markup:
 
 def scores_section(runs: Sequence[RunRecords]) -> Markup:
     rows = list[tuple[object, ...]]()
-    longest = min(MAX_RECEIPT, MAX_RECEIPTS // max(sum(len(run.scores) for run in runs), 1))
+    # characters of a receipt: some pages would have hundreds
+    longest = min(20_000, 300_000 // max(sum(len(run.scores) for run in runs), 1))
     for index, run in enumerate(runs):
         for file, result in run.scores:
             task, step = str(result.get("task", file.removesuffix(".json"))), result.get("step", MISSING)
-            receipt = text(json.dumps(result, indent=1), longest) if longest >= MIN_RECEIPT else ""
+            receipt = text(json.dumps(result, indent=1), longest) if longest >= 500 else ""
             for name, value in scores_of(result):
                 rows.append((index, run.name, task, name, value, step, file, receipt))
                 file, receipt = "", ""
@@ -154,7 +150,7 @@ def draw_load(record: Mapping[str, Any]) -> Markup:
             rows.append((layer, [load * len(loads) / total for load in loads]))
     if not rows:
         return Markup()
-    most = max(1, MAX_CELLS // max(len(loads) for _, loads in rows))
+    most = max(1, 4096 // max(len(loads) for _, loads in rows))  # a cell has some 60 bytes
     uneven = sorted(rows, key=lambda row: -max(row[1]))[:most]
     shown = [row for row in rows if row in uneven]
     return macro("experts.html", "loads", record["step"], shown, len(rows) - len(shown))
