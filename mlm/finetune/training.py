@@ -119,14 +119,14 @@ def run(config: FinetuneConfig, ctx: ParallelContext) -> int:
     """Finetune, with each seed; every rank calls this. Return the command's exit code. Raises UserError."""
     if ctx.device.type == "cpu":
         reuse_large_blocks()
-    start, splits, runs = read_start(config), read_splits(config), configs_by_seed(config)
+    start, splits, configs = read_start(config), read_splits(config), configs_by_seed(config)
     ranks = Ranks.of(ctx)
 
     def read_results() -> list[Any]:
         if not ctx.is_main:  # one rank reads: two might see different things on a shared disk
             return []
-        settings = [depends_on(run, start, splits) for run in runs]
-        results = [finished(*pair) for pair in zip(runs, settings, strict=True)]
+        settings = [depends_on(one, start, splits) for one in configs]
+        results = [finished(*pair) for pair in zip(configs, settings, strict=True)]
         return [[s, result and asdict(result)] for s, result in zip(settings, results, strict=True)]
 
     def explain(error: Exception) -> UserError:
@@ -137,9 +137,9 @@ def run(config: FinetuneConfig, ctx: ParallelContext) -> int:
     is_new = None in results
     with stopping_at_once("stopped before training"):
         material = prepare(config, start, splits) if is_new else None
-    for n, run in enumerate(runs):
+    for n, seed_config in enumerate(configs):
         if results[n] is None and material is not None:
-            results[n], stopped = finetune(run, states[n][0], material, ctx)
+            results[n], stopped = finetune(seed_config, states[n][0], material, ctx)
             if stopped is not None and None in results:
                 return stopped
     if ctx.is_main:
