@@ -1,6 +1,6 @@
 """The model that a name holds: of a run or checkpoint, adapters on a base, `transformers` or the Hub.
 
-`open_source` finds it once and reads its settings; the `Source` is handed on, and reads tensors and tokenizer
+`open_source` finds it once and reads its settings; the `Source` is passed on, and reads tensors and tokenizer
 when it is asked for them.
 """
 
@@ -41,7 +41,7 @@ from mlm.convert.huggingface.folder import CONFIG, fetch, model_name, read_model
 from mlm.convert.huggingface.mapping import Note
 from mlm.convert.huggingface.model_card import card_facts
 from mlm.convert.huggingface.tensors import HFTensors
-from mlm.convert.huggingface.tokenizer import ids_as_json, ids_to_keep, read_tokenizer
+from mlm.convert.huggingface.tokenizer import ids_to_keep, read_tokenizer
 from mlm.data.chat_files import find_chat_template, find_templates
 from mlm.data.chat_template import BUILT_IN, TURNS, ChatTemplate
 from mlm.data.files_present import hub_id
@@ -66,17 +66,16 @@ class NoTokenizerError(UserError):
 def open_source(name: str, tokenizer: Tokenizer | None = None) -> "Source":
     """Find what a name holds and read its settings; an id of the Hub is fetched.
 
-    `tokenizer` replaces its own in what is made of it. Raises UserError (ConfigError for several problems),
+    `tokenizer` replaces the saved one in conversions. Raises UserError (ConfigError for several problems),
     CorruptFileError.
     """
-    folder = model_folder(name)
-    if folder is not None:
+    if (folder := model_folder(name)) is not None:
         return ModelFolder(folder, tokenizer, hub_id(name))
     return open_checkpoint(name, tokenizer)
 
 
 def open_checkpoint(name: str, tokenizer: Tokenizer | None = None) -> "Checkpoint":
-    """Open the checkpoint or run directory that a name must be. Raises UserError, CorruptFileError."""
+    """Open the checkpoint or run directory of that name. Raises UserError, CorruptFileError."""
     return Checkpoint(resolve(name), tokenizer)
 
 
@@ -90,28 +89,27 @@ def is_ours(path: str) -> bool:
 
 
 def model_folder(name: str) -> Path | None:
-    """Return the folder of a model of `transformers`, fetched if the name is an id of the Hub.
+    """Return the folder of a model of `transformers`, fetched if the name is an id of the Hub; else None.
 
-    None for all else: a folder that holds checkpoints of ours is ours. Raises UserError if the Hub does not
-    have it.
+    A folder that holds checkpoints of mlm is none. Raises UserError if the Hub does not have it.
     """
     folder = Path(name)
     if folder.exists():
-        is_theirs = folder.is_dir() and (folder / CONFIG).is_file() and not is_ours(name)
-        return folder if is_theirs else None
+        is_model = folder.is_dir() and (folder / CONFIG).is_file() and not is_ours(name)
+        return folder if is_model else None
     repository = hub_id(name)
     return None if repository is None else fetch(repository, None, "ckpt")
 
 
 class Source(ABC):
-    """A model that was found: settings now, tensors and tokenizer when they are asked for.
+    """A model by its name: settings now, tensors and tokenizer when they are asked for.
 
     Attributes:
         format: "native", "hf", or a format that `open_foreign` reads.
         path: Its step-… directory, or its folder.
-        config: Settings of its run; made up, but for the model and its length, where it has none.
+        config: Settings of its run; where it has none, defaults except for the model and its length.
         notes: What is missing and takes initial values, what is left out; one line each.
-        filled: Parameters that it lacks.
+        filled: Parameters that it lacks: they take initial values.
         moments: Readers of Adam's moments by name, if they are whole; `origin` has the iteration then.
     """
 
@@ -130,7 +128,6 @@ class Source(ABC):
 
     @property
     def model(self) -> ModelConfig:
-        """Settings of the model."""
         return self.config.model
 
     @cached_property
@@ -140,12 +137,11 @@ class Source(ABC):
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The checkpoint's; else one made up, whose state names the origin."""
+        """The checkpoint's manifest; of another format one whose state names the origin."""
         return Manifest(0, "", {}, {}, {"source": {"name": self.path.name, **self.origin}})
 
     @cached_property
     def parameters(self) -> Mapping[str, TensorEntry]:
-        """Every parameter of the model, by our name."""
         return parameters(self.model)
 
     @abstractmethod
@@ -153,7 +149,6 @@ class Source(ABC):
         """Return elements of a parameter, float32 on the CPU, with what adapters add to them."""
 
     def whole(self, name: str) -> Tensor:
-        """Return a parameter."""
         return self.read(name, Region.whole(self.parameters[name].shape))
 
     @abstractmethod
@@ -166,7 +161,7 @@ class Source(ABC):
         return digest_of_files(self.digests())
 
     def check(self) -> None:
-        """Read all that a conversion reads but tensors. Raises UserError, CorruptFileError."""
+        """Read all that a conversion reads except tensors. Raises UserError, CorruptFileError."""
         _ = self.tokenizer
 
     @property
@@ -186,13 +181,13 @@ class Source(ABC):
 
     @property
     def name(self) -> str:
-        """Name by which it is found again: an id of the Hub, or a path."""
+        """Name that opens it again: an id of the Hub, or a path."""
         return os.path.abspath(self.path)
 
     def result_file(self, name: str) -> Path:
         """Return the default path of a command's result: in the run directory.
 
-        Model folders are not written to: of one, in the working directory, with the model's name before it.
+        Model folders are not written to: their results are in the working directory, prefixed by their name.
         """
         return self.folder / name
 
@@ -216,7 +211,7 @@ class Source(ABC):
         Unless `any_size`, it must have no more tokens than the model. One that is named must be the one that
         the model was trained with, unless `force` is given.
         """
-        tokenizer = self.saved_tokenizer(key) if named is None else self._named_tokenizer(named)
+        tokenizer = self.saved_tokenizer(key) if named is None else self._load_named(named)
         if not any_size and (problem := vocabulary_problem(named, tokenizer, self.model, key)):
             raise UserError(problem)
         known = None if named is None or force else self.tokenizer_digest
@@ -227,7 +222,7 @@ class Source(ABC):
             )
         return tokenizer
 
-    def _named_tokenizer(self, named: str) -> Tokenizer:
+    def _load_named(self, named: str) -> Tokenizer:
         return Tokenizer.load(named)
 
     def load_chat_template(
@@ -257,7 +252,7 @@ class Source(ABC):
 
 
 class ModelFolder(Source):
-    """A model of `transformers`, read as it is; `hf` is what its folder holds."""
+    """A model folder of `transformers`; `hf` describes its content."""
 
     format = "hf"
 
@@ -270,7 +265,7 @@ class ModelFolder(Source):
 
     @cached_property
     def tensors(self) -> HFTensors:
-        """Its tensors, whose names, dtypes and shapes are checked. Raises UserError."""
+        """Its tensors, with names, dtypes and shapes checked. Raises UserError."""
         tensors = HFTensors(self.hf)
         tensors.check()
         return tensors
@@ -278,11 +273,12 @@ class ModelFolder(Source):
     @cached_property
     def _kept(self) -> tuple[Tokenizer | None, dict[str, JSON], list[str]]:
         """Tokenizer, origin and notes of a conversion."""
-        given, notes = self._given_tokenizer, list[str]()
-        tokenizer, notes = (given, notes) if given is not None else read_tokenizer(self.hf)
-        ids, padding = ids_to_keep(self.hf, tokenizer)
+        tokenizer, notes = self._given_tokenizer, list[str]()
+        if tokenizer is None:
+            tokenizer, notes = read_tokenizer(self.hf)
+        kept, padding = ids_to_keep(self.hf, tokenizer)
         card = card_facts(self.path)
-        return tokenizer, ids_as_json(ids) | ({"card": card} if card else {}), [*notes, *padding]
+        return tokenizer, kept | ({"card": card} if card else {}), [*notes, *padding]
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -334,12 +330,12 @@ class ModelFolder(Source):
 
 
 def digest_of_files(digests: Mapping[str, str]) -> str:
-    """Return the digest of a model folder, by those of its files."""
+    """Return the digest of a model folder by the digests of its files."""
     return digest_bytes(canonical(dict(digests)))
 
 
 class Checkpoint(Source):
-    """A checkpoint of ours; of adapters with their `base`, on which `read` adds them."""
+    """A checkpoint of mlm; `read` adds adapters to the weights of their `base`."""
 
     format = "native"
 
@@ -347,7 +343,7 @@ class Checkpoint(Source):
         self.manifest = read_manifest(path)
         super().__init__(path, trained_config(self.manifest, path), (), tokenizer)
         self._reader = Reader(path, self.manifest)
-        self._change_of = lru_cache(maxsize=1)(self._compute_change)  # a weight is read by parts
+        self._change_of = lru_cache(maxsize=1)(self._compute_change)  # a weight is read in parts
         self.base: Source | None = None
         if self.manifest.state.get(LORA) is not None:
             self.base = self._open_base()
@@ -359,13 +355,13 @@ class Checkpoint(Source):
             self.origin["iteration"] = steps
 
     def _open_base(self) -> Source:
-        """Open the model that the adapters were trained beside."""
+        """Open the model that the adapters were trained on."""
         entry = self.manifest.state[LORA]
         name, digest = (entry.get(key) if isinstance(entry, dict) else None for key in ("base", "digest"))
         if not isinstance(name, str) or not isinstance(digest, str):
             raise CorruptFileError(f"{self.path}: does not name the base of its adapters")
         self.base_name, self.base_digest, path = name, digest, Path(name)
-        # no chain of true digests is a ring; those of a model folder are compared when its weights are read
+        # A chain of true digests has no cycle. A model folder's are compared when its weights are read.
         if (path / MANIFEST).exists():
             self._check_base(read_manifest(path).digest)
         elif not (path / CONFIG).is_file() and not hub_id(name):
@@ -413,8 +409,7 @@ class Checkpoint(Source):
             return self._reader.read(f"{kind}.{name}", region).float()
 
     def _compute_change(self, name: str) -> WeightChange | None:
-        change = self._changes.get(name)
-        return None if change is None else change()
+        return change() if (change := self._changes.get(name)) else None
 
     @cached_property
     def _changes(self) -> dict[str, Callable[[], WeightChange]]:
@@ -458,8 +453,8 @@ class Checkpoint(Source):
     def tokenizer_digest(self) -> TokenizerDigest | None:
         return TokenizerDigest.of(self.manifest.state)
 
-    def _named_tokenizer(self, named: str) -> Tokenizer:
-        """Return a tokenizer, with the special tokens of the checkpoint if it is of its vocabulary."""
+    def _load_named(self, named: str) -> Tokenizer:
+        """Return a tokenizer, with the special tokens of the checkpoint if it has its vocabulary."""
         known = self.tokenizer_digest
         if known is None or known.eod_id is None:
             return Tokenizer.load(named)

@@ -47,11 +47,8 @@ TENSOR_FILES = ("model.safetensors", "model-*-of-*.safetensors")
 """Patterns of the tensors to fetch from the Hub: no pickle, no code."""
 EXTRA = "pip install 'mlm[hf]'"
 ADAPTER = "adapter_config.json"
-
 MAX_BYTES = {CONFIG: 1 << 20, ADAPTER: 1 << 20, INDEX: 1 << 26} | dict.fromkeys(TOKENIZER, 1 << 28)
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\.safetensors")  # no separator, not hidden
-COMMIT = re.compile(r"[0-9a-f]{40}")
-NOT_CACHED = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 SAVE_AGAIN = "Download or save it again"
 WRAPPERS = ("module.", "_orig_mod.")
@@ -107,7 +104,7 @@ def read_json(folder: Path, name: str) -> dict[str, JSON]:
 
 @dataclass(frozen=True)
 class HFModel:
-    """A model folder: its settings, and the location of its tensors."""
+    """A model folder: its settings, and where its tensors are."""
 
     folder: Path
     mapping: HuggingFaceMapping
@@ -127,13 +124,12 @@ class HFModel:
 
     @property
     def config(self) -> ModelConfig:
-        """Our settings of the model."""
         return self.content.config
 
     @property
     def is_tied(self) -> bool:
         """True if the output layer is the token table even where the folder holds no output layer."""
-        return is_tied(self.raw)
+        return self.raw.get("tie_word_embeddings", True) is True
 
     @property
     def copies(self) -> Mapping[str, str]:
@@ -144,11 +140,6 @@ class HFModel:
     def architecture(self) -> str:
         """Class of `transformers` that holds the model."""
         return self.mapping.architecture(self.config)
-
-
-def is_tied(raw: Mapping[str, JSON]) -> bool:
-    """Return True if a config.json ties the output layer to the token table."""
-    return raw.get("tie_word_embeddings", True) is True
 
 
 def read_settings(folder: Path) -> tuple[HuggingFaceMapping, dict[str, JSON], ModelConfig, tuple[Note, ...]]:
@@ -164,10 +155,10 @@ def read_settings(folder: Path) -> tuple[HuggingFaceMapping, dict[str, JSON], Mo
             f"{folder}: {ADAPTER}: holds an adapter, whose weights are not in the model. Merge it "
             f"(merge_and_unload of peft), save the model, and name that folder"
         )
-    known = [mapping_of_kind(kind) for kind in KINDS]
-    mapping = next((each for each in known if raw.get("model_type") in each.model_types), None)
+    mappings = [mapping_of_kind(kind) for kind in KINDS]
+    mapping = next((one for one in mappings if raw.get("model_type") in one.model_types), None)
     if mapping is None:
-        supported = ", ".join(name for each in known for name in each.model_types)
+        supported = ", ".join(name for one in mappings for name in one.model_types)
         raise UserError(
             f"{path}: model_type={show(raw.get('model_type'))} is not a model of ours; supported: {supported}"
         )
@@ -181,17 +172,32 @@ def read_model(folder: Path) -> HFModel:
     Raises UserError, and CorruptFileError for damaged files.
     """
     mapping, raw, config, notes = read_settings(folder)
-    files = weight_files(folder)
-    stored, renamings, wrappers = _headers(folder, mapping, files)
+    files, headers = weight_files(folder), dict[str, dict[str, Stored]]()
+    for file, path in files.items():
+        with reading_from(folder / file, SAVE_AGAIN):
+            headers[file] = read_safetensors_header(path, SAVE_AGAIN)[1]
+    unwrapped, renamings, wrappers = unwrap_names(name for header in headers.values() for name in header)
+    stored: dict[str, tuple[str, Stored]] = {}
+    for file, header in headers.items():
+        for theirs, layout in header.items():
+            if theirs not in unwrapped:
+                continue
+            name = mapping.plain(unwrapped[theirs])
+            if name in stored:
+                both = f"{stored[name][0]} and in {file}"
+                raise CorruptFileError(f"{folder}: {name} is in {both}. {SAVE_AGAIN}")
+            stored[name] = file, layout
     for copy, name in mapping.copies(config).items():
-        if is_tied(raw) and name not in stored and copy in stored:  # some writers keep the other of two equal
+        is_tied = raw.get("tie_word_embeddings", True) is True
+        if is_tied and name not in stored and copy in stored:  # some writers keep the other of two equal
             stored[name] = stored.pop(copy)
     shapes = {name: layout.shape for name, (_, layout) in stored.items()}
     content = mapping.content(config, shapes, str(folder))
-    named = raw.get("architectures") or ("",)
-    if content.config.head == "none" and str(named[0]).endswith("ForCausalLM"):
+    architectures = raw.get("architectures")
+    named = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    if content.config.head == "none" and named.endswith("ForCausalLM"):
         raise UserError(
-            f"{folder}: holds no lm_head.weight, which {show(named[0])} has. Save the model again, or set "
+            f"{folder}: holds no lm_head.weight, which {show(named)} has. Save the model again, or set "
             f"tie_word_embeddings=true in {CONFIG} if the token table is its output layer"
         )
     kept, lost = token_ids_to_keep(raw, content.config)
@@ -199,33 +205,13 @@ def read_model(folder: Path) -> HFModel:
     return HFModel(folder, mapping, raw, content, files, stored, renamings, notes, kept)
 
 
-def _headers(
-    folder: Path, mapping: HuggingFaceMapping, files: Mapping[str, Path]
-) -> tuple[dict[str, tuple[str, Stored]], dict[str, str], list[Note]]:
-    """Return file and layout of every tensor under its plain name; renamings and notes of `unwrap_names`."""
-    out, headers = dict[str, tuple[str, Stored]](), dict[str, dict[str, Stored]]()
-    for file, path in files.items():
-        with reading_from(folder / file, SAVE_AGAIN):
-            headers[file] = read_safetensors_header(path, SAVE_AGAIN)[1]
-    unwrapped, renamings, notes = unwrap_names(name for header in headers.values() for name in header)
-    for file, header in headers.items():
-        for theirs, layout in header.items():
-            if theirs not in unwrapped:
-                continue
-            name = mapping.plain(unwrapped[theirs])
-            if name in out:
-                raise CorruptFileError(f"{folder}: {name} is in {out[name][0]} and in {file}. {SAVE_AGAIN}")
-            out[name] = file, layout
-    return out, renamings, notes
-
-
 def unwrap_names(
     names: Iterable[str], wrappers: tuple[str, ...] = WRAPPERS
 ) -> tuple[dict[str, str], dict[str, str], list[Note]]:
     """Return a language model's names without wrappers by stored name, renamings, and notes.
 
-    Renamings are patterns and replacements, applied in order: `key_mapping` of `transformers`. Names beside
-    the language model are left out.
+    Renamings are patterns and replacements, applied in order: `key_mapping` of `transformers`. Names of the
+    other parts of a multi-modal model are left out.
     """
     stored, prefix, notes = list(names), "", list[Note]()
     while more := next((w for w in wrappers if stored and all(n.startswith(prefix + w) for n in stored)), ""):
@@ -252,11 +238,16 @@ def weight_files(folder: Path) -> dict[str, Path]:
     if path := find_file(folder, WEIGHTS):
         return {WEIGHTS: path}
     if not find_file(folder, INDEX):
-        raise UserError(_no_weights(folder))
+        other = next((path for path in sorted(folder.iterdir()) if path.suffix in OTHER_WEIGHTS), folder)
+        raise UserError(
+            f"{other}: only {WEIGHTS} and {INDEX} are read: a pickle could run any code. Is there a "
+            "safetensors version? Else load it where you trust it, by transformers, and name what "
+            "save_pretrained writes"
+        )
     listed = read_json(folder, INDEX).get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(f, str) for f in listed.values()):
         raise CorruptFileError(f"{folder / INDEX}: its weight_map names no files. {SAVE_AGAIN}")
-    out = {}
+    files = {}
     for name in sorted(set(listed.values())):
         if not SHARD_NAME.fullmatch(name):
             raise CorruptFileError(
@@ -265,16 +256,8 @@ def weight_files(folder: Path) -> dict[str, Path]:
         path = find_file(folder, name)
         if path is None:
             raise UserError(f"{folder / name}: missing, {INDEX} names it. {SAVE_AGAIN}")
-        out[name] = path
-    return out
-
-
-def _no_weights(folder: Path) -> str:
-    other = next((path for path in sorted(folder.iterdir()) if path.suffix in OTHER_WEIGHTS), folder)
-    return (
-        f"{other}: only {WEIGHTS} and {INDEX} are read: a pickle could run any code. Is there a safetensors "
-        "version? Else load it where you trust it, by transformers, and name what save_pretrained writes"
-    )
+        files[name] = path
+    return files
 
 
 def fetch(repository: str, revision: str | None, setting: str) -> Path:
@@ -300,7 +283,7 @@ def download(repository: str, revision: str | None, patterns: tuple[str, ...], s
     except Exception as error:  # the library raises many kinds, those of its HTTP client too
         lines = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        if type(error).__name__ in NOT_CACHED:
+        if type(error).__name__ in ("LocalEntryNotFoundError", "OfflineModeIsEnabled"):
             reason = "out of reach from here, and its cache does not hold it"
         at = "" if revision is None else f" revision={revision}"
         raise UserError(
@@ -312,11 +295,11 @@ def download(repository: str, revision: str | None, patterns: tuple[str, ...], s
 
 def commit_of(folder: Path) -> str | None:
     """Return the commit that a folder of the Hub's cache is a snapshot of."""
-    return folder.name if COMMIT.fullmatch(folder.name) else None
+    return folder.name if re.fullmatch("[0-9a-f]{40}", folder.name) else None
 
 
 def model_name(folder: Path) -> str:
-    """Return the name of a model folder: its last component, or its name on the Hub."""
+    """Return the last component of a model folder, or the name of the model on the Hub."""
     resolved = folder.resolve()
     if resolved.parent.name == "snapshots":  # models--OWNER--NAME/snapshots/COMMIT
         return resolved.parents[1].name.rpartition("--")[2]

@@ -11,14 +11,7 @@ from mlm.checkpoint.native.format import DTYPE_NAMES
 from mlm.checkpoint.native.reader import copy_region
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.parameters import parameters
-from mlm.convert.huggingface.folder import (
-    CONFIG,
-    SAVE_AGAIN,
-    SMALL_FILES,
-    TOKENIZER,
-    HFModel,
-    find_file,
-)
+from mlm.convert.huggingface.folder import CONFIG, SAVE_AGAIN, SMALL_FILES, TOKENIZER, HFModel, find_file
 from mlm.convert.huggingface.mapping import Location, show
 from mlm.util.errors import CorruptFileError, UserError, reading_from
 from mlm.util.files import digest_file
@@ -32,45 +25,36 @@ class HFTensors:
     def __init__(self, model: HFModel) -> None:
         """Check names and dtypes; `check` compares shapes.
 
-        Each parameter must be stored once, but those in `content.filled`, and nothing else but tensors that
-        the family ignores. Raises UserError.
+        Each parameter except `content.filled` must be stored once, and nothing else but tensors that the
+        family ignores. Raises UserError.
         """
         self.model = model
         self._locations = self._check_names()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files that hold tensors."""
         return sum(path.stat().st_size for path in self.model.files.values())
 
-    @property
-    def filled(self) -> frozenset[str]:
-        """Parameters that the folder lacks: not for `read`, they take initial values."""
-        return self.model.content.filled
-
     def holds(self, name: str) -> bool:
-        """Return True if `read` has this parameter."""
         return name in self._locations
 
     def digests(self, progress: Callable[[int], None]) -> dict[str, str]:
         """Return the content digest of each file, the tokenizer's too; `progress` receives tensor bytes."""
-        out, folder = {}, self.model.folder
+        digests, folder = {}, self.model.folder
         beside_vocabulary, vocabulary = TOKENIZER[-1], TOKENIZER[-2]
-        for name in SMALL_FILES:
-            if name == beside_vocabulary and not find_file(folder, vocabulary):
-                continue
-            if path := find_file(folder, name):
-                with reading_from(folder / name, SAVE_AGAIN):
-                    out[name] = digest_file(path)
-        for name, path in self.model.files.items():
-            with reading_from(folder / name, SAVE_AGAIN):
-                out[name] = digest_file(path, progress)
-        return dict(sorted(out.items()))
+        with reading_from(folder, SAVE_AGAIN):
+            for name in SMALL_FILES:
+                is_read = name != beside_vocabulary or find_file(folder, vocabulary)
+                if is_read and (path := find_file(folder, name)):
+                    digests[name] = digest_file(path)
+            for name, path in self.model.files.items():
+                digests[name] = digest_file(path, progress)
+        return dict(sorted(digests.items()))
 
     def check(self) -> None:
         """Raise UserError unless shapes are those that config.json implies, and copies are equal."""
         for name, parameter in parameters(self.model.config).items():
-            if name in self.filled:
+            if name in self.model.content.filled:
                 continue
             want = self._locations[name].shape(parameter.shape)
             for theirs in self._locations[name].names:
@@ -80,34 +64,41 @@ class HFTensors:
                         f"{self.model.folder / file}: {theirs} is {list(stored.shape)}, {CONFIG} makes it "
                         f"{list(want)}. Fix {CONFIG}, or save the model again"
                     )
-        self._check_tied()
+        # The output layer is our token table: copies of it must be equal.
+        model, has_output = self.model, self.model.config.head == "language_model"
+        for copy, name in model.copies.items():
+            if copy in model.stored:
+                self._check_copy(copy, name)
+            elif has_output and not model.is_tied and copy.endswith("weight"):
+                raise UserError(
+                    f"{model.folder / CONFIG}: tie_word_embeddings=false, and no {copy} is there. "
+                    f"Supported: an output layer that is the token table"
+                )
 
     def read(self, name: str, region: Region) -> Tensor:
         """Return those elements of our parameter `name`, float32.
 
-        A tensor stored like ours is read in part; of others the whole is held, twice at most. Experts are
-        read one after the other.
+        A tensor stored like ours is read in part; of others the full tensor is held, twice at most. Experts
+        are read one after the other.
         """
-        return self._read(self._locations[name], region)
-
-    def _read(self, location: Location, region: Region) -> Tensor:
-        if location.stacked:
-            target, depth = torch.empty(region.size, dtype=torch.float32), len(location.stacked)
-            inner = Region(region.offset[depth:], region.size[depth:])
-            for place, name in zip(location.indices, location.names, strict=True):
-                at = tuple(n - first for n, first in zip(place, region.offset, strict=False))
-                if all(0 <= n < size for n, size in zip(at, region.size, strict=False)):
-                    target[at].copy_(self._load(name, inner))
-            return target
+        location = self._locations[name]
         if location.is_plain:
             return self._load(location.names[0], region)
-        whole = location.to_ours([self._load(theirs) for theirs in location.names])
-        return whole[region.within(Region((0,) * whole.ndim, tuple(whole.shape)))]
+        if not location.stacked:
+            full = location.to_ours([self._load(theirs) for theirs in location.names])
+            return full[region.within(Region.whole(full.shape))]
+        target, depth = torch.empty(region.size, dtype=torch.float32), len(location.stacked)
+        inner = Region(region.offset[depth:], region.size[depth:])
+        for index, theirs in zip(location.indices, location.names, strict=True):
+            at = tuple(n - first for n, first in zip(index, region.offset, strict=False))
+            if all(0 <= n < size for n, size in zip(at, region.size, strict=False)):
+                target[at].copy_(self._load(theirs, inner))
+        return target
 
     def _load(self, theirs: str, region: Region | None = None) -> Tensor:
         """Return a tensor as it is stored, or some of its elements, as float32."""
         file, stored = self.model.stored[theirs]
-        whole = Region((0,) * len(stored.shape), stored.shape)
+        whole = Region.whole(stored.shape)
         region = region or whole
         target = torch.empty(region.size, dtype=torch.float32)
         if region.volume:
@@ -120,7 +111,7 @@ class HFTensors:
     def _check_names(self) -> dict[str, Location]:
         model, locations, known = self.model, {}, set(self.model.content.unused)
         for ours, location in model.mapping.locations(model.config):  # stops at the first that is missing
-            if ours in self.filled:
+            if ours in model.content.filled:
                 continue
             for theirs in location.names:
                 if theirs not in model.stored:
@@ -144,19 +135,6 @@ class HFTensors:
                     f"the model in one of them"
                 )
         return locations
-
-    def _check_tied(self) -> None:
-        """Raise UserError unless copies are equal: the output layer is our token table."""
-        model = self.model
-        has_output = model.config.head == "language_model"
-        for copy, name in model.copies.items():
-            if copy in model.stored:
-                self._check_copy(copy, name)
-            elif has_output and not model.is_tied and copy.endswith("weight"):
-                raise UserError(
-                    f"{model.folder / CONFIG}: tie_word_embeddings=false, and no {copy} is there. "
-                    f"Supported: an output layer that is the token table"
-                )
 
     def _check_copy(self, copy: str, name: str) -> None:
         model = self.model

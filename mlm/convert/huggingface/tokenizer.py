@@ -1,11 +1,7 @@
 """Tokenizer, chat template, token ids and labels that an import keeps of a model folder."""
 
-from dataclasses import replace
-from pathlib import Path
-
 from mlm.checkpoint.native.format import JSON
 from mlm.convert.huggingface.folder import SAVE_AGAIN, TOKENIZER, HFModel, find_file, read_json
-from mlm.convert.huggingface.mapping import TokenIds
 from mlm.convert.huggingface.mapping import show as show_value
 from mlm.data.chat_files import find_chat_template
 from mlm.data.tokenizer import Tokenizer
@@ -16,19 +12,31 @@ SETTINGS = "tokenizer_config.json"
 
 def read_tokenizer(model: HFModel) -> tuple[Tokenizer | None, list[str]]:
     """Return the model's tokenizer if it is supported, and notes. Raises CorruptFileError."""
-    present = {name for name in TOKENIZER if find_file(model.folder, name)}
-    if not any(present.issuperset(kind) for kind in (TOKENIZER[:1], TOKENIZER[1:3], TOKENIZER[3:4])):
+    folder, size = model.folder, model.config.vocab_size
+    present = {name for name in TOKENIZER if find_file(folder, name)}
+    if not any(present.issuperset(files) for files in (TOKENIZER[:1], TOKENIZER[1:3], TOKENIZER[3:4])):
         return None, ["no tokenizer is there: give tokenizer=… where text is read or written"]
-    with reading_from(model.folder, SAVE_AGAIN):
+    with reading_from(folder, SAVE_AGAIN):
         try:
-            tokenizer = Tokenizer.load(model.folder)
+            tokenizer = Tokenizer.load(folder)
         except CorruptFileError:
             raise
         except UserError as error:
             return None, [f"the tokenizer was not taken: {error}"]
-    notes, size = unread_tokens(model.folder, tokenizer), model.config.vocab_size
+    notes = []
+    # `transformers` adds tokens of tokenizer_config.json at loading; ours reads tokenizer.json alone.
+    settings = read_json(folder, SETTINGS) if find_file(folder, SETTINGS) else {}
+    listed = settings.get("added_tokens_decoder")
+    tokens = list(listed.values()) if isinstance(listed, dict) else []
+    names = [token.get("content") for token in tokens if isinstance(token, dict)]
+    if unread := [name for name in names if isinstance(name, str) and name not in tokenizer]:
+        notes.append(
+            f"{SETTINGS} alone holds the token {show_value(unread[0])}, one of {len(unread)} not kept: to "
+            "keep them, load the tokenizer by AutoTokenizer, save it by save_pretrained, and import it with "
+            "the model"
+        )
     try:
-        tokenizer.chat_template = find_chat_template(model.folder, tokenizer)
+        tokenizer.chat_template = find_chat_template(folder, tokenizer)
     except UserError as error:
         notes.append(f"the chat template was not taken: {error}")
     if tokenizer.vocab_size > size:
@@ -38,34 +46,14 @@ def read_tokenizer(model: HFModel) -> tuple[Tokenizer | None, list[str]]:
     return tokenizer, notes
 
 
-def unread_tokens(folder: Path, tokenizer: Tokenizer) -> list[str]:
-    """Return a note if only tokenizer_config.json holds some tokens: `transformers` adds them at loading."""
-    settings = read_json(folder, SETTINGS) if find_file(folder, SETTINGS) else {}
-    listed = settings.get("added_tokens_decoder")
-    tokens = list(listed.values()) if isinstance(listed, dict) else []
-    names = [
-        name for token in tokens if isinstance(token, dict) and isinstance(name := token.get("content"), str)
-    ]
-    unread = [name for name in names if name not in tokenizer]
-    if not unread:
-        return []
-    return [
-        f"{SETTINGS} alone holds the token {show_value(unread[0])}, one of {len(unread)} not kept: to keep "
-        f"them, load the tokenizer by AutoTokenizer, save it by save_pretrained, and import it with the model"
-    ]
-
-
-def ids_to_keep(model: HFModel, tokenizer: Tokenizer | None) -> tuple[TokenIds, list[str]]:
+def ids_to_keep(model: HFModel, tokenizer: Tokenizer | None) -> tuple[dict[str, JSON], list[str]]:
     """Return padding and labels of config.json to write at an export, and a note on what is not kept."""
-    ids = model.kept
-    is_usable = tokenizer is None or ids.pad is None or ids.pad in tokenizer.added_ids
-    if is_usable or not model.mapping.pads_with_special_token:
-        return ids, []
-    why = "is no special token of the tokenizer: an export names the end of document"
-    return replace(ids, pad=None), [f"pad_token_id={ids.pad} is not kept: it {why}"]
-
-
-def ids_as_json(ids: TokenIds) -> dict[str, JSON]:
-    """Return padding and labels as part of the checkpoint's source."""
-    pad: dict[str, JSON] = {} if ids.pad is None else {"pad_token_id": ids.pad}
-    return {**pad, **({"labels": list(ids.labels)} if ids.labels else {})}
+    pad, labels, notes = model.kept.pad, model.kept.labels, list[str]()
+    kept: dict[str, JSON] = {"labels": list(labels)} if labels else {}
+    is_usable = tokenizer is None or pad in tokenizer.added_ids or not model.mapping.pads_with_special_token
+    if pad is not None and is_usable:
+        kept["pad_token_id"] = pad
+    elif pad is not None:
+        why = "is no special token of the tokenizer: an export names the end of document"
+        notes.append(f"pad_token_id={pad} is not kept: it {why}")
+    return kept, notes
