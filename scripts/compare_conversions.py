@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 import mlm
 from mlm.cli.convert.run import preflight_export_gguf, run_export_gguf
 from mlm.cli.convert.settings import ExportGGUFConfig
-from mlm.convert.gguf.llama_cpp import LlamaCpp
+from mlm.convert.gguf.export import LlamaCpp
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.config import as_declared
 from mlm.inference.generation import generate

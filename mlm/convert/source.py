@@ -37,11 +37,10 @@ from mlm.checkpoint.native.verify import check_whole
 from mlm.checkpoint.parameters import parameters
 from mlm.convert.dcp.metadata import MOMENTS
 from mlm.convert.huggingface.families import layer_names
-from mlm.convert.huggingface.folder import CONFIG, fetch, model_name, read_model
+from mlm.convert.huggingface.folder import CONFIG, fetch, ids_to_keep, model_name, read_model, read_tokenizer
 from mlm.convert.huggingface.mapping import Note
 from mlm.convert.huggingface.model_card import card_facts
 from mlm.convert.huggingface.tensors import HFTensors
-from mlm.convert.huggingface.tokenizer import ids_to_keep, read_tokenizer
 from mlm.data.chat_files import find_chat_template, find_templates
 from mlm.data.chat_template import BUILT_IN, TURNS, ChatTemplate
 from mlm.data.files_present import hub_id

@@ -117,16 +117,3 @@ def test_a_device_is_written_to_and_stays(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"out=.*full: No space left on device"):
         read(folder, "f16", full)
     assert stat.S_ISCHR(full.lstat().st_mode)
-
-
-def test_the_file_of_a_link_is_written_and_the_link_stays(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "file.gguf").touch()
-    link = tmp_path / "link.gguf"
-    link.symlink_to("file.gguf")
-    assert read(folder, "f16", link).tensors
-    assert link.is_symlink()
-
-
-def test_a_file_of_mlm_is_replaced_by_another_export(folder: Path, tmp_path: Path) -> None:
-    read(folder, "f16", tmp_path / "model.gguf")
-    assert field(read(folder, "f32", tmp_path / "model.gguf"), "general.file_type") == 0

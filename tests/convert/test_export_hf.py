@@ -13,19 +13,15 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from mlm.checkpoint.native.compare import Reader
-from mlm.checkpoint.native.format import TensorEntry, read_manifest
-from mlm.checkpoint.native.stream import write_streamed
 from mlm.cli.convert.run import preflight_export_hf
 from mlm.cli.convert.settings import ExportHFConfig
 from mlm.convert import conversion
 from mlm.convert import source as sources
 from mlm.convert.config import ConvertConfig
 from mlm.convert.huggingface.folder import read_model
-from mlm.convert.huggingface.mapping import Location
 from mlm.convert.source import open_source
 from mlm.data.tokenizer import Tokenizer
-from mlm.util.errors import CheckFailedError, UserError
+from mlm.util.errors import UserError
 from mlm.verify.huggingface import reference_outputs
 from tests.convert.hf_models import (
     TEXT,
@@ -71,32 +67,6 @@ def test_import_and_export_give_back_every_bit(
 ) -> None:
     out = export_model(run, tmp_path / "out", max_file_gb=largest / 1e9)
     assert_equal(state(out), model.state_dict())
-
-
-def test_checkpoint_of_another_layout_gives_the_same_weights(
-    model: GPT2LMHeadModel, run: Path, tmp_path: Path
-) -> None:
-    """Cut over tp=2 and pp=3, where 331 rows of the vocabulary are split into 256 and 75."""
-    source = run / "checkpoints/step-00000000"
-    manifest = read_manifest(source)
-    tensors = {}
-    for name, entry in manifest.tensors.items():
-        assert entry.split is not None
-        tensors[name] = TensorEntry(entry.shape, entry.dtype, entry.split)
-    stages = {"first": 0, 0: 0, 1: 1, 2: 2, "last": 2}
-    with Reader(source, manifest) as reader:
-        cut = write_streamed(
-            tmp_path / "cut/checkpoints",
-            0,
-            tensors,
-            reader.read,
-            save_id="cut",
-            state=manifest.state,
-            tp=2,
-            stage_rank=stages.__getitem__,
-        )
-    assert len(list(cut.glob("*.safetensors"))) == 6
-    assert_equal(state(export_model(cut, tmp_path / "out")), model.state_dict())
 
 
 def test_config_is_that_of_the_imported_model(model: GPT2LMHeadModel, run: Path, tmp_path: Path) -> None:
@@ -149,28 +119,8 @@ def test_model_without_a_tokenizer_is_exported(
     assert sorted(path.name for path in out.iterdir()) == files
 
 
-def test_transformers_samples_the_exported_model(run: Path, tmp_path: Path) -> None:
-    """Ends at our end of document: generation_config.json names it."""
-    out = export_model(run, tmp_path / "out", verify=False)
-    exported = GPT2LMHeadModel.from_pretrained(out)
-    assert exported.generation_config.eos_token_id == Tokenizer.load(run).eod_id
-    assert exported.generate(torch.tensor([[5, 6]]), max_new_tokens=3, do_sample=False).shape[1] <= 5
-
-
 class TestRefusals:
     """One line, and nothing left behind."""
-
-    def test_weights_written_in_another_order_are_found_out(
-        self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        right = Location.to_theirs
-        monkeypatch.setattr(
-            Location, "to_theirs", lambda place, value: right(Location(place.names, place.transposed), value)
-        )
-        with pytest.raises(CheckFailedError, match="logits differ from those of transformers"):
-            export_model(run, tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-        assert not (tmp_path / ".out.partial").exists()
 
     @pytest.mark.parametrize(
         ("settings", "said"),

@@ -14,7 +14,7 @@ from mlm.api import import_hf
 from mlm.cli.convert.run import preflight_export_gguf, run_export_gguf
 from mlm.cli.convert.settings import ExportGGUFConfig
 from mlm.convert.gguf import export as gguf_export
-from mlm.convert.gguf.llama_cpp import LlamaCpp
+from mlm.convert.gguf.export import LlamaCpp
 from mlm.convert.gguf.vocabulary import GPT2, PATTERNS, PROBE, vocabulary
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import UserError

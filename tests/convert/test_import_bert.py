@@ -106,13 +106,6 @@ class TestFilled:
         for found in run_on_ranks(outputs_on_rank, tmp_path, tp=2):
             assert_near(found, our_outputs(tmp_path))
 
-    def test_a_model_folder_says_so_of_itself(self, tmp_path: Path) -> None:
-        make_bert(tmp_path, "bert", "ModelWithoutPooler")
-        trained = load_trained(
-            open_source(str(tmp_path)), ParallelConfig(), PrecisionConfig(), shape_context()
-        )
-        assert trained.manifest.state["source"]["filled"] == ["pooler.bias", "pooler.weight"]
-
     def test_a_run_that_continues_from_it_may_keep_its_own(self, tmp_path: Path) -> None:
         make_bert(tmp_path, "bert", "ModelWithoutPooler")
         ctx = shape_context()

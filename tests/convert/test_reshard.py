@@ -30,7 +30,6 @@ from tests.convert.reshard_runs import (
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but
 from tests.training.saving import save
-from tests.training.test_trainer import steps_of
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
@@ -59,10 +58,6 @@ class TestBytes:
         last = to(source, tmp_path / "b", 2)
         assert content(to(first, tmp_path / "c", 4)) == straight
         assert content(to(last, tmp_path / "d", 4, weights_only=True)) == straight
-
-    def test_back_to_one_process_are_those_of_a_copy(self, tmp_path: Path, source: Path) -> None:
-        there = to(source, tmp_path / "a", 4, 2)
-        assert content(to(there, tmp_path / "b")) == content(to(source, tmp_path / "c"))
 
     def test_have_a_save_id_of_their_own_at_each_layout(self, tmp_path: Path, source: Path) -> None:
         ids = [read_manifest(to(source, tmp_path / str(tp), tp)).save_id for tp in (1, 2)]
@@ -126,16 +121,6 @@ def whole_state(path: Path) -> dict[str, Tensor]:
     trainer = Trainer(spec(), shape_context())
     load(trainer, path)
     return {name: shard.tensor.clone() for name, shard in training_shards(trainer, trainer.shards).items()}
-
-
-def test_training_continues_from_it_as_from_the_source(tmp_path: Path, source: Path) -> None:
-    there = to(source, tmp_path, 4, 2)
-    losses = []
-    for path in (source / "checkpoints" / STEP, there):
-        trainer = Trainer(spec(), shape_context())
-        load(trainer, path)
-        losses.append(steps_of(trainer, 2))
-    assert losses[0] == losses[1]
 
 
 class TestState:

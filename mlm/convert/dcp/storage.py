@@ -16,8 +16,7 @@ from mlm.checkpoint.native.reader import copy_region
 from mlm.checkpoint.native.shard_file import Form, Stored
 from mlm.checkpoint.native.slices import Region
 from mlm.convert.dcp.metadata import COPY_AGAIN, StoredPiece, StoredTensor
-from mlm.convert.dcp.torch_file import DAMAGES, check_archive, read_archive
-from mlm.convert.dcp.unpickled import PickleError
+from mlm.convert.dcp.unpickled import DAMAGES, PickleError, check_archive, read_archive
 from mlm.util.errors import CorruptFileError, reading_from
 from mlm.util.files import digest_file
 

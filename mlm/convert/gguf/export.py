@@ -1,8 +1,8 @@
-"""A Llama, Mistral, Qwen or mixture as one file for llama.cpp and what is built on it.
+"""A Llama, Mistral, Qwen or mixture as one file for llama.cpp and programs built on it.
 
-Keys and names of tensors are those of the `gguf` package, what they hold is what llama.cpp's converter
-writes. Matrices are of the chosen type, norms, biases and routers float32. Before the file is named, the
-tokenizer is tried on texts, and, where llama.cpp is installed, the whole file in it.
+Keys and names of tensors are the `gguf` package's, their content is what llama.cpp's converter writes.
+Matrices have the chosen type, norms, biases and routers float32. Before the file is named, the tokenizer is
+tried on texts, and, where llama.cpp is installed, the whole file in it.
 """
 
 import math
@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mlm.convert.gguf.llama_cpp import LlamaCpp, is_installed
 from mlm.convert.gguf.vocabulary import compare_tokens, composes, vocabulary
 from mlm.convert.huggingface.export import hf_mapping, token_ids
 from mlm.convert.huggingface.llama_variants import VARIANTS, model_type
@@ -31,29 +31,21 @@ from mlm.util.errors import UserError
 from mlm.util.extras import load_extra
 from mlm.util.results import CREATOR, is_stream, write_result
 
-EXTRA = "gguf"
 ARCHITECTURES = {
     **{"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"},
     **{"mixtral": "LLAMA", "qwen3_moe": "QWEN3MOE", "olmoe": "OLMOE"},
 }
-PAIRED = ("LLAMA",)
-"""Architectures of which llama.cpp turns neighbouring rows of a head."""
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-BLOCK = 32
-"""Columns of a block of Q8_0, which share a scale."""
 LOGIT_ERRORS = {"f32": 1e-3, "f16": 0.05, "bf16": 0.2, "q8_0": 0.25}
 """Type -> root mean square by which logits may differ in llama.cpp, in standard deviations of all."""
-PROBED_TOKENS = 32
-PRIME = 7919
 LLAMA_CPP_YARN = {"rope_beta_fast": 32.0, "rope_beta_slow": 1.0, "rope_truncate": True, "rope_mscale": 0.0}
 """Settings of yarn that a file cannot hold, and their values in llama.cpp."""
-EXPERT = re.compile(r"(?<=\.experts)\.\d+")
 
 
 def export_problems(ckpt: str) -> list[str]:
     """Return why a checkpoint cannot become a file for llama.cpp; no tensor is read."""
     try:
-        load_extra("gguf", "mlm export gguf", EXTRA)
+        load_extra("gguf", "mlm export gguf", "gguf")
         source = open_checkpoint(ckpt)
         source.check()
         hf_mapping(source)
@@ -77,16 +69,14 @@ def model_problem(source: Source) -> str | None:
     if model.activation != "silu":
         return f"model.activation={model.activation} is not supported; supported: silu"
     if settings.rope_scaling == "llama3" and architecture != "LLAMA":
-        return f"llama.cpp has no {model_type(model)} with model.options.rope_scaling=llama3"
+        return f"llama.cpp has no {kind} with model.options.rope_scaling=llama3"
     if settings.rope_scaling == "yarn":
         for name, value in LLAMA_CPP_YARN.items():
             if (given := getattr(settings, name)) != value:
                 return f"model.options.{name}={given} is not supported; llama.cpp computes {value}"
     if settings.num_experts and settings.router_normalise is (architecture == "OLMOE"):
-        return (
-            f"llama.cpp has no {model_type(model)} with model.options.router_normalise="
-            f"{str(settings.router_normalise).lower()}"
-        )
+        given = f"model.options.router_normalise={str(settings.router_normalise).lower()}"
+        return f"llama.cpp has no {kind} with {given}"
     return None
 
 
@@ -97,20 +87,15 @@ def export_gguf(
 
     `logits` returns those of the model for tokens [B, S]; None tries nothing. Raises UserError.
     """
-    gguf: Any = load_extra("gguf", "mlm export gguf", EXTRA)
+    gguf: Any = load_extra("gguf", "mlm export gguf", "gguf")
     source.digests()
     writer = prepare(gguf, source, kind)
     check = None
-    if logits is not None and is_installed() and not is_stream(out):
+    if logits is not None and find_spec("cyllama") is not None and not is_stream(out):
         check = partial(check_in_llama_cpp, source, out, kind, logits)
     write_result(out, partial(write, gguf, writer, check))
     size = sum(tensor.nbytes for tensors in writer.tensors for tensor in tensors.values())
     columns = {"architecture#": writer.arch, "type#": kind, "GB#": f"{size / GB:.3g}"}
-    return columns, notes_of(source, is_tried=check is not None)
-
-
-def notes_of(source: Source, *, is_tried: bool) -> list[str]:
-    """Return what is missing, changed or not tried."""
     notes, window = [], LlamaSettings.of(source.model).window
     if source.tokenizer is None:
         notes.append(f"no tokenizer: {source.path} has none, so that llama.cpp reads token ids alone")
@@ -118,13 +103,13 @@ def notes_of(source: Source, *, is_tried: bool) -> list[str]:
         notes.append("llama.cpp composes no accents: text that is not in NFC is read as other tokens")
     if window:
         notes.append(f"context of {window} tokens: llama.cpp has no window in this architecture")
-    if not is_tried:
+    if check is None:
         notes.append("not tried in llama.cpp: that takes a regular file, verify=true and mlm[gguf-check]")
-    return notes
+    return columns, notes
 
 
 def prepare(gguf: Any, source: Source, kind: str) -> Any:
-    """Return a writer that holds all keys and tensors."""
+    """Return a writer of the `gguf` package that holds all keys and tensors."""
     architecture = ARCHITECTURES[model_type(source.model)]
     writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture]])
     writer.add_quantized_by(CREATOR)  # by which a later export knows the file
@@ -147,10 +132,10 @@ def prepare(gguf: Any, source: Source, kind: str) -> Any:
         tensors = dict[str, list[Tensor]]()
         for theirs, value in zip(location.names, location.to_theirs(source.whole(ours)), strict=True):
             module = theirs.split(".")[-2]
-            if architecture in PAIRED and module in heads:
+            if architecture == "LLAMA" and module in heads:
                 value = interleave(value, heads[module])
             stored = mapping.stored_name(theirs, source.model.head)
-            tensors.setdefault(EXPERT.sub("", stored), []).append(value)
+            tensors.setdefault(re.sub(r"(?<=\.experts)\.\d+", "", stored), []).append(value)
         for stored, values in tensors.items():
             name = names.get_name(stored, try_suffixes=(".weight", ".bias"))
             value = torch.stack(values) if ".experts." in stored else values[0]
@@ -180,8 +165,8 @@ def check_in_llama_cpp(
     llama = LlamaCpp(Path(file.name))
     if source.tokenizer is not None:
         compare_tokens(source.tokenizer, llama.tokens)
-    count = min(PROBED_TOKENS, context_length(source.model))
-    ids = torch.arange(count).mul(PRIME).remainder(source.model.vocab_size)
+    count = min(32, context_length(source.model))
+    ids = torch.arange(count).mul(7919).remainder(source.model.vocab_size)
     want = logits(ids[None])[0].float()
     error = ((llama.logits(ids.tolist()) - want).square().mean().sqrt() / want.std()).item()
     if not error <= LOGIT_ERRORS[kind]:
@@ -192,9 +177,9 @@ def check_in_llama_cpp(
 
 
 def interleave(value: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of a head from halves to pairs: llama.cpp turns neighbours for this architecture."""
-    turned: Tensor = value.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-    return turned
+    """Reorder the rows of a head from halves to pairs: llama.cpp rotates neighbours in a LLAMA."""
+    paired: Tensor = value.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    return paired
 
 
 def encoded(gguf: Any, value: Tensor, kind: str) -> tuple[NDArray[Any], Any]:
@@ -202,7 +187,7 @@ def encoded(gguf: Any, value: Tensor, kind: str) -> tuple[NDArray[Any], Any]:
     numbers, types = value.float().contiguous().numpy(), gguf.GGMLQuantizationType
     if kind == "f32" or value.ndim == 1:
         return numbers, types.F32
-    if kind == "q8_0" and value.shape[-1] % BLOCK:
+    if kind == "q8_0" and value.shape[-1] % 32:  # columns that share a scale
         return gguf.quants.quantize(numbers, types.F16), types.F16
     return gguf.quants.quantize(numbers, types[kind.upper()]), types[kind.upper()]
 
@@ -247,24 +232,61 @@ def context_length(model: ModelConfig) -> int:
 
 def add_tokenizer(writer: Any, source: Source, tokenizer: Tokenizer) -> None:
     """Add tokens, their types, merges or scores, special tokens and the chat template."""
-    found, ids = vocabulary(tokenizer, source.model.vocab_size), token_ids(source)
-    writer.add_tokenizer_model(found.model)
-    writer.add_tokenizer_pre(found.pre)
-    writer.add_token_list(found.tokens)
-    writer.add_token_types(found.types)
-    if found.scores is None:
-        pairs = [[part.replace(" ", "\u0120") for part in pair] for pair in found.merges]
+    known, ids = vocabulary(tokenizer, source.model.vocab_size), token_ids(source)
+    writer.add_tokenizer_model(known.model)
+    writer.add_tokenizer_pre(known.pre)
+    writer.add_token_list(known.tokens)
+    writer.add_token_types(known.types)
+    if known.scores is None:
+        pairs = [[part.replace(" ", "\u0120") for part in pair] for pair in known.merges]
         writer.add_token_merges([" ".join(pair) for pair in pairs])
     else:
-        writer.add_token_scores(found.scores)
-        writer.add_add_space_prefix(found.adds_space)
-    for add, id in (
-        (writer.add_bos_token_id, ids.bos),
-        (writer.add_eos_token_id, ids.eod),
-        (writer.add_pad_token_id, ids.pad),
-    ):
+        writer.add_token_scores(known.scores)
+        writer.add_add_space_prefix(known.adds_space)
+    for name, id in (("bos", ids.bos), ("eos", ids.eod), ("pad", ids.pad)):
         if id is not None:
-            add(id)
+            getattr(writer, f"add_{name}_token_id")(id)
     writer.add_add_bos_token(tokenizer.adds_bos)
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template.source)
+
+
+class LlamaCpp:
+    """A GGUF file in llama.cpp, on the CPU, where the extra gguf-check is installed.
+
+    Raises RuntimeError and ValueError for a file that it does not load.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._api: Any = load_extra("cyllama.llama.llama_cpp", "mlm export gguf", "gguf-check")
+        self._api.disable_logging()
+        params = self._api.LlamaModelParams()
+        params.n_gpu_layers = 0
+        # cyllama 0.2.18 asks the model for n_vocab, which its vocabulary has.
+        n_vocab = property(lambda model: model.get_vocab().n_vocab)
+        model_class = type("Model", (self._api.LlamaModel,), {"n_vocab": n_vocab})
+        self._model = model_class(path_model=str(path), params=params)
+        self._vocabulary = self._model.get_vocab()
+
+    def tokens(self, text: str, *, add_special: bool = False) -> list[int]:
+        """Return the tokens of a text in which names of special tokens are text.
+
+        `add_special` includes the tokens that the tokenizer adds at the ends.
+        """
+        return list(self._vocabulary.tokenize(text, add_special, False)) if text else []
+
+    def logits(self, ids: list[int]) -> Tensor:
+        """Return the logits of a sequence: [S] -> [S, V], float32."""
+        params = self._api.LlamaContextParams()
+        params.n_ctx = params.n_batch = len(ids)
+        params.type_k = params.type_v = 0  # keys, values and scores in float32
+        params.flash_attn_type = 0
+        context, rows = self._api.LlamaContext(model=self._model, params=params), []
+        batch = self._api.LlamaBatch(n_tokens=1, embd=0, n_seq_max=1)
+        for position, id in enumerate(ids):
+            batch.reset()
+            batch.add(id, position, [0], True)
+            context.decode(batch)
+            rows.append(list(context.get_logits()))
+        context.close()
+        return torch.tensor(rows)

@@ -34,8 +34,6 @@ PROBE = (
     *("😀", "👨\u200d👩\u200d👧 ok", "\u200b\ufeff", "...!?--", "“quoted” — …", "a_b-c/d\\e", "://"),
 )
 """Texts that tell tokenizers apart: cases, digits, spaces, code, accents, scripts, emoji."""
-MOST_PIECES = 1000
-"""Names of tokens that are tried as texts too."""
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -57,8 +55,6 @@ PATTERNS = {
 
 Under other names it only comes near: under tekken it takes marks of Hindi and Thai for no letters.
 """
-TAKES_WHOLE_WORDS = ("llama-bpe",)
-"""Names with which a word of the vocabulary is one token, whatever the merges say."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,8 @@ class Vocabulary:
         ids = {token: id for id, token in enumerate(self.tokens)}
         if self.model == "gpt2":
             merges = [(left, right) for left, right in self.merges]
-            whole_words = self.pre in TAKES_WHOLE_WORDS
+            # a word of the vocabulary is one token then, whatever the merges say
+            whole_words = self.pre == "llama-bpe"
             backend = Backend(models.BPE(vocab=ids, merges=merges, ignore_merges=whole_words))
             patterns = next(patterns for patterns, name in PATTERNS.items() if name == self.pre)
             splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
@@ -92,8 +89,9 @@ class Vocabulary:
             backend = Backend(models.BPE(vocab=ids, merges=list(self._pairs(ids)), byte_fallback=True))
             prefix = [normalizers.Prepend(SPACE)] if self.adds_space else []
             backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
-        found = [token for token, type in zip(self.tokens, self.types, strict=True) if type == USER_DEFINED]
-        backend.add_tokens([AddedToken(token, normalized=False) for token in found])
+        typed = zip(self.tokens, self.types, strict=True)
+        added = [token for token, type in typed if type == USER_DEFINED]
+        backend.add_tokens([AddedToken(token, normalized=False) for token in added])
         return backend
 
     def _pairs(self, ids: dict[str, int]) -> Iterator[tuple[str, str]]:
@@ -129,10 +127,10 @@ def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
             types[id] = UNKNOWN
         elif by_score and re.fullmatch("<0x[0-9A-F]{2}>", token):
             types[id] = BYTE
-    for each in added:
-        tokens[each["id"]] = each["content"]
-        if types[each["id"]] != UNKNOWN:
-            types[each["id"]] = CONTROL if each["special"] else USER_DEFINED
+    for token in added:
+        tokens[token["id"]] = token["content"]
+        if types[token["id"]] != UNKNOWN:
+            types[token["id"]] = CONTROL if token["special"] else USER_DEFINED
     merges = merges_of(model)
     if by_score:
         scores = [0.0 if type in (CONTROL, UNKNOWN, BYTE) else float(-len(merges)) for type in types]
@@ -140,16 +138,16 @@ def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
         for rank, pair in reversed([*enumerate(merges)]):
             scores[ids["".join(pair)]] = float(-rank)
         adds_space = tokenizer.name_of(tokenizer.encode("a")[0]).startswith(SPACE)
-        found = Vocabulary("llama", tokens, types, [], scores, adds_space=adds_space)
+        result = Vocabulary("llama", tokens, types, [], scores, adds_space=adds_space)
     else:
         pre = PATTERNS.get(patterns_of(content.get("pre_tokenizer")))
         if pre is None:
             raise UserError(
                 f"tokenizer: llama.cpp splits text in no way exactly as this tokenizer does; {ANOTHER_WAY}"
             )
-        found = Vocabulary("gpt2", tokens, types, merges, pre=pre)
-    compare_tokens(tokenizer, lambda text: found.backend.encode(text, add_special_tokens=False).ids)
-    return found
+        result = Vocabulary("gpt2", tokens, types, merges, pre=pre)
+    compare_tokens(tokenizer, lambda text: result.backend.encode(text, add_special_tokens=False).ids)
+    return result
 
 
 def patterns_of(pre_tokenizer: Any) -> tuple[str, ...]:
@@ -174,7 +172,7 @@ def compare_tokens(tokenizer: Tokenizer, theirs: Callable[[str], list[int]]) -> 
 
     llama.cpp composes no accents: texts are composed (NFC) for a tokenizer that does.
     """
-    step = max(tokenizer.vocab_size // MOST_PIECES, 1)
+    step = max(tokenizer.vocab_size // 1000, 1)  # names of a thousand tokens are texts too
     pieces = [tokenizer.decode([id]) for id in range(0, tokenizer.vocab_size, step)]
     texts = [*PROBE, *(piece for piece in pieces if "\ufffd" not in piece)]
     if composes(tokenizer):

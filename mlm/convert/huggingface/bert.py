@@ -24,8 +24,6 @@ from mlm.models.shape import is_tied
 from mlm.util.errors import ConfigError, UserError
 
 PREFIX = "bert."
-INPUTS = ("input_ids", "token_type_ids", "attention_mask")
-"""Inputs that a tokenizer of `transformers` returns for BERT."""
 
 _ARCHITECTURES = {
     "language_model": "BertForPreTraining",
@@ -50,18 +48,14 @@ _POOLER, _ORDER = "pooler.dense", "cls.seq_relationship"
 
 
 def architecture(model: ModelConfig) -> str:
-    """Return the class that holds such a model with its head."""
     name = _ARCHITECTURES[model.head]
     return name if model.norm == "post" else f"Megatron{name}"
 
 
 def locations(model: ModelConfig) -> Iterator[tuple[str, hf.Location]]:
-    """Yield (our name, location) of every parameter, in the order of the model."""
-    tables = {"token": "word", "position": "position"} | (
-        {"token_type": "token_type"} if model.token_types else {}
-    )
-    for kind, theirs in tables.items():
-        yield f"{kind}.weight", hf.Location((f"embeddings.{theirs}_embeddings.weight",))
+    for ours, theirs in (("token", "word"), ("position", "position"), ("token_type", "token_type")):
+        if ours != "token_type" or model.token_types:
+            yield f"{ours}.weight", hf.Location((f"embeddings.{theirs}_embeddings.weight",))
     if model.norm == "post":
         yield from hf.weight_and_bias("embedding_norm", "embeddings.LayerNorm")
     for layer in range(model.num_layers):
@@ -90,9 +84,8 @@ def plain_name(theirs: str) -> str:
     gamma and beta are TensorFlow's words for weight and bias, in files of 2018 and 2019.
     """
     name = theirs.removeprefix(PREFIX)
-    return re.sub(
-        r"(?<=LayerNorm\.)(gamma|beta)$", lambda old: {"gamma": "weight", "beta": "bias"}[old[1]], name
-    )
+    name = re.sub(r"(?<=LayerNorm\.)gamma$", "weight", name)
+    return re.sub(r"(?<=LayerNorm\.)beta$", "bias", name)
 
 
 def _keys(vocabulary: int, width: int, layers: int, heads: int) -> hf.ConfigKeys:
@@ -147,7 +140,6 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
 
 
 def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
-    """Return the config.json that the class of the model's head loads."""
     return {
         **_KEYS[model.norm].write({**asdict(model), "ffn_hidden_size": model.ffn_size}, architecture(model)),
         "model_type": "bert" if model.norm == "post" else "megatron-bert",
@@ -196,7 +188,6 @@ def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str
 
 
 def problem(model: ModelConfig) -> str | None:
-    """Return why `transformers` has no such BERT."""
     if model.token_types:
         return None
     return (
@@ -206,14 +197,10 @@ def problem(model: ModelConfig) -> str | None:
 
 def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
     """Return the special tokens that the vocabulary has, and the inputs of BERT."""
-    named = {
-        "cls": tokenizer.cls_id,
-        "sep": tokenizer.sep_id,
-        "mask": tokenizer.mask_id,
-        "pad": tokenizer.pad_id,
-    }
+    named = {name: getattr(tokenizer, f"{name}_id") for name in ("cls", "sep", "mask", "pad")}
     tokens = {f"{name}_token": tokenizer.decode([id]) for name, id in named.items() if id is not None}
-    return {**tokens, "unk_token": UNK, "model_input_names": list(INPUTS)}
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    return {**tokens, "unk_token": UNK, "model_input_names": inputs}
 
 
 def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> hf.Outputs:

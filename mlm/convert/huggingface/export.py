@@ -1,14 +1,14 @@
 """A folder that `transformers` loads, made of any source: tensors, settings, tokenizer and model card.
 
-Tensors are read and written one at a time; the vocabulary is not padded. Of adapters, the folder is one that
-`peft` loads, or the model that they make of their base.
+Tensors are read and written one at a time; the vocabulary is not padded. Adapters become a folder that `peft`
+loads, or are merged into the weights of their base.
 """
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from mlm.data.tokenizer_settings import ids_of
 from mlm.models.family import family_of
 from mlm.models.shape import count_parameters
 from mlm.runs.folder import GB, new_folder, out_problems
-from mlm.util.errors import UserError, attempt
+from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
 from mlm.util.terminal import Advance, progress_bar
 
@@ -41,16 +41,14 @@ Done = Callable[[str, Callable[[], FileEntry]], FileEntry]
 HEADER = 256  # bytes that a tensor needs in the header of its file, at most
 
 
-@dataclass(frozen=True)
-class Exported:
-    """A tensor to write, and the parameter it is made of."""
+class Exported(NamedTuple):
+    """A tensor to write, and the parameter that it is `part` of."""
 
+    theirs: str
+    form: Form
     ours: str
     location: Location
     part: int
-    """Number among the location's tensors."""
-    theirs: str
-    form: Form
 
 
 def export_problems(ckpt: str, out: str, max_file_gb: float) -> list[str]:
@@ -58,13 +56,12 @@ def export_problems(ckpt: str, out: str, max_file_gb: float) -> list[str]:
     problems = out_problems(out)
     if not max_file_gb > 0:
         problems.append(f"max_file_gb={max_file_gb} must be greater than 0")
-
-    def check() -> None:
+    try:
         source = open_checkpoint(ckpt)
         source.check()
         hf_mapping(source)
-
-    attempt(problems, check)
+    except UserError as error:
+        problems += error.problems
     return problems
 
 
@@ -111,8 +108,8 @@ def write_adapters(source: Checkpoint, base: Source, folder: Path) -> int:
 
     tensors = {
         name: value.contiguous()
-        for each in peft.stored_adapters(source.model, lora)
-        for name, value in each.to_theirs(read, base.whole)
+        for adapter in peft.stored_adapters(source.model, lora)
+        for name, value in adapter.to_theirs(read, base.whole)
     }
     forms = {name: Form(torch.float32, tuple(value.shape)) for name, value in tensors.items()}
     write_stream(folder / peft.WEIGHTS, forms, tensors.__getitem__, SAFETENSORS_FOR)
@@ -122,7 +119,7 @@ def write_adapters(source: Checkpoint, base: Source, folder: Path) -> int:
 
 def tensor_bytes(source: Source, dtype: torch.dtype) -> int:
     """Return the bytes of the parameters in `dtype`."""
-    return sum(one.num_bytes // 4 * dtype.itemsize for one in source.parameters.values())
+    return sum(entry.num_bytes // 4 * dtype.itemsize for entry in source.parameters.values())
 
 
 def hf_mapping(source: Source) -> HuggingFaceMapping:
@@ -148,24 +145,31 @@ def write_hf(
     advance: Advance,
     done: Done = lambda name, write: write(),
 ) -> tuple[int, bool]:
-    """Write the whole folder; return its files of tensors, and True if a bias was folded.
+    """Write the folder; return its number of files of tensors, and True if a bias was folded.
 
     `done(name, write)` writes a file of tensors, unless it is there.
     """
-    mapping = hf_mapping(source)
-    files = into_files(plan_tensors(source, mapping, dtype), int(file_gb * GB))
+    mapping, head = hf_mapping(source), source.model.head
+    exported = [
+        Exported(mapping.stored_name(theirs, head), form, ours, location, part)
+        for ours, location in mapping.locations(source.model)
+        for form in [Form(dtype, location.shape(source.parameters[ours].shape))]
+        for part, theirs in enumerate(location.names)
+    ]
+    groups = group_by_size(exported, lambda tensor: tensor.form.num_bytes + HEADER, int(file_gb * GB))
+    names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
+    files = dict(zip(names if len(groups) > 1 else [WEIGHTS], groups, strict=True))
     shift = folded_bias(source, mapping)
 
-    def read(tensor: Exported) -> Tensor:
-        value = stored_tensor(tensor, source).to(dtype)
-        return value if shift is None or tensor.ours != "final_norm.bias" else value + shift
-
     def write(name: str) -> FileEntry:
-        by_name = {tensor.theirs: tensor for tensor in files[name]}
-        forms = {theirs: tensor.form for theirs, tensor in by_name.items()}
-        return write_stream(
-            folder / name, forms, lambda theirs: read(by_name[theirs]), SAFETENSORS_FOR, advance
-        )
+        tensors = {tensor.theirs: tensor for tensor in files[name]}
+
+        def read(theirs: str) -> Tensor:
+            value = stored_tensor(tensors[theirs], source).to(dtype)
+            return value if shift is None or tensors[theirs].ours != "final_norm.bias" else value + shift
+
+        forms = {theirs: tensor.form for theirs, tensor in tensors.items()}
+        return write_stream(folder / name, forms, read, SAFETENSORS_FOR, advance)
 
     for name in files:
         done(name, partial(write, name))
@@ -184,31 +188,13 @@ def write_hf(
     return len(files), shift is not None
 
 
-def plan_tensors(source: Source, mapping: HuggingFaceMapping, dtype: torch.dtype) -> list[Exported]:
-    """Return every parameter in the order of the model."""
-    return [
-        Exported(name, location, part, mapping.stored_name(theirs, source.model.head), form)
-        for name, location in mapping.locations(source.model)
-        for form in [Form(dtype, location.shape(source.parameters[name].shape))]
-        for part, theirs in enumerate(location.names)
-    ]
-
-
-def into_files(tensors: list[Exported], most: int) -> dict[str, list[Exported]]:
-    """Distribute tensors over files of at most `most` bytes, in order; a larger tensor has its own."""
-    groups = group_by_size(tensors, lambda tensor: tensor.form.num_bytes + HEADER, most)
-    if len(groups) == 1:
-        return {WEIGHTS: groups[0]}
-    return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
-
-
 def stored_tensor(tensor: Exported, source: Source) -> Tensor:
-    """Return a tensor to write, float32; of stacked ones it alone is read."""
-    location, part = tensor.location, tensor.part
+    """Return a tensor to write, float32; of stacked tensors only this one is read."""
+    location, shape = tensor.location, tensor.form.shape
     if not location.stacked:
-        return location.to_theirs(source.whole(tensor.ours))[part]
-    place, shape = location.indices[part], tensor.form.shape
-    region = Region((*place, *(0 for _ in shape)), (*(1 for _ in place), *shape))
+        return location.to_theirs(source.whole(tensor.ours))[tensor.part]
+    index = location.indices[tensor.part]
+    region = Region((*index, *(0 for _ in shape)), (*(1 for _ in index), *shape))
     return source.read(tensor.ours, region).view(shape)
 
 
@@ -273,7 +259,7 @@ def one_or_all(ids: list[int]) -> int | list[int]:
 
 
 def token_ids(source: Source) -> TokenIds:
-    """Return ids and labels for config.json: those of the imported folder, else of tokenizer and task."""
+    """Return ids and labels for config.json: the imported folder's, else of tokenizer and task."""
     tokenizer, origin = source.tokenizer, source.manifest.state.get("source")
     imported = origin if isinstance(origin, dict) else {}
     eod, bos, pad = (getattr(tokenizer, f"{name}_id", None) for name in ("eod", "bos", "pad"))

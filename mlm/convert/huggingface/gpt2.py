@@ -69,10 +69,7 @@ _ALIASES = {  # other names that GPT2Config accepts, and takes where both are gi
 
 
 def locations(model: ModelConfig) -> Iterator[tuple[str, hf.Location]]:
-    """Yield (our name, location) of every parameter, in the order of the model.
-
-    A classifier's bias has none: GPT2ForSequenceClassification computes as if it were zero.
-    """
+    """Yield all locations; a classifier's bias has none: GPT2ForSequenceClassification has it as zero."""
     yield "token.weight", hf.Location(("wte.weight",))
     yield "position.weight", hf.Location(("wpe.weight",))
     for layer in range(model.num_layers):
@@ -103,7 +100,6 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
 
 
 def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
-    """Return the config.json that the class of the model's head loads."""
     return {
         **_KEYS.write(asdict(model), ARCHITECTURES[model.head]),
         "model_type": "gpt2",
@@ -126,8 +122,8 @@ def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str
     head = hf.one_head(heads, shapes, path)
     if head == "classification":
         num_labels = shapes["score.weight"][0] if shapes["score.weight"] else 0
-        filled = frozenset({"classifier.bias"})
-        return hf.FolderContent(replace(model, head="classification", num_labels=num_labels), filled)
+        config = replace(model, head=head, num_labels=num_labels)
+        return hf.FolderContent(config, filled=frozenset({"classifier.bias"}))
     return hf.FolderContent(replace(model, head="span") if head == "span" else model)
 
 

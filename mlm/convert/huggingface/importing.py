@@ -58,12 +58,10 @@ def import_problems(source: str, out: str, revision: str | None = None, base: st
 
 
 def no_such_folder(source: str) -> str:
-    """Return the problem of a source that is neither a folder nor an id."""
     return f"source={source}: no such folder. Give one with config.json and model.safetensors, or a Hub id"
 
 
 def is_adapter(source: str) -> bool:
-    """True for a folder that holds adapters of `peft`."""
     return (Path(source) / peft.CONFIG).is_file()
 
 
@@ -95,24 +93,22 @@ def import_model(
         with progress_bar(f"writing {out}", count, in_bytes=True) as advance:
             path = write_native(source, run, origin, advance)
         line = NOT_COMPARED if compare is None else str(compare(folder, run))
-    notes = [*source.conversion_notes, *not_carried(source.hf)]
+    # What the folder holds and no export of the run will hold.
+    known, notes = {*SMALL_FILES, *source.hf.files, CARD}, source.conversion_notes
+    names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in known)
+    lost = [name for name in names if not name.startswith(".") and not name.endswith(OTHER_WEIGHTS)]
+    if "auto_map" in read_config(folder / SETTINGS):
+        lost.append(f"auto_map of {SETTINGS}")
+    if lost:
+        more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
+        notes.append(f"not carried: {', '.join(map(one_line, lost[:5]))}{more}")
     return source.hf, notes, line, f"written to {out / CHECKPOINTS / path.name}"
-
-
-def not_carried(model: HFModel) -> list[str]:
-    """Return a note on what the folder holds that no export of the run will hold."""
-    known = {*SMALL_FILES, *model.files, CARD}
-    names = sorted(path.name for path in model.folder.iterdir() if path.is_file() and path.name not in known)
-    others = [name for name in names if not name.startswith(".") and not name.endswith(OTHER_WEIGHTS)]
-    others += [f"auto_map of {SETTINGS}"] * ("auto_map" in read_config(model.folder / SETTINGS))
-    more = f" and {len(others) - 5} more" * (len(others) > 5)
-    return [f"not carried: {', '.join(map(one_line, others[:5]))}{more}"] if others else []
 
 
 def import_adapters(
     folder: Path, out: Path, *, base: str | None
 ) -> tuple[dict[str, object], tuple[Note, ...], str, str]:
-    """Write adapters of `peft` as a run beside their base; return columns, notes, and lines on base and run.
+    """Write adapters of `peft` as a run that names their base; return columns, notes, and lines on both.
 
     Raises UserError and leaves no files.
     """
@@ -138,22 +134,23 @@ def import_adapters(
     below.check()
     tensors = {
         f"model.{name}": value
-        for each in peft.stored_adapters(model, lora)
-        for name, value in each.to_ours(read, below.whole)
+        for adapter in peft.stored_adapters(model, lora)
+        for name, value in adapter.to_ours(read, below.whole)
     }
-    form = {}
+    entries = {}
     for shard, _ in adapter_shards(model, lora, layer_names(model)):
         name = f"model.{shard.name}"
-        found, shape = tuple(tensors[name].shape), shard.global_shape
-        if found != shape:
-            raise CorruptFileError(f"{folder}: {name} is {list(found)}, its base makes it {list(shape)}")
-        form[name] = TensorEntry(shape, torch.float32, split_of(shard, model.vocab_multiple))
+        stored_shape, shape = tuple(tensors[name].shape), shard.global_shape
+        if stored_shape != shape:
+            made = f"{name} is {list(stored_shape)}, its base makes it {list(shape)}"
+            raise CorruptFileError(f"{folder}: {made}")
+        entries[name] = TensorEntry(shape, torch.float32, split_of(shard, model.vocab_multiple))
     run = replace(run_config(folder.resolve().name, model), lora=lora)
     from_base = {"base": below.name, "digest": below.digest}
-    with new_folder(out, sum(one.num_bytes for one in form.values())) as made:
+    with new_folder(out, sum(entry.num_bytes for entry in entries.values())) as run_folder:
         path = write_run(
-            made,
-            form,
+            run_folder,
+            entries,
             lambda name, region: tensors[name][region.within(Region.whole(tensors[name].shape))],
             state={**imported_state(run, {"kind": "peft", "name": run.name}, ()), LORA: from_base},
             tokenizer=below.tokenizer,

@@ -29,10 +29,8 @@ TRAINING_ONLY = ("balance", "balance_rate", "balance_coefficient", "z_loss", "ca
 
 
 def architecture(model: ModelConfig) -> str:
-    """Return the class that holds such a model with its head."""
-    return VARIANTS[model_type(model)].classes + (
-        "ForCausalLM" if model.head == "language_model" else "Model"
-    )
+    suffix = "ForCausalLM" if model.head == "language_model" else "Model"
+    return VARIANTS[model_type(model)].classes + suffix
 
 
 def problem(model: ModelConfig) -> str | None:
@@ -69,7 +67,6 @@ Locations = Iterator[tuple[str, hf.Location]]
 
 
 def locations(model: ModelConfig) -> Locations:
-    """Yield (our name, location) of every parameter, in the order of the model."""
     settings, row = LlamaSettings.of(model), VARIANTS[model_type(model)]
     yield _same("token", "embed_tokens")
     for number in range(model.num_layers):
@@ -89,12 +86,10 @@ def locations(model: ModelConfig) -> Locations:
 
 
 def _same(ours: str, stored: str) -> tuple[str, hf.Location]:
-    """(our name, location) of a weight that is stored as it is here."""
     return f"{ours}.weight", hf.Location((f"{stored}.weight",))
 
 
 def _query_locations(ours: str, stored: str, settings: LlamaSettings) -> Locations:
-    """Yield (our name, location) of queries, keys and values, and of their norms."""
     for part in ("weight", "bias") if settings.qkv_bias else ("weight",):
         q, k, v = (f"{stored}.{name}_proj.{part}" for name in "qkv")
         yield f"{ours}.query.{part}", hf.Location((q,))
@@ -105,21 +100,21 @@ def _query_locations(ours: str, stored: str, settings: LlamaSettings) -> Locatio
 
 
 def _latent_locations(ours: str, stored: str, settings: LlamaSettings) -> Locations:
-    """Yield (our name, location) of latent attention.
+    """Yield locations of latent attention.
 
-    Turned dimensions are stored in pairs, and after the others of a head; here in halves, and first.
+    Rotated dimensions are stored in pairs, and after the others of a head; here in halves, and first.
     """
-    turned, latent = settings.rope_head_dim, settings.kv_lora_rank
-    halves = [*range(0, turned, 2), *range(1, turned, 2)]
-    plain = settings.head_dim - turned
-    order = (*(plain + place for place in halves), *range(plain))
+    rotated, latent = settings.rope_head_dim, settings.kv_lora_rank
+    halves = [*range(0, rotated, 2), *range(1, rotated, 2)]
+    plain = settings.head_dim - rotated
+    order = (*(plain + dim for dim in halves), *range(plain))
     query = f"{stored}.q_proj.weight"
     if settings.q_lora_rank:
         yield _same(f"{ours}.query_down", f"{stored}.q_a_proj")
         yield _same(f"{ours}.query_down_norm", f"{stored}.q_a_layernorm")
         query = f"{stored}.q_b_proj.weight"
     yield f"{ours}.query.weight", hf.Location((query,), rows=order)
-    order = (*range(latent), *(latent + place for place in halves))
+    order = (*range(latent), *(latent + dim for dim in halves))
     yield f"{ours}.kv_down.weight", hf.Location((f"{stored}.kv_a_proj_with_mqa.weight",), rows=order)
     yield _same(f"{ours}.kv_down_norm", f"{stored}.kv_a_layernorm")
     yield _same(f"{ours}.kv", f"{stored}.kv_b_proj")
@@ -128,16 +123,16 @@ def _latent_locations(ours: str, stored: str, settings: LlamaSettings) -> Locati
 def _expert_locations(
     ours: str, stored: str, model: ModelConfig, settings: LlamaSettings, row: Variant
 ) -> Locations:
-    """Yield (our name, location) of a layer's router and experts."""
     count = settings.num_experts
     yield _same(f"{ours}.router", f"{stored}.gate")
     if settings.has_router_bias:
         yield f"{ours}.router.bias", hf.Location((f"{stored}.gate.e_score_correction_bias",))
     gate, up, down = row.projections
-    each = [f"{stored}.experts.{expert}" for expert in range(count)]
-    pairs = tuple(f"{expert}.{part}.weight" for expert in each for part in (gate, up))
+    experts = [f"{stored}.experts.{expert}" for expert in range(count)]
+    pairs = tuple(f"{expert}.{part}.weight" for expert in experts for part in (gate, up))
     yield f"{ours}.experts.up", hf.Location(pairs, stacked=(count, 2))
-    yield f"{ours}.experts.down", hf.Location(tuple(f"{e}.{down}.weight" for e in each), stacked=(count,))
+    downs = tuple(f"{expert}.{down}.weight" for expert in experts)
+    yield f"{ours}.experts.down", hf.Location(downs, stacked=(count,))
     if settings.shared_experts:
         width = settings.shared_experts * settings.expert_ffn_size
         blocks = num_blocks(replace(model, ffn_hidden_size=width))
@@ -145,7 +140,6 @@ def _expert_locations(
 
 
 def _gated_locations(ours: str, stored: str, blocks: int) -> Locations:
-    """Yield (our name, location) of an MLP."""
     gate, up = (f"{stored}.{name}_proj.weight" for name in ("gate", "up"))
     yield f"{ours}.up.weight", hf.Location((gate, up), num_heads=blocks, parts=2)
     yield _same(f"{ours}.down", f"{stored}.down_proj")
@@ -222,7 +216,6 @@ def _dense_layers(config: Mapping[str, hf.JSON], layers: int, row: Variant, path
 
 
 def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
-    """Return the config.json that the class of the model's head loads."""
     settings, kind = LlamaSettings.of(model), model_type(model)
     row, width = VARIANTS[kind], settings.window
     ffn = settings.expert_ffn_size if row.is_all_experts else model.ffn_size

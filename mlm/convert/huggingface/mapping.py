@@ -1,7 +1,7 @@
-"""Description of a model family as `transformers` stores it, filled in by the family's huggingface.py.
+"""Description of a model family as `transformers` stores it, filled in by gpt2.py, bert.py and llama.py.
 
-`mlm.convert.huggingface` reads and writes folders by it. Here are the parts that families share: where a
-parameter is stored, keys of config.json and what they may be, and the names of heads.
+Here are the parts that families share: where a parameter is stored, keys of config.json and their values, and
+the names of heads.
 """
 
 import json

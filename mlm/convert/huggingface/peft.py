@@ -17,7 +17,7 @@ from mlm.convert.huggingface.folder import SAVE_AGAIN, WRAPPERS, unwrap_names
 from mlm.convert.huggingface.mapping import Location, Note, show
 from mlm.models.config import LoraConfig, ModelConfig
 from mlm.models.lora import adapter_shards
-from mlm.parallel.low_rank import AdaptedRows, ExpertAdapter, LowRankAdapter
+from mlm.parallel.low_rank import ExpertAdapter, LowRankAdapter
 from mlm.util.errors import CorruptFileError, UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -37,8 +37,6 @@ PLAIN: Mapping[str, tuple[JSON, ...]] = {
     **dict.fromkeys(("kasa_config", "velora_config", "monteclora_config"), (None,)),
 }
 """Keys of adapter_config.json, and the values that our adapters compute; the first is the default."""
-
-
 Read = Callable[[str], Tensor]
 
 
@@ -47,13 +45,13 @@ class StoredAdapter:
     """The adapter of one of our layers, and the modules of `transformers` that it is stored for."""
 
     name: str
-    """Ours, such as layers.0.attention.kv."""
+    """Our layer, such as layers.0.attention.kv."""
     modules: tuple[str, ...]
-    """Theirs, one per adapted part, as the class of the model names them."""
+    """Their modules, one per adapted part, as the class of the model names them."""
     rows: Location
     """How the rows of B are stored."""
     adapter: LowRankAdapter
-    """Without memory."""
+    """On the meta device."""
 
     @property
     def forms(self) -> dict[str, tuple[str, Location]]:
@@ -63,7 +61,7 @@ class StoredAdapter:
         return forms | ({"magnitude": (".lora_magnitude_vector", self.rows)} if has_norms else {})
 
     def to_theirs(self, read: Read, base: Read) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of each module, by what `read` and `base` return for our names."""
+        """Yield (name, tensor) of each module; `read` and `base` return tensors by our names."""
         for part, (end, location) in self.forms.items():
             value = read(f"{self.name}.lora.{part}")
             value = value + self._norms(base) if part == "magnitude" else value
@@ -71,13 +69,13 @@ class StoredAdapter:
                 yield f"{PREFIX}{module}{end}", stored
 
     def to_ours(self, read: Read, base: Read) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of ours, by what `read` returns for theirs and `base` for ours."""
+        """Yield our (name, tensor); `read` returns tensors by their names, `base` by ours."""
         for part, (end, location) in self.forms.items():
             value = location.to_ours([read(f"{PREFIX}{module}{end}") for module in self.modules])
             yield f"{self.name}.lora.{part}", value - self._norms(base) if part == "magnitude" else value
 
     def _norms(self, base: Read) -> Tensor:
-        """Norms of the rows of the weight beside it that have adapters, in B's order."""
+        """Norms of the rows of the base's weight that have adapters, in B's order."""
         rows, norms = self.adapter.rows, torch.linalg.vector_norm(base(f"{self.name}.weight"), dim=1)
         parts: Tensor = norms.unflatten(0, (-1, rows.parts, self.adapter.size))
         return parts[:, list(rows.adapted)].flatten()
@@ -85,7 +83,7 @@ class StoredAdapter:
 
 def stored_adapters(model: ModelConfig, lora: LoraConfig) -> list[StoredAdapter]:
     """Return every adapter of a model. Raises UserError if `transformers` has no such model."""
-    mapping, locations, found = mapping_of(model), layer_locations(model), []
+    mapping, locations, stored = mapping_of(model), layer_locations(model), []
     if mapping is None:
         raise UserError(f"model.kind={model.kind} has no counterpart in transformers, nor in peft")
     for shard, adapter in adapter_shards(model, lora, layer_names(model)):
@@ -97,22 +95,18 @@ def stored_adapters(model: ModelConfig, lora: LoraConfig) -> list[StoredAdapter]
             if name not in locations:
                 raise UserError(f"{name} has no counterpart in transformers; use lora.targets without it")
             location = locations[name]
-            theirs = [location.names[part] for part in adapter.rows.adapted]
-            modules = tuple(mapping.stored_name(n.removesuffix(".weight"), model.head) for n in theirs)
-            found.append(StoredAdapter(name, modules, _rows(location, adapter.rows), adapter))
-    return found
-
-
-def _rows(location: Location, rows: AdaptedRows) -> Location:
-    """Return how the rows of an adapter's B are stored: of the adapted parts alone, and never transposed."""
-    names = tuple(location.names[part] for part in rows.adapted)
-    parts = location.parts if rows.parts == 1 else len(names)
-    return replace(location, names=names, transposed=False, parts=parts)
+            names = tuple(location.names[part] for part in adapter.rows.adapted)
+            modules = tuple(mapping.stored_name(n.removesuffix(".weight"), model.head) for n in names)
+            # B has rows of the adapted parts alone, and is never transposed
+            parts = location.parts if adapter.rows.parts == 1 else len(names)
+            rows = replace(location, names=names, transposed=False, parts=parts)
+            stored.append(StoredAdapter(name, modules, rows, adapter))
+    return stored
 
 
 def write_config(model: ModelConfig, lora: LoraConfig, base: str) -> dict[str, JSON]:
-    """Return adapter_config.json; `base` is the name or folder of the model beside it."""
-    adapted = [module for each in stored_adapters(model, lora) for module in each.modules]
+    """Return adapter_config.json; `base` is the name or folder of the base model."""
+    adapted = [module for adapter in stored_adapters(model, lora) for module in adapter.modules]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -130,7 +124,7 @@ def write_config(model: ModelConfig, lora: LoraConfig, base: str) -> dict[str, J
 
 
 def short_names(model: ModelConfig, adapted: list[str]) -> list[str]:
-    """Return the last parts of the names of modules if they name no other layer, else the whole names."""
+    """Return the last parts of the names of modules if they name no other layer, else the full names."""
     mapping = mapping_of(model)
     assert mapping is not None
     every = [
@@ -148,11 +142,11 @@ class PeftFolder:
     """Settings and names of tensors in a folder of `peft`."""
 
     lora: LoraConfig
-    """Of all adapters: the largest rank of a module, with its alpha."""
+    """The largest rank of all modules, with its alpha."""
     names: Mapping[str, str]
     """Name without wrappers -> name in the file."""
     modules: Mapping[str, LoraConfig]
-    """Module -> settings with the rank and alpha of its own adapter."""
+    """Module -> settings with the rank and alpha of its adapter."""
     notes: tuple[Note, ...]
 
     def to_common_rank(self, name: str, value: Tensor) -> Tensor:
@@ -208,9 +202,9 @@ def read_folder(config: Mapping[str, JSON], stored: list[str], model: ModelConfi
     names = {f"{PREFIX}{name}": theirs for theirs, name in unwrapped.items()}
     known = {
         f"{PREFIX}{module}{end}"
-        for each in stored_adapters(model, lora)
-        for module in each.modules
-        for end, _ in each.forms.values()
+        for adapter in stored_adapters(model, lora)
+        for module in adapter.modules
+        for end, _ in adapter.forms.values()
     }
     if other := sorted(known ^ names.keys()):
         where = "is not there" if other[0] in known else "is the adapter of no layer of this base"

@@ -24,11 +24,18 @@ from torch import Tensor
 from mlm.checkpoint.native.slices import Region
 from mlm.convert.dcp.metadata import METADATA, MOMENTS, StoredTensor, read_metadata, read_objects
 from mlm.convert.dcp.storage import DCPReader
-from mlm.convert.megatron.args import MegatronArgs, MegatronOverrides
 from mlm.convert.megatron.files import TorchFile
 from mlm.convert.megatron.mapping import HEAD
 from mlm.convert.megatron.mappings import MAPPINGS
-from mlm.convert.megatron.model import MegatronModel, MegatronTensors, assemble, kind_of, unknown_name
+from mlm.convert.megatron.model import (
+    MegatronArgs,
+    MegatronModel,
+    MegatronOverrides,
+    MegatronTensors,
+    assemble,
+    kind_of,
+    unknown_name,
+)
 from mlm.models.shape import is_tied
 from mlm.util.errors import CorruptFileError
 

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from mlm.convert.dcp.metadata import COPY_AGAIN
-from mlm.convert.dcp.torch_file import DAMAGES, check_archive, read_archive
-from mlm.convert.dcp.unpickled import NotDataError
+from mlm.convert.dcp.unpickled import DAMAGES, NotDataError, check_archive, read_archive
 from mlm.convert.megatron.mapping import THROUGH_HF
 from mlm.util.errors import CorruptFileError, UserError, reading_from
 from mlm.util.files import digest_file

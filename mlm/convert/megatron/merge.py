@@ -14,12 +14,20 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.native.slices import Region
-from mlm.convert.dcp.torch_file import DAMAGES
-from mlm.convert.megatron.args import MegatronArgs, MegatronOverrides, describe_value
+from mlm.convert.dcp.unpickled import DAMAGES
 from mlm.convert.megatron.files import RankFiles, TorchFile, printable
 from mlm.convert.megatron.mapping import MegatronMapping
 from mlm.convert.megatron.mappings import MAPPINGS
-from mlm.convert.megatron.model import MegatronModel, MegatronTensors, assemble, kind_of, unknown_name
+from mlm.convert.megatron.model import (
+    MegatronArgs,
+    MegatronModel,
+    MegatronOverrides,
+    MegatronTensors,
+    assemble,
+    describe_value,
+    kind_of,
+    unknown_name,
+)
 from mlm.util.errors import CorruptFileError, UserError
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

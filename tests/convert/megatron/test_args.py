@@ -5,22 +5,9 @@ from typing import Any
 
 import pytest
 
-from mlm.convert.megatron.args import MegatronOverrides
-from mlm.convert.megatron.files import find_files
-from mlm.convert.megatron.merge import MegatronModel, open_checkpoint
 from mlm.util.errors import ConfigError, UserError
-from tests.convert.megatron.written import (
-    HIDDEN,
-    LAYERS,
-    VOCAB,
-    Layout,
-    written,
-)
-
-
-def opened(folder: Path, **settings: Any) -> MegatronModel:
-    return open_checkpoint(find_files(folder), MegatronOverrides(**({"vocab_size": VOCAB} | settings)))
-
+from tests.convert.megatron.test_merge import opened
+from tests.convert.megatron.written import HIDDEN, LAYERS, VOCAB, Layout, written
 
 UNSUPPORTED = dict.fromkeys(
     (

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mlm.checkpoint.native.slices import Region
-from mlm.convert.megatron.args import MegatronOverrides
 from mlm.convert.megatron.files import find_files
 from mlm.convert.megatron.merge import MegatronModel, open_checkpoint
+from mlm.convert.megatron.model import MegatronOverrides
 from mlm.util.errors import CorruptFileError, UserError
 from tests.convert.megatron.written import (
     FILE,
