@@ -98,11 +98,9 @@ ALPHAS = {".*1.*q_proj": 40, "down_proj": 3.0, "q_proj": 5}
 """In alphabetical order, in which peft saves patterns: of two that match the first counts."""
 PATTERNS: dict[str, dict[str, Any]] = {
     "ranks": {"rank_pattern": RANKS},
-    "scales": {"alpha_pattern": ALPHAS},
     "scales in bfloat16": {"alpha_pattern": ALPHAS, "rank_pattern": RANKS, "dtype": torch.bfloat16},
     "by the square root": {"alpha_pattern": ALPHAS, "rank_pattern": RANKS, "use_rslora": True},
     "with magnitudes": {"alpha_pattern": ALPHAS, "rank_pattern": RANKS, "use_dora": True},
-    "one layer": {"layers_to_transform": 1},
     "one layer of a list": {"layers_to_transform": [0], "layers_pattern": "layers", "target_modules": EVERY},
 }
 
@@ -168,14 +166,12 @@ def test_adapters_outside_the_layers_are_named(folder: Path, tmp_path: Path, mod
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"bias": "all"}, "bias=all is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa is not supported"),
         ({"lora_alpha": float("inf")}, "lora_alpha=Infinity must be numbers above 0"),
         ({"modules_to_save": ["lm_head"]}, r'modules_to_save=\["lm_head"\] is not supported.*Or merge it'),
         ({"alpha_pattern": {"q_proj": 0}}, "r=4, lora_alpha=0 must be numbers above 0"),
         ({"rank_pattern": {"q_proj": 1.5}}, "r=1.5, lora_alpha=32.0 must be numbers above 0"),
         ({"rank_pattern": {"(": 1}}, r"rank_pattern=.* names no modules: missing \)"),
-        ({"rank_pattern": ["q_proj"]}, "rank_pattern=.* names no modules"),
         ({"rank_pattern": {"q_proj": 3}}, r"is \[4, 32\], r or rank_pattern gives it rank 3"),
     ],
 )

@@ -199,14 +199,11 @@ def assemble(
         sizes[field] = dims[dim] if dim < len(dims) else 0
     table_rows, model = sizes["vocab_size"], overrides.config
     if model is None:
-        heads = args.number("num_attention_heads") or overrides.num_heads
-        shape = shape_config(args, kind, sizes, heads)
-    else:
-        shape = replace(model, vocab_size=table_rows)
-    if HEAD in tensors.names and not is_tied(shape):
+        model = model_config(args, kind, sizes, tensors.tp, overrides.num_heads)
+    if HEAD in tensors.names and not is_tied(model):
         tensors.names["output.weight"] = tensors.names.pop(HEAD)
-    layouts = mapping.layouts(shape, tensors.tp)
-    wanted = stored_parameters(shape, layouts)
+    layouts = mapping.layouts(model, tensors.tp)
+    wanted = stored_parameters(replace(model, vocab_size=table_rows), layouts)
     # What a run of the family may lack is zero, or takes initial values.
     modules = {name.rpartition(".")[0] for name in tensors.names}
     absent = [module for module in mapping.initial_if_absent if module not in modules]
@@ -216,9 +213,9 @@ def assemble(
         if name not in filled | zeros:
             tensors.require(name)
     tensors.check(wanted)
-    if model is None:
-        vocabulary = true_vocabulary(args, mapping, table_rows, tensors.tp, overrides)
-        model = model_config(args, shape, tensors.tp, num_heads=overrides.num_heads, vocab_size=vocabulary)
+    if overrides.config is None:
+        tokens = true_vocabulary(args, mapping, table_rows, tensors.tp, overrides)
+        model = replace(model, vocab_size=tokens)
     tensors.check_copies()
     notes = [
         *(mapping.zero_if_absent[name] for name in zeros),
@@ -326,35 +323,16 @@ def family_names(last: str = "and") -> str:
     return f"{', '.join(names)} {last} {final}"
 
 
-def shape_config(
-    args: MegatronArgs, kind: str, sizes: Mapping[str, int], num_heads: int | None
-) -> ModelConfig:
-    """Return a model with all shapes of the files, padding included.
-
-    `sizes` are those that the tensors show, by field of ModelConfig. Raises UserError for a model that its
-    family does not have.
-    """
-    mapping, ffn = MAPPINGS[kind], sizes.get("ffn_hidden_size")
-    shapes = {
-        **sizes,
-        **mapping.settings(args.values),
-        "ffn_hidden_size": None if ffn == 4 * sizes["hidden_size"] else ffn,
-    }
-    heads = num_heads if mapping.is_grouped and num_heads else 1
-    shape = ModelConfig(kind=kind, num_heads=heads, **shapes)
-    if mapping.is_grouped and (problem := family_of(kind).model_problem(shape) or mapping.problem(shape)):
-        raise UserError(f"{args.path}: its args are those of no model of ours: {problem}")
-    return shape
-
-
 def model_config(
-    args: MegatronArgs, shape: ModelConfig, tp: int, *, num_heads: int | None, vocab_size: int
+    args: MegatronArgs, kind: str, sizes: Mapping[str, int], tp: int, num_heads: int | None
 ) -> ModelConfig:
-    """Return the model of `shape`; `num_heads` is for files without args.
+    """Return the model of the files, padding of the token table included.
 
-    Raises UserError if the number of heads is not known or does not fit.
+    `sizes` are those that the tensors show, by field of ModelConfig; `num_heads` is for files without args.
+    Raises UserError if the number of heads is not known or does not fit, or the family has no such model.
     """
-    recorded, hidden = args.number("num_attention_heads"), shape.hidden_size
+    mapping, hidden = MAPPINGS[kind], sizes["hidden_size"]
+    recorded = args.number("num_attention_heads")
     heads = recorded or num_heads
     if heads is None:
         raise UserError(
@@ -362,21 +340,26 @@ def model_config(
             f"(64 columns each in GPT-2: num_heads={max(1, hidden // 64)})"
         )
     width = args.number("kv_channels") or hidden // heads
-    is_square = width * heads == hidden or MAPPINGS[shape.kind].is_grouped
+    is_square = width * heads == hidden or mapping.is_grouped
     if num_heads not in (None, heads) or heads % tp or not is_square:
         raise UserError(
             f"num_heads={num_heads or heads} does not fit hidden_size={hidden} at tp={tp}, "
             f"args.num_attention_heads={recorded}, heads of {width} columns: give another num_heads=…"
         )
-    return replace(
-        shape,
-        num_heads=heads,
-        vocab_size=vocab_size,
-        hidden_dropout=args.fraction("hidden_dropout", default=0.1),
-        attention_dropout=args.fraction("attention_dropout", default=0.1),
-        init_std=args.fraction("init_method_std", default=0.02),
-        layer_norm_eps=args.fraction("norm_epsilon", "layernorm_epsilon", default=1e-5, least=1e-30),
-    )
+    settings = {
+        **sizes,
+        "hidden_dropout": args.fraction("hidden_dropout", default=0.1),
+        "attention_dropout": args.fraction("attention_dropout", default=0.1),
+        "init_std": args.fraction("init_method_std", default=0.02),
+        "layer_norm_eps": args.fraction("norm_epsilon", "layernorm_epsilon", default=1e-5, least=1e-30),
+        **mapping.settings(args.values),
+    }
+    if settings.get("ffn_hidden_size") == 4 * hidden:
+        settings["ffn_hidden_size"] = None
+    model = ModelConfig(kind=kind, num_heads=heads, **settings)
+    if mapping.is_grouped and (problem := family_of(kind).model_problem(model) or mapping.problem(model)):
+        raise UserError(f"{args.path}: its args are those of no model of ours: {problem}")
+    return model
 
 
 def true_vocabulary(
