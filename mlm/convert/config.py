@@ -35,7 +35,7 @@ class ConvertConfig:
     num_heads: Annotated[int, POSITIVE] | None = None
     """Attention heads of a Megatron-LM source of 2019, which does not record them."""
     tokenizer: InputPath | None = None
-    """Tokenizer to put beside native and hf, where the source has none: as in `mlm import megatron`."""
+    """Tokenizer to put into native and hf, where the source has none: as in `mlm import megatron`."""
     max_file_gb: Annotated[float, POSITIVE, OnlyIf("to", "hf", "torchtitan", "megatron_dcp")] = 5.0
     """Largest file of hf and DCP folders, in 10^9 bytes; a larger tensor has its own."""
     verify: bool = True

@@ -170,7 +170,7 @@ class Source(ABC):
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer with its chat template; None if there is none that a conversion could keep."""
+        """The tokenizer with its chat template, as far as a conversion can keep it."""
         return self._given_tokenizer
 
     @property
@@ -227,9 +227,9 @@ class Source(ABC):
     def load_chat_template(
         self, file: str | None, named: str | None, tokenizer: Tokenizer, *, key: str
     ) -> ChatTemplate:
-        """Return the template in `file`, else that of the named tokenizer, else of the model.
+        """Return the template in `file`, else of the named tokenizer, else of the model.
 
-        Raises UserError if there is none, CorruptFileError.
+        Raises UserError without any, CorruptFileError.
         """
         if file in (None, TURNS) and (problem := self.template_problem(named, key=key)):
             raise ConfigError([problem])

@@ -169,7 +169,7 @@ class TorchtitanReader:
 def torchtitan_tensors(
     model: ModelConfig, read: Read, dtype: torch.dtype
 ) -> tuple[dict[str, DCPTensor], Read]:
-    """Return torchtitan's tensors for a DCP folder, and what makes them of ours. Raises UserError."""
+    """Return torchtitan's tensors for a DCP folder, and what computes them. Raises UserError."""
     shapes, layouts = stored_shapes(model), row_layouts(model)
     ours = {name: entry.shape for name, entry in parameters(model).items()}
     names = {torchtitan_name(name): name for name in shapes}

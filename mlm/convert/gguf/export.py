@@ -83,9 +83,9 @@ def model_problem(source: Source) -> str | None:
 def export_gguf(
     source: Source, out: str, kind: str, *, logits: Callable[[Tensor], Tensor] | None
 ) -> tuple[dict[str, object], list[str]]:
-    """Write the file, whose matrices are of type `kind`, and try it in llama.cpp; return columns and notes.
+    """Write the file, with matrices of type `kind`, and try it in llama.cpp; return columns and notes.
 
-    `logits` returns those of the model for tokens [B, S]; None tries nothing. Raises UserError.
+    `logits` computes the model's for tokens [B, S]; None tries nothing. Raises UserError.
     """
     gguf: Any = load_extra("gguf", "mlm export gguf", "gguf")
     source.digests()

@@ -1,7 +1,7 @@
 """Tokenizers as a GGUF file holds them, and as llama.cpp reads them from it.
 
-The rules are those of llama.cpp's src/llama-vocab.cpp: it knows a tokenizer's model and a name for how text
-is split, and nothing else of tokenizer.json. So each vocabulary is tried on texts before a file is named.
+The rules are in llama.cpp's src/llama-vocab.cpp: it knows a tokenizer's model and a name for how text is
+split, and nothing else of tokenizer.json. So each vocabulary is tried on texts before a file is named.
 """
 
 import json

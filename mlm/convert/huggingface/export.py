@@ -245,12 +245,12 @@ def write_settings(source: Source, mapping: HuggingFaceMapping, folder: Path) ->
     if family_of(model.kind).causal and model.head == "language_model":
         listed = ids_of(declared.generation.get("eos_token_id"))
         ends = tokenizer.end_ids if template is None else end_of_turn_tokens(template, tokenizer)
-        made = {
+        generation = {
             "bos_token_id": mapping.write(model, ids).get("bos_token_id"),
             **(declared.generation or {"_from_model_config": True}),
             "eos_token_id": one_or_all([*(id for id in listed if id in ends), *sorted(ends - {*listed})]),
         }
-        write_json(folder / "generation_config.json", made)
+        write_json(folder / "generation_config.json", generation)
 
 
 def one_or_all(ids: list[int]) -> int | list[int]:

@@ -9,7 +9,7 @@ from mlm.models.lora import LayerNames
 
 
 def mapping_of_kind(kind: str) -> HuggingFaceMapping:
-    """Return the mapping of a shipped kind, whose module is loaded now."""
+    """Return the mapping of a shipped kind, whose module is imported now."""
     mapping: HuggingFaceMapping = import_module(f"mlm.convert.huggingface.{kind}").MAPPING
     return mapping
 
@@ -23,8 +23,8 @@ def mapping_of(model: ModelConfig) -> HuggingFaceMapping | None:
 def layer_locations(model: ModelConfig) -> dict[str, Location]:
     """Return where the weights of layers are stored, by our module; empty without such a model."""
     mapping = mapping_of(model)
-    found = {} if mapping is None else dict(mapping.locations(model))
-    return {name.removesuffix(".weight"): place for name, place in found.items() if name.endswith(".weight")}
+    locations = [] if mapping is None else mapping.locations(model)
+    return {name.removesuffix(".weight"): at for name, at in locations if name.endswith(".weight")}
 
 
 def layer_names(model: ModelConfig) -> LayerNames:

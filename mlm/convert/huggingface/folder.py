@@ -159,12 +159,12 @@ def read_settings(folder: Path) -> tuple[HuggingFaceMapping, dict[str, JSON], Mo
             f"(merge_and_unload of peft), save the model, and name that folder"
         )
     mappings = [mapping_of_kind(kind) for kind in KINDS]
-    mapping = next((one for one in mappings if raw.get("model_type") in one.model_types), None)
+    by_type = {model_type: mapping for mapping in mappings for model_type in mapping.model_types}
+    mapping = by_type.get(str(raw.get("model_type")))
     if mapping is None:
-        supported = ", ".join(name for one in mappings for name in one.model_types)
-        raise UserError(
-            f"{path}: model_type={show(raw.get('model_type'))} is not a model of ours; supported: {supported}"
-        )
+        supported = ", ".join(by_type)
+        given = f"model_type={show(raw.get('model_type'))}"
+        raise UserError(f"{path}: {given} is not a model of ours; supported: {supported}")
     config, notes = mapping.read(raw, path)
     return mapping, raw, config, tuple(map(Note, notes))
 
@@ -228,8 +228,8 @@ def unwrap_names(
     if any("._orig_mod." in name.removeprefix(prefix) for name in kept):  # modules compiled one by one
         renamings[r"\._orig_mod\."] = "."
         notes.append(Note("names hold _orig_mod.: read without"))
-    if beside := sorted(set(stored) - set(kept)):
-        notes.append(Note(f"left out beside the language model: {beside[0]} and {len(beside) - 1} more"))
+    if others := sorted(set(stored) - set(kept)):
+        notes.append(Note(f"left out beside the language model: {others[0]} and {len(others) - 1} more"))
     unwrapped = {name: name for name in kept}
     for pattern, replacement in renamings.items():
         unwrapped = {name: re.sub(pattern, replacement, plain) for name, plain in unwrapped.items()}

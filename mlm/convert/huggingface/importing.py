@@ -1,4 +1,4 @@
-"""A model of `transformers`, or of the Hub, as a run directory; adapters of `peft` as one beside their base.
+"""A model of `transformers` or the Hub as a run directory; adapters of `peft` as one that names their base.
 
 config.json, safetensors and the tokenizer are read without `transformers`.
 """
@@ -142,8 +142,8 @@ def import_adapters(
         name = f"model.{shard.name}"
         stored_shape, shape = tuple(tensors[name].shape), shard.global_shape
         if stored_shape != shape:
-            made = f"{name} is {list(stored_shape)}, its base makes it {list(shape)}"
-            raise CorruptFileError(f"{folder}: {made}")
+            problem = f"{name} is {list(stored_shape)}, its base makes it {list(shape)}"
+            raise CorruptFileError(f"{folder}: {problem}")
         entries[name] = TensorEntry(shape, torch.float32, split_of(shard, model.vocab_multiple))
     run = replace(run_config(folder.resolve().name, model), lora=lora)
     from_base = {"base": below.name, "digest": below.digest}

@@ -1,6 +1,6 @@
 """Rotary settings in a config.json: rope_theta and rope_scaling, in newer versions rope_parameters.
 
-Of several places where a setting may be, and for one left out or null, that of `transformers` counts
+Where a setting may be in several places, is left out or null, the choice of `transformers` counts
 (modeling_rope_utils.py, standardize_rope_params).
 """
 

@@ -48,7 +48,7 @@ class Variant:
     classes: str
     """Prefix of its classes."""
     marks: tuple[str, ...] = ()
-    """Options of ours that such a model has set, and no model of a row below has all of."""
+    """Our options that such a model sets, and of which no model of a row below sets all."""
     options: Mapping[str, bool | str] = field(default_factory=dict)
     """Options that all its models have, where ours have another default."""
     defaults: Defaults
@@ -92,7 +92,7 @@ class Variant:
 
     @cached_property
     def keys(self) -> hf.ConfigKeys:
-        """All keys of config.json but those of rotary positions and windows."""
+        """All keys of config.json except rotary positions and windows."""
         return hf.ConfigKeys(
             activation="hidden_act",
             fixed={**_FIXED, **({} if self.has_experts else _NO_EXPERTS), **self.fixed},

@@ -151,13 +151,13 @@ class Note(str):
 
 @dataclass(frozen=True)
 class FolderContent:
-    """Model that a folder's tensors make, found from their names.
+    """The model that a folder's tensors make, by their names.
 
     `architectures` in config.json names a class, but folders are saved from other classes and edited by hand.
     """
 
     config: ModelConfig
-    """Settings with the head that was found."""
+    """Settings with the head of the tensors."""
     filled: frozenset[str] = frozenset()
     """Our parameters that the folder lacks: they take initial values."""
     unused: frozenset[str] = frozenset()
@@ -188,7 +188,6 @@ class ProbeSamples:
 
     @classmethod
     def of(cls, model: ModelConfig) -> "ProbeSamples":
-        """Samples for a model."""
         generator = torch.Generator().manual_seed(0)
         shape = (PROBE_BATCH, min(model.max_positions, PROBE_LENGTH))
         tokens = torch.randint(model.vocab_size, shape, generator=generator)
@@ -251,24 +250,24 @@ class HuggingFaceMapping:
         return name if head == "none" or name.startswith(self.head_prefixes) else f"{self.prefix}{name}"
 
     def to_ours(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-        """Convert the state of a class of `transformers` to whole (unsplit) parameters."""
-        found = {self.plain(theirs): value for theirs, value in state.items()}
+        """Convert the state of a class of `transformers` to full (unsplit) parameters."""
+        stored = {self.plain(theirs): value for theirs, value in state.items()}
         return {
-            ours: location.to_ours([found[name] for name in location.names])
+            ours: location.to_ours([stored[name] for name in location.names])
             for ours, location in self.locations(model)
         }
 
 
-def one_head(heads: Mapping[Head, str], found: Mapping[str, object], path: str) -> Head | None:
-    """Return the head whose tensor was found; `heads`: our name -> a tensor that only it has.
+def one_head(heads: Mapping[Head, str], stored: Mapping[str, object], path: str) -> Head | None:
+    """Return the head of which a tensor is stored; `heads`: our name -> a tensor that only it has.
 
     Raises UserError for two.
     """
-    present = [(head, theirs) for head, theirs in heads.items() if theirs in found]
+    present = [head for head, theirs in heads.items() if theirs in stored]
     if len(present) > 1:
-        names = " and ".join(theirs for _, theirs in present)
+        names = " and ".join(heads[head] for head in present)
         raise UserError(f"{path}: holds {names}, of two heads. Save the model with one")
-    return present[0][0] if present else None
+    return present[0] if present else None
 
 
 def token_ids_to_keep(config: Mapping[str, JSON], model: ModelConfig) -> tuple[TokenIds, tuple[Note, ...]]:
@@ -329,8 +328,8 @@ class ConfigKeys:
         problems = []
         for key, supported in self.fixed.items():
             value = config.get(key, supported[0])
-            if not any(type(value) is type(one) and value == one for one in supported):
-                meant = " or ".join(json.dumps(one) for one in supported)
+            if not any(type(value) is type(other) and value == other for other in supported):
+                meant = " or ".join(map(json.dumps, supported))
                 problems.append(
                     f"{path}: {key}={show(value)} is not what our {name} computes; supported: {meant}"
                 )

@@ -17,7 +17,8 @@ from mlm.util.errors import UserError, escape_controls
 from mlm.util.files import read_bounded
 
 CARD = "README.md"
-LONGEST = 200  # characters of a recorded value
+LONGEST = 200
+"""Characters of a recorded value."""
 TRAINING = {
     "seed": "seed",
     "steps": "train.steps",
@@ -33,7 +34,6 @@ FACTS = (
     *("datasets", "base_model", "pipeline_tag", "tags"),
 )
 """Metadata of an imported model's card that an export writes again."""
-MAX_FACTS = 100  # values of one
 SCORES = f"{FINETUNING}.progress.scores."
 
 
@@ -77,16 +77,15 @@ def card_facts(folder: Path) -> dict[str, JSON]:
     try:
         text = read_bounded(path, 1 << 20, SAVE_AGAIN).decode(errors="replace")
         begin, metadata, *_ = text.split("---\n", 2)
-        said = {} if begin else parse(metadata, path)
+        facts = {} if begin else parse(metadata, path)
     except (UserError, OSError, ValueError):
         return {}
-    return {key: said[key] for key in FACTS if _is_fact(said.get(key))}
 
+    def is_short(value: JSON) -> bool:
+        texts = value if isinstance(value, list) else [value]
+        return len(texts) <= 100 and all(isinstance(text, str) and len(text) <= LONGEST for text in texts)
 
-def _is_fact(value: JSON) -> bool:
-    """Return True for a short text, or a list of some."""
-    texts = value if isinstance(value, list) else [value]
-    return len(texts) <= MAX_FACTS and all(isinstance(text, str) and len(text) <= LONGEST for text in texts)
+    return {key: facts[key] for key in FACTS if is_short(facts.get(key))}
 
 
 def _text(value: JSON) -> str:

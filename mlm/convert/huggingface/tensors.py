@@ -138,9 +138,9 @@ class HFTensors:
 
     def _check_copy(self, copy: str, name: str) -> None:
         model = self.model
-        (_, mine), (_, other) = model.stored[name], model.stored[copy]
-        is_alike = mine.shape == other.shape and other.dtype in FLOATS
-        if is_alike and are_equal(partial(self._load, name), partial(self._load, copy), mine.shape):
+        (_, original), (_, second) = model.stored[name], model.stored[copy]
+        is_alike = original.shape == second.shape and second.dtype in FLOATS
+        if is_alike and are_equal(partial(self._load, name), partial(self._load, copy), original.shape):
             return
         untied, _ = model.mapping.read({**model.raw, "tie_word_embeddings": False}, CONFIG)
         fix = f"an untied output layer of {untied.kind} is not supported. Remove {copy} if {name} is meant"

@@ -1,13 +1,13 @@
 """Description of a model family in Megatron-LM's names and arguments, filled in by mappings.py.
 
-Shapes and tensor-parallel dims are those of our model.
+Shapes and tensor-parallel dims are our model's.
 Tables of names have regular expressions of Megatron-LM's names as keys and our names as values, {} where a
 group stands. Three generations are read: `transformer` and `attention` (2019 to 2021), `encoder` and
 `self_attention` (2021 to 2024), and Megatron Core's `decoder.layers.0.self_attention.linear_qkv` in the same
 files. Source: NVIDIA/Megatron-LM, language_model.py, transformer.py and bert_model.py of those years,
 core/models/gpt, core/models/bert, core/transformer; arguments.py from 2020 to 2025.
 
-A tensor of theirs may hold other rows than one of ours: see `RowLayouts`.
+Their tensors may hold other rows than ours: see `RowLayouts`.
 """
 
 import re
@@ -140,7 +140,7 @@ class MegatronMapping:
     layers: str = "decoder"
     """Megatron Core's name of the part that holds the layers."""
     write: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
-    """Return the arguments that make such a model, beside the sizes that all families have."""
+    """Return the arguments that make such a model, without the sizes that all families have."""
     problem: Callable[[ModelConfig], str | None] = lambda model: None
     """Return why Megatron Core has no such model."""
     sizes: Mapping[str, SizeOf] = field(default_factory=lambda: SIZES)

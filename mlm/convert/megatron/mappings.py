@@ -95,7 +95,7 @@ LLAMA3_CONTEXT = 8192
 def llama_layouts(model: ModelConfig, tp: int) -> RowLayouts:
     """Return the tensors of attention and MLP, theirs merged from `tp` ranks.
 
-    One weight of theirs holds queries, keys and values, [group][its queries, k, v][head_dim]; another gates
+    One of their weights holds queries, keys and values, [group][its queries, k, v][head_dim]; another gates
     and inputs, on each tensor-parallel rank [gate, up].
     """
     settings = LlamaSettings.of(model)

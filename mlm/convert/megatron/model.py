@@ -1,4 +1,4 @@
-"""A Megatron-LM checkpoint of any format as a model of ours: settings, and parameters read one at a time.
+"""A Megatron-LM checkpoint of any format as our model: settings, and parameters read one at a time.
 
 The arguments of the run (its `args`) decide the settings, with the sizes that the tensors show. An argument
 that a version did not have is absent, and has that version's one behaviour.
@@ -188,7 +188,7 @@ def assemble(
     iteration: object,
     overrides: MegatronOverrides,
 ) -> MegatronModel:
-    """Check that the tensors are those of a model of `kind`, and return it.
+    """Check that the tensors make a model of `kind`, and return it.
 
     Raises UserError for a model that is not supported, or if something has to be specified; CorruptFileError.
     """

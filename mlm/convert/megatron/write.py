@@ -1,7 +1,7 @@
-"""A model of ours as Megatron Core stores it: names, order of rows, arguments, and files.
+"""Our models as Megatron Core stores them: names, order of rows, arguments, and files.
 
-Names and arguments are those of Megatron-LM's defaults, with Transformer Engine. A table of tokens is
-padded with zeros, as Megatron pads it.
+Names and arguments are Megatron-LM's with its defaults and Transformer Engine. A table of tokens is padded
+with zeros, as Megatron pads it.
 """
 
 import io
@@ -42,7 +42,7 @@ TABLES = ("token.weight", "output.weight", "mlm_head.vocabulary.bias")
 
 @dataclass(frozen=True)
 class MegatronWriter:
-    """Megatron's tensors, made of ours as they are read."""
+    """Megatron's tensors, computed from ours as they are read."""
 
     model: ModelConfig
     read: Read
