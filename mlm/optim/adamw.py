@@ -42,12 +42,10 @@ class AdamW(torch.optim.AdamW):
         """True if an element decays only where its update moves it towards 0 (arXiv:2510.12402)."""
 
     def moments_of(self, parameter: Tensor) -> tuple[str, ...]:
-        """Names of a parameter's state of its shape."""
         return MOMENTS
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters that have a gradient."""
         count: Tensor = next(iter(self.state.values()))["step"]
         count += 1
         for group in self.param_groups:
@@ -91,7 +89,6 @@ class Muon(AdamW):
         self.updates = updates
 
     def moments_of(self, parameter: Tensor) -> tuple[str, ...]:
-        """Names of a parameter's state of its shape."""
         return (MOMENTUM,) if parameter in self.updates.parameters else MOMENTS
 
     @torch.no_grad()
@@ -182,7 +179,6 @@ def ensure_state(optimizer: torch.optim.Optimizer, step: float = 0.0) -> None:
 
 
 def moments(optimizer: torch.optim.Optimizer, shard: ParameterShard) -> tuple[str, ...]:
-    """Names of the state that is shaped like a parameter."""
     if isinstance(optimizer, AdamW):
         return optimizer.moments_of(shard.parameter)
     state = optimizer.state.get(shard.parameter, {})
@@ -217,7 +213,6 @@ def can_defer(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> bool:
 
 
 def moment(optimizer: torch.optim.Optimizer, shard: ParameterShard, name: str) -> Tensor:
-    """One of the moments of a parameter, shaped like this rank's part of it."""
     state: Tensor = optimizer.state[shard.parameter][name]
     return state
 

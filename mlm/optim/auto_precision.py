@@ -13,8 +13,6 @@ AMPERE = (8, 0)
 
 
 class Gpu(NamedTuple):
-    """A GPU by its name and compute capability."""
-
     name: str
     capability: tuple[int, int]
 

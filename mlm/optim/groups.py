@@ -20,8 +20,6 @@ SETTINGS: dict[str, Callable[[float], bool]] = {
 
 
 class Rates(NamedTuple):
-    """Settings of a parameter."""
-
     is_matrix: bool
     """True if Muon updates it."""
     lr_scale: float
@@ -52,7 +50,6 @@ def _number(text: str) -> float:
 
 
 def is_matrix(name: str, dims: int, config: OptimizerConfig) -> bool:
-    """True if Muon updates a parameter of this name."""
     return config.kind == "muon" and dims > 1 and fnmatchcase(name, config.muon.matrices)
 
 

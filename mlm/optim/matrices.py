@@ -112,7 +112,6 @@ class Matrix:
         (*_, row, column), (*_, rows, columns) = extent
 
         def row_of(row: int) -> int:
-            """Its first row from `row` of the weight on."""
             block, within = divmod(row, self.rows.parts * self.rows.width)
             inside = min(max(within - self.part * self.rows.width, 0), self.rows.width)
             return block * self.rows.width + inside

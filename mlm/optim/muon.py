@@ -58,7 +58,6 @@ def _plus_square(x: Tensor, b: float, c: float) -> Tensor:
 
 
 def shape_scale(shape: tuple[int, int], config: MuonConfig) -> float:
-    """Factor of the update of a matrix of this many rows and columns."""
     rows, columns = shape
     if config.scale == "original":
         return math.sqrt(max(1.0, rows / columns))
@@ -66,7 +65,6 @@ def shape_scale(shape: tuple[int, int], config: MuonConfig) -> float:
 
 
 def iteration_dtype(config: MuonConfig, parameter: Tensor) -> torch.dtype:
-    """Format of the iterations for weights like this one."""
     if parameter.dtype == torch.float64:
         return torch.float64
     if config.dtype != "auto":

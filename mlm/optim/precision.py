@@ -23,7 +23,6 @@ DTYPES = {
 
 
 def parameter_dtype(precision: PrecisionConfig) -> torch.dtype:
-    """Dtype of master weights, gradients and optimizer state."""
     return torch.float64 if precision.dtype == "fp64" else torch.float32
 
 

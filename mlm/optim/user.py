@@ -118,7 +118,6 @@ def check_step(optimizer: Any) -> None:
 
 
 def check_state(optimizer: Any) -> None:
-    """Raise OwnCodeError for state that checkpoints cannot hold."""
     shapes = {id(p): p.shape for group in optimizer.param_groups for p in group["params"]}
     for p, state in optimizer.state.items():
         if id(p) not in shapes:

@@ -210,7 +210,6 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: Axis, given: Sequence[int], taken: Sequence[int]) -> Tensor:
-    """Send each rank its rows of `x`. Arguments as of `start_all_to_all`."""
     return start_all_to_all(x, axis, given, taken).wait()
 
 
@@ -309,7 +308,6 @@ class ToHost:
     """A copy of a device's tensor on its way to the host."""
 
     def __init__(self, x: Tensor) -> None:
-        """Begin to copy what is computed so far."""
         self.arrived: torch.cuda.Event | None = None
         if x.device.type == "cuda":
             self.x = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)

@@ -28,7 +28,6 @@ class DeferredWeightGrads:
     """Running one adds its gradient to the weight's."""
 
     def take(self) -> list[Callable[[], None]]:
-        """Return the products deferred since the last call."""
         jobs, self.jobs = self.jobs, []
         return jobs
 

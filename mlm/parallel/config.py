@@ -110,5 +110,4 @@ class RouterSettings:
 
     @property
     def has_router_bias(self) -> bool:
-        """True if routers have a bias."""
         return self.num_experts > 0 and (self.router_bias or self.balance == "bias")

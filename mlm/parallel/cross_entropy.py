@@ -391,7 +391,6 @@ def is_argmax(logits: Tensor, labels: Tensor, table: VocabParallelEmbedding) -> 
 
 
 def loss_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype logits are normalised in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -53,7 +53,6 @@ def _mix(bits: Tensor, keys: Tensor) -> Tensor:
 
 
 def dropped_steps(p: float) -> int:
-    """`p` in steps of 2^-16."""
     return min(round(p * STEPS), STEPS - 1)
 
 

@@ -123,7 +123,6 @@ class GradientReducer:
                 bucket.reduce()
 
     def start_step(self) -> None:
-        """Clear the gradients; what buffers hold is overwritten later."""
         for p in self.unbuffered:
             p.grad = None
         for bucket in self.buckets:
@@ -328,19 +327,15 @@ class ReducedGradients(ChunkGradients):
             layer.compute.fused_grad = layer.weight.grad if joins else None
 
     def before_backward(self, *, is_last: bool) -> None:
-        """Reduce in the last one."""
         self.reducer.sync = is_last
 
     def before_weights(self, *, is_last: bool) -> None:
-        """Reduce in the last ones."""
         self.reducer.sync_late = is_last
 
     def after_weights(self) -> None:
-        """Take them in."""
         self.reducer.settle()
 
     def finish(self) -> None:
-        """Reduce what is not yet reduced, and wait for it."""
         for layer in self.fused:
             layer.compute.fused_grad = None
         self.reducer.finish()

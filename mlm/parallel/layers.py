@@ -231,7 +231,6 @@ class VocabParallelEmbedding(TensorParallelLayer):
 
     @property
     def true_local_rows(self) -> int:
-        """Rows of this shard that belong to tokens."""
         return min(max(self.true_rows - self.first, 0), self.weight.shape[0])
 
     @property

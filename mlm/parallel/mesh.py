@@ -91,12 +91,10 @@ class ParallelContext:
 
     @property
     def is_main(self) -> bool:
-        """True if this rank speaks for the job."""
         return self.rank == 0
 
 
 def coordinates(rank: int, *, tp: int, pp: int, dp: int) -> tuple[int, int, int]:
-    """(tensor, pipeline, data) rank of a global rank."""
     assert 0 <= rank < tp * pp * dp
     return rank % tp, rank // (tp * dp), rank // tp % dp
 

@@ -109,7 +109,6 @@ class ShardedReducer:
 
     @property
     def sync(self) -> bool:
-        """True if the next backward pass is the last of the step and reduces as it goes."""
         return self._passes is not None and self._passes[1]
 
     @sync.setter
@@ -139,7 +138,6 @@ class ShardedReducer:
         self.sync, self._reduced = False, False
 
     def settle(self) -> None:
-        """Take in gradients that arrived outside a backward pass."""
         assert not self._reduced, "the step's gradients are already reduced"
         self._take_in(reduce=self.every, last=False)
         self.sync = False

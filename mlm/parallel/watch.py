@@ -73,7 +73,6 @@ class Wait:
         raise self.lost(f"broke: {self._peers()} gone") from error
 
     def unfinished(self) -> LostPeer:
-        """That it took longer than it may."""
         own = self.done is None and math.isfinite(self.limit_s)
         limit_s = self.limit_s if own else self.watch.timeout_s
         limit = f"{limit_s:g} s" + f" ({self.watch.setting})" * (limit_s == self.watch.timeout_s)

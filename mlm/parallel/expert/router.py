@@ -38,8 +38,6 @@ from mlm.parallel.mesh import Axis
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """The experts of each token."""
-
     experts: Tensor
     """[S, B, k] int64, those of the highest score first; E for a choice that is dropped."""
     weights: Tensor
@@ -228,7 +226,6 @@ class _Inject(torch.autograd.Function):
 
 
 def routers(model: nn.Module) -> list[Router]:
-    """The routers of a model, in the order of its layers."""
     return [module for module in model.modules() if isinstance(module, Router)]
 
 
@@ -269,7 +266,6 @@ class Balance:
                 all_reduce(self.totals, axis)
 
     def update(self, skip: Tensor) -> None:
-        """Move biases and loads, unless `skip` (0-d) is 1."""
         if self.counts is not None:
             for router, counts in zip(self.routers, self.counts, strict=True):
                 router.update(counts, skip)
