@@ -134,8 +134,7 @@ class PrecisionConfig:
     """Number format of compute. Master weights and optimizer state stay float32 (float64 under fp64)."""
 
     dtype: Annotated[
-        Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64"],
-        Aliases("mixed_precision", "torch_dtype"),
+        Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64"], Aliases("mixed_precision", "torch_dtype")
     ] = "fp32"
     """Format of activations and matrix products; tf32: float32, multiplied with 10-bit mantissas;
     fp8: bf16 whose linear layers multiply 8-bit floats, on an H100 or later."""

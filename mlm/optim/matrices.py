@@ -152,11 +152,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        axis: Axis,
-        owners: Mapping[int, int],
-        held: Mapping[int, Sequence[Region]],
-        like: Tensor,
+        self, axis: Axis, owners: Mapping[int, int], held: Mapping[int, Sequence[Region]], like: Tensor
     ) -> None:
         self.axis, self.held, self.like = axis, held, like
         me, ranks = axis.rank, range(axis.size)

@@ -49,7 +49,7 @@ class ComputeState:
     fp8: bool = False
     """True if products are of 8-bit floats (`mlm.parallel.fp8`)."""
     fused_grad: Tensor | None = None
-    """Sum that the weight's gradient joins inside its product (`ReducedGradients`)."""
+    """Sum that the weight's gradient joins inside its product (`ChunkGradients`)."""
     overlap_chunks: int = 1
     """Parts of the rows; the communication of one over tp overlaps the products of the next."""
 

@@ -6,8 +6,7 @@ Buckets are filled in the order backward reaches them; on the last micro-batch t
 starts as soon as its last gradient has arrived: in the backward pass, or where a zero-bubble schedule puts
 weight gradients off, in the last batch of those. Earlier micro-batches only accumulate.
 
-The sum, not the mean, is taken: the loss is already divided by the tokens of the global batch. At the end are
-the calls of a reducer in a step (`ReducedGradients`).
+The sum, not the mean, is taken: the loss is already divided by the tokens of the global batch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from mlm.parallel.collectives import Pending, all_reduce, start_all_reduce
-from mlm.parallel.compute_state import DeferredWeightGrads
 from mlm.parallel.config import ZeroReduce
 from mlm.parallel.expert.router import Router
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
-from mlm.parallel.pipeline.engine import ChunkGradients, Reducer
+from mlm.parallel.pipeline.engine import Reducer
 from mlm.parallel.sharding import ParameterShard, parameters_by_axis
 
 BUCKET_BYTES = 25 << 20
@@ -292,50 +290,3 @@ def fuse_embedding_grad(tables: Iterable[VocabParallelEmbedding]) -> Iterator[No
     finally:
         for table in tables:
             table.fuses_grad = False
-
-
-class ReducedGradients(ChunkGradients):
-    """Gradients of a chunk that are summed over micro-batches, and over dp in the last one.
-
-    A product that writes a weight's gradient and a pass that adds it to the sum move 16 bytes a weight and
-    micro-batch and hold a second matrix; a product that adds moves 8. The first micro-batch has no sum to
-    join where gradients begin as None.
-
-    Args:
-        reducer: sums them over dp.
-        fused: modules of which linear layers add their weight gradients inside their products.
-        deferred: receives the weight gradients that a zero-bubble schedule computes later.
-        defers_weight_grads: True for such a schedule.
-    """
-
-    def __init__(
-        self,
-        reducer: Reducer,
-        fused: Iterable[nn.Module],
-        deferred: DeferredWeightGrads,
-        *,
-        defers_weight_grads: bool,
-    ) -> None:
-        super().__init__(deferred)
-        self.reducer, self.defers_weight_grads = reducer, defers_weight_grads
-        self.fused = [m for m in fused if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
-
-    def before_forward(self, *, is_last: bool) -> None:
-        """Let weight gradients join the sums that exist, unless a reduction waits for what autograd adds."""
-        joins = not (is_last and self.defers_weight_grads)
-        for layer in self.fused:
-            layer.compute.fused_grad = layer.weight.grad if joins else None
-
-    def before_backward(self, *, is_last: bool) -> None:
-        self.reducer.sync = is_last
-
-    def before_weights(self, *, is_last: bool) -> None:
-        self.reducer.sync_late = is_last
-
-    def after_weights(self) -> None:
-        self.reducer.settle()
-
-    def finish(self) -> None:
-        for layer in self.fused:
-            layer.compute.fused_grad = None
-        self.reducer.finish()

@@ -126,12 +126,7 @@ class ColumnParallelLinear(TensorParallelLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         y = column_parallel_linear(
-            x,
-            self.weight,
-            self.bias,
-            self.tp,
-            sequence_parallel=self.sequence_parallel,
-            compute=self.compute,
+            x, self.weight, self.bias, self.tp, sequence_parallel=self.sequence_parallel, compute=self.compute
         )
         return self.adapted(y, x)
 

@@ -11,7 +11,6 @@ Shapes: x [..., I], weight [O, I], y [..., O].
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -160,14 +159,10 @@ def _rows_for_onednn(x: Tensor, weight: Tensor, size: int) -> float:
     return NEW_SHAPE_FLOPS / (2 * size) if uses_onednn(x, weight) else math.inf
 
 
-_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-"""Its public name since torch 2.10, and the one before."""
-
-
 def _takes_one_call(x: Tensor, weight: Tensor, counts: Sequence[int], most: float) -> bool:
     """True where PyTorch multiplies all runs in one call: bfloat16 on a GPU, and float32 on a CPU by MKL."""
     step = 16 // x.element_size()
-    if _grouped_mm is None or weight.shape[1] % step or weight.shape[2] % step:
+    if weight.shape[1] % step or weight.shape[2] % step:
         return False
     if x.is_cuda:
         return x.dtype == torch.bfloat16
@@ -183,7 +178,7 @@ def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """Runs of `counts` rows times one weight each, transposed: [R, I], [e, O, I] -> [R, O]."""
     most = _rows_for_onednn(x, weight, weight[0].numel())
     if _takes_one_call(x, weight, counts, most):
-        made: Tensor = _grouped_mm(x, weight.mT, offs=_ends(counts, x.device))
+        made: Tensor = F.grouped_mm(x, weight.mT, offs=_ends(counts, x.device))
         return made
     y = x.new_empty(x.shape[0], weight.shape[1])
     for rows, each, out in zip(x.split(counts), weight.mT.unbind(), y.split(counts), strict=True):
@@ -201,7 +196,7 @@ def grouped_gradients(
     most = _rows_for_onednn(dy, x, weight[0].numel())
     if _takes_one_call(dy, weight, counts, most):
         ends = _ends(counts, x.device)
-        return _grouped_mm(dy, weight, offs=ends), _grouped_mm(dy.t(), x, offs=ends).to(dtype)
+        return F.grouped_mm(dy, weight, offs=ends), F.grouped_mm(dy.t(), x, offs=ends).to(dtype)
     dx, dw = torch.empty_like(x), torch.empty(weight.shape, dtype=dtype, device=x.device)
     runs = zip(*(x.split(counts) for x in (dy, x, dx)), weight.unbind(), dw.unbind(), strict=True)
     for dy_rows, rows, out, each, total in runs:

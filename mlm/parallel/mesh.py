@@ -94,11 +94,6 @@ class ParallelContext:
         return self.rank == 0
 
 
-def coordinates(rank: int, *, tp: int, pp: int, dp: int) -> tuple[int, int, int]:
-    assert 0 <= rank < tp * pp * dp
-    return rank % tp, rank // (tp * dp), rank // tp % dp
-
-
 def shape_context(
     rank: int = 0,
     *,

@@ -24,15 +24,14 @@ from mlm.parallel.context import local_positions
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.expert.router import Balance, routers
 from mlm.parallel.gradients import (
-    ReducedGradients,
     build_reducer,
     fuse_embedding_grad,
     sum_replicated_gradients,
     sum_tied_gradients,
 )
-from mlm.parallel.layers import VocabParallelEmbedding
+from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from mlm.parallel.mesh import CPU, ParallelContext
-from mlm.parallel.pipeline.engine import Reducer
+from mlm.parallel.pipeline.engine import ChunkGradients, Reducer
 from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import DP_SLICES, ParameterShard, parameter_shards, shard_of
 from mlm.runs.config import PretrainConfig
@@ -138,11 +137,12 @@ class Trainer(Generic[B]):
         self.extra_state: dict[str, Any] = {}
         self.reducers = self._build_reducers()
         self.gradients = [
-            ReducedGradients(
+            ChunkGradients(
                 reducer,
-                chunk.modules() if config.fuse_accumulation else (),
+                [m for m in chunk.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
+                if config.fuse_accumulation
+                else (),
                 deferred,
-                defers_weight_grads=self.model.defers_weight_grads,
             )
             for chunk, reducer, deferred in zip(
                 self.model.chunks, self.reducers, self.model.deferred, strict=True

@@ -14,13 +14,7 @@ from mlm.config.imports import TRUST, OwnCodeError, trusting
 from mlm.data.sampler import SyntheticDataset, collate
 from mlm.optim.adamw import applied_steps, apply, ensure_state
 from mlm.optim.config import OptimizerConfig, ScheduleConfig
-from mlm.optim.user import (
-    TORCH_ELEMENTWISE,
-    check_optimizer,
-    decay_share,
-    layout_problem,
-    user_optimizer,
-)
+from mlm.optim.user import TORCH_ELEMENTWISE, check_optimizer, decay_share, layout_problem, user_optimizer
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import Axis, ParallelContext, shape_context
 from mlm.parallel.sharding import ParameterShard, parameter_shards

@@ -1,19 +1,7 @@
 """Place of a rank in a layout."""
 
-from mlm.parallel.mesh import ParallelContext, coordinates, shape_context
+from mlm.parallel.mesh import ParallelContext, shape_context
 from tests.ranks import run_on_ranks
-
-
-def test_coordinates_put_tensor_ranks_side_by_side_then_data_then_stages() -> None:
-    layout = {"tp": 2, "pp": 2, "dp": 3}
-    assert [coordinates(r, **layout) for r in (0, 1, 2, 5, 6, 11)] == [
-        (0, 0, 0),
-        (1, 0, 0),
-        (0, 0, 1),
-        (1, 0, 2),
-        (0, 1, 0),
-        (1, 1, 2),
-    ]
 
 
 def test_shape_context_knows_any_rank_without_process_groups() -> None:

@@ -19,14 +19,7 @@ from mlm.parallel.gradients import Reducer
 from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.sharded import ShardedReducer
 from mlm.parallel.watch import LostPeer
-from tests.parallel.sharded_rank import (
-    LAYERS,
-    MICRO_BATCHES,
-    MODEL,
-    Rank,
-    defer_weight_grads,
-    samples_of,
-)
+from tests.parallel.sharded_rank import LAYERS, MICRO_BATCHES, MODEL, Rank, defer_weight_grads, samples_of
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but
 

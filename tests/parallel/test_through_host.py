@@ -27,10 +27,7 @@ OPERATIONS = ("dist.all_reduce", "dist.broadcast", "dist.isend", "dist.irecv", "
 def exchange(x: Tensor, axis: Axis) -> Tensor:
     """Each of two ranks sends x to the other, and returns what it receives."""
     peer, out = 1 - axis.rank, torch.full_like(x, -1)
-    arriving, leaving = (
-        collectives.start_receive(out, axis, peer),
-        collectives.start_send(x, axis, peer),
-    )
+    arriving, leaving = (collectives.start_receive(out, axis, peer), collectives.start_send(x, axis, peer))
     leaving.wait()
     return arriving.wait()
 

@@ -46,7 +46,7 @@ def gradients_of(ctx: ParallelContext, spec: PretrainConfig) -> tuple[dict[str, 
             trainer.compute_gradients(batches(ctx.dp.rank, ctx.dp.size))
     finally:
         linear.add_weight_gradient = original
-    layers = [layer for gradients in trainer.gradients for layer in gradients.fused]
+    layers = [layer for gradients in trainer.gradients for layer in gradients.fused_layers]
     assert all(layer.compute.fused_grad is None for layer in layers)
     return {s.name: s.parameter.grad.clone() for s in trainer.shards if s.parameter.grad is not None}, seen
 
@@ -107,7 +107,7 @@ def test_totals_are_of_linear_layers_alone() -> None:
     """The token table's gradient is a product of the loss, and norms have none."""
     trainer: Trainer[Batch] = Trainer(replace(SPEC, fuse_accumulation=True), ParallelContext())
     (gradients,) = trainer.gradients
-    kinds = {type(layer).__name__ for layer in gradients.fused}
+    kinds = {type(layer).__name__ for layer in gradients.fused_layers}
     assert kinds == {"ColumnParallelLinear", "RowParallelLinear"}
 
 

@@ -7,14 +7,7 @@ import pytest
 import torch
 
 from mlm.parallel import context as module
-from mlm.parallel.context import (
-    CPUKernel,
-    GPUKernel,
-    Kernel,
-    KeyBlock,
-    UnfusedKernel,
-    context_attention,
-)
+from mlm.parallel.context import CPUKernel, GPUKernel, Kernel, KeyBlock, UnfusedKernel, context_attention
 from mlm.parallel.mesh import Axis
 
 BF16, META = torch.bfloat16, "meta"

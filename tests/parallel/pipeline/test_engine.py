@@ -1,6 +1,7 @@
 """The engine on stages of one linear layer each, against running them one after the other."""
 
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -62,15 +63,17 @@ def in_order(num_stages: int, batches: list[Sample]) -> tuple[list[Tensor], list
     return results, [part.w.grad for part in parts if part.w.grad is not None]
 
 
-class Noted(ChunkGradients):
-    """Notes the last backward pass of its chunk."""
+class Noted:
+    """A reducer that notes the last backward pass of its chunk."""
 
-    def __init__(self, deferred: DeferredWeightGrads, chunk: int, told: list[tuple[int, bool]]) -> None:
-        super().__init__(deferred)
+    sync_late = False
+
+    def __init__(self, chunk: int, told: list[tuple[int, bool]]) -> None:
         self.chunk, self.told = chunk, told
 
-    def before_backward(self, *, is_last: bool) -> None:
-        self.told.append((self.chunk, is_last))
+    sync = property(None, lambda self, is_last: self.told.append((self.chunk, is_last)))
+
+    def settle(self) -> None: ...
 
 
 def stages_of(ctx: ParallelContext, v: int) -> tuple[Stages[Sample], list[Part], list[tuple[int, bool]]]:
@@ -84,7 +87,10 @@ def stages_of(ctx: ParallelContext, v: int) -> tuple[Stages[Sample], list[Part],
         boundary_shape=lambda sample: tuple(sample.x.shape),
         dtype=torch.float64,
         device=ctx.device,
-        gradients=[Noted(part.deferred, chunk, told) for chunk, part in enumerate(parts)],
+        gradients=[
+            ChunkGradients(cast(Any, Noted(chunk, told)), deferred=part.deferred)
+            for chunk, part in enumerate(parts)
+        ],
     )
     return stages, parts, told
 

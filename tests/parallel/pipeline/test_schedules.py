@@ -128,11 +128,6 @@ def test_zb_h1_holds_as_much_as_1f1b_at_most() -> None:
         ),
         ("1f1b", 4, 2, 3, "micro_batches=3 .* use micro_batches=4, or vp=1"),
         ("zb_h1", 2, 2, 4, "vp=2: parallel.pipeline=zb_h1 .* set vp=1 or parallel.pipeline=1f1b"),
-        ("zb-h1", 2, 1, 4, "parallel.pipeline=zb-h1 .* did you mean zb_h1"),
-        ("chimera", 2, 1, 4, "parallel.pipeline=chimera .* use one of 1f1b, gpipe, zb_h1"),
-        ("1f1b", 0, 1, 4, "pp=0 must be at least 1"),
-        ("1f1b", 2, 0, 4, "vp=0 must be at least 1"),
-        ("1f1b", 2, 1, 0, "micro_batches=0 must be at least 1"),
     ],
 )
 def test_impossible_schedule_names_setting_and_remedy(
