@@ -110,7 +110,6 @@ def _problems_of_values(cls: type, flat: dict[str, Any]) -> tuple[list[Problem],
 
 
 def missing(leaf: Leaf) -> Problem:
-    """The problem of a required value that was not given."""
     fix = f"add {leaf.key}=… ({leaf.doc.rstrip('.')})"
     return Absent((leaf.key,), f"{leaf.key} is required: {fix}")
 
@@ -205,7 +204,6 @@ def paths_of(config: Any) -> Iterator[tuple[str, str, Role]]:
 
 
 def inputs_of(config: Any) -> list[str]:
-    """Every path that a command reads."""
     return [path for _, path, role in paths_of(config) if role in READ]
 
 

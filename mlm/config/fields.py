@@ -108,7 +108,7 @@ class OnlyIf:
         """True for a value of the key with which the field is read."""
         if value is None and self.or_null:
             return True
-        return any(fnmatchcase(str(value), str(each)) for each in self.values) if self.values else bool(value)
+        return any(fnmatchcase(str(value), str(v)) for v in self.values) if self.values else bool(value)
 
 
 class ImportPath:
@@ -158,9 +158,10 @@ def metadata(annotation: Any, kind: type[M]) -> M | None:
     """The metadata of one type in an annotation such as `InputPath | None`; None if it has none."""
     if isinstance(annotation, kind):
         return annotation
-    own = getattr(annotation, "__metadata__", ())
-    found = (metadata(inner, kind) for inner in (*own, *get_args(annotation)))
-    return next((each for each in found if each is not None), None)
+    for inner in (*getattr(annotation, "__metadata__", ()), *get_args(annotation)):
+        if (item := metadata(inner, kind)) is not None:
+            return item
+    return None
 
 
 def expanded(value: Any, role: Role) -> Any:
@@ -174,7 +175,6 @@ def expanded(value: Any, role: Role) -> Any:
 
 
 def expand_home(path: str) -> str:
-    """`~/x` in full; a user without a home leaves it as it is."""
     try:
         return str(Path(path).expanduser()) if path.startswith("~") else path
     except RuntimeError:
@@ -192,9 +192,8 @@ def path_problem(key: str, value: Any, role: Role) -> Problem | None:
         return Problem((key,), f"{key}= is empty", "name a path, or omit the key")
     if path.startswith("~"):
         user = path.partition("/")[0]
-        return Problem.at(
-            key, value, f"{user} is no user's home folder", f"write the path in full, or ./{path}"
-        )
+        fix = f"write the path in full, or ./{path}"
+        return Problem.at(key, value, f"{user} is no user's home folder", fix)
     if role is Role.STORE or (role in (Role.STORED, Role.BLEND) and STORED.match(path)):
         return url_problem(key, path)
     if REMOTE.match(path):

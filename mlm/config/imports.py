@@ -32,8 +32,8 @@ def is_path(value: object) -> bool:
 def paths_in(value: object) -> list[str]:
     """Return the import paths that a value of a key is, or lists: alone, or as `use` beside fields."""
     values = value if isinstance(value, list | tuple) else [value]
-    named = (each.get("use") if isinstance(each, dict) else each for each in values)
-    return [str(each) for each in named if is_path(each)]
+    named = (item.get("use") if isinstance(item, dict) else item for item in values)
+    return [str(path) for path in named if is_path(path)]
 
 
 def imported(key: str, path: str, shipped: Collection[str], kind: Any = object, *, typed: str = "") -> Any:
@@ -72,8 +72,8 @@ def imported(key: str, path: str, shipped: Collection[str], kind: Any = object, 
 
 def is_trusted(name: str) -> bool:
     """True if MLM_TRUST names a module or an import path, or a package that holds the module."""
-    named = filter(None, os.environ.get(TRUST, "").replace(" ", "").split(","))
-    return any(name == each or name.startswith(f"{each}.") for each in named)
+    trusted = filter(None, os.environ.get(TRUST, "").replace(" ", "").split(","))
+    return any(name == module or name.startswith(f"{module}.") for module in trusted)
 
 
 def trust(*modules: str) -> None:

@@ -15,8 +15,6 @@ from mlm.util.errors import UserError, escape_controls, has_controls, reading_fr
 from mlm.util.files import decode_text, open_regular
 
 MAX_BYTES = 1 << 18  # 256 KiB: a run's config is 3 kB
-MAX_DEPTH = 12
-MAX_NODES = 20_000
 MAX_TEXT = 10_000  # characters of one value: reading a number takes time quadratic in its digits
 FLOAT = re.compile(
     r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
@@ -77,7 +75,7 @@ def check_events(text: str) -> None:
         if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_TEXT:
             raise ValueError(f"a value of {len(event.value)} characters; {MAX_TEXT} is the limit")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH or nodes > MAX_NODES:
+        if depth > 12 or nodes > 20_000:
             raise ValueError("it nests too deeply, or holds too many values")
 
 

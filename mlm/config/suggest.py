@@ -13,8 +13,6 @@ import yaml  # type: ignore[import-untyped]
 from mlm.config.tree import HOISTED, leaves, other_names, sections
 from mlm.util.errors import Problem
 
-FOREIGN_OPTIONS = Path(__file__).with_name("foreign_options.yaml")
-
 
 @dataclass(frozen=True)
 class ForeignOption:
@@ -26,14 +24,12 @@ class ForeignOption:
     everywhere: bool = False
 
     def answer_to(self, value: str) -> str:
-        """The answer for one value."""
         return self.answer.replace("{value}", value)
 
 
 @cache
 def foreign_options() -> list[ForeignOption]:
-    """All entries, in the order of the pages that list them."""
-    entries = yaml.safe_load(FOREIGN_OPTIONS.read_text("utf-8"))
+    entries = yaml.safe_load(Path(__file__).with_name("foreign_options.yaml").read_text("utf-8"))
     return [ForeignOption(**{**entry, "keys": tuple(entry.get("keys", ()))}) for entry in entries]
 
 
@@ -115,7 +111,6 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """Every positive divisor, ascending."""
     low = [d for d in range(1, isqrt(max(number, 0)) + 1) if number % d == 0]
     return [*low, *(number // d for d in reversed(low) if d * d != number)]
 
@@ -134,5 +129,4 @@ def multiples_around(value: int, quantum: int) -> list[int]:
 
 
 def either(key: str, values: Iterable[object]) -> str:
-    """`tp=2 or tp=4`."""
     return " or ".join(f"{key}={value}" for value in values)

@@ -62,7 +62,6 @@ class Leaf:
 
 @cache
 def leaves(cls: type) -> dict[str, Leaf]:
-    """Every key of a run spec, in the order of its fields."""
     return {leaf.key: leaf for leaf in _walk(cls, "")}
 
 
@@ -86,7 +85,6 @@ def values_of(config: Any) -> dict[str, Any]:
 
 
 def out_of_range(config: Any) -> dict[str, Problem]:
-    """The problem of each key whose number is outside its bound."""
     spec: type = type(config)
     values = values_of(config)
     bounded = ((key, leaf.bound) for key, leaf in leaves(spec).items() if leaf.bound)
@@ -180,7 +178,6 @@ def alternatives(kind: Any) -> list[Any]:
 
 
 def choices(kind: Any) -> list[Any]:
-    """The values that a type lists with `Literal`."""
     return [choice for a in alternatives(kind) if get_origin(a) is Literal for choice in get_args(a)]
 
 

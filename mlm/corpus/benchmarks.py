@@ -62,7 +62,6 @@ def read_benchmarks(against: Iterable[str]) -> list[EvaluationText]:
 
 
 def read_file(entry: str) -> Iterator[tuple[str, str]]:
-    """Read the texts of a set in a file, with their locations."""
     path = Path(entry)
     if (form_of(path) not in SUFFIXES and path.suffix not in PLAIN) or not path.is_file():
         raise UserError(
@@ -130,6 +129,5 @@ def dump_benchmarks(texts: Iterable[EvaluationText]) -> bytes:
 
 
 def load_benchmarks(path: Path) -> list[EvaluationText]:
-    """Read the texts that `dump_benchmarks` returned."""
     with open(path, "rb") as f:
         return [EvaluationText(*json.loads(line)) for line in f]

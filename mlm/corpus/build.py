@@ -108,7 +108,6 @@ def claims(config: DataBuildConfig, tokenizer: Tokenizer) -> list[tuple[Path, di
 
 
 def delete_work(config: DataBuildConfig) -> str | None:
-    """Delete the files between the stages; return a line on what is left, None if nothing is."""
     reads = [config.input, config.tokenizer, *config.decontaminate.against, config.out]
     return delete_owned(Path(config.out, WORK), "corpus-work", inputs=reads)
 
@@ -130,7 +129,6 @@ def build(
     out: Path,
     screen: Console,
 ) -> Receipt:
-    """Run the stages and publish their output."""
     run_stages(plan, plan.config.workers or len(os.sched_getaffinity(0)))
     facts = count_documents(plan) | {"not_read": not_read}
     reject_empty_parts(plan, facts)

@@ -203,7 +203,6 @@ class KeptDocuments:
 
 
 def jaccard(a: Hashes, b: Hashes) -> float:
-    """Return the exact Jaccard similarity of two sets of hashes, each sorted and unique."""
     both = np.concatenate((a, b))
     both.sort(kind="stable")  # two runs: merged in linear time
     common = int(np.count_nonzero(both[1:] == both[:-1]))

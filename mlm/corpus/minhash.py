@@ -94,7 +94,6 @@ def _in_words() -> NDArray[np.bool_]:
 
 
 def _words(normal: Sequence[bytes]) -> tuple[Hashes, Numbers]:
-    """Hash each word [T], and count the words of each document [D]."""
     ends = np.cumsum([len(text) + 1 for text in normal], dtype=np.int64)  # of documents, in bytes
     text, before = b" ".join([*normal, b""]), np.zeros(len(ends), np.int64)
     hashes = [np.empty(0, np.uint64)]

@@ -88,7 +88,6 @@ def failed(error: UserError, path: Path, name: str) -> FileCheck:
 
 
 def check_pair(prefix: Path, expected: Expected, advance: Advance) -> list[FileCheck]:
-    """Run all checks of one .bin/.idx pair."""
     idx, tokens = idx_path(prefix), bin_path(prefix)
     for path in (idx, tokens):
         if not path.is_file():

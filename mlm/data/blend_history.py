@@ -49,7 +49,6 @@ class BlendSource:
     derived from its digest."""
 
     def is_same(self, other: "BlendSource") -> bool:
-        """True if both are the same corpus, as far as known."""
         pairs = ((self.tokens, other.tokens), (self.sampled, other.sampled))
         return self.digest == other.digest and all(not (a and b) or a == b for a, b in pairs)
 
@@ -106,7 +105,6 @@ def samples_read(history: BlendSegments, source: BlendSource, consumed: int) -> 
 
 
 def seed_of(source: BlendSource, seed: int) -> int:
-    """Return the seed that shuffles a corpus in a run of `seed`."""
     if source.order == 0:
         return seed
     digest = xxhash.xxh3_64_intdigest(f"{seed} {source.digest} {source.tokens}".encode())
@@ -167,7 +165,6 @@ def trained_on(history: BlendSegments) -> list[dict[str, Any]]:
 
 
 def encode(history: BlendSegments) -> list[dict[str, Any]]:
-    """Return a history as JSON."""
     return [{"from_sample": s.from_sample, "sources": [asdict(c) for c in s.sources]} for s in history]
 
 

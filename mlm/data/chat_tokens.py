@@ -83,7 +83,6 @@ def encode(
 def text_of(
     conversation: Conversation, speller: "Speller", template: ChatTemplate, answers: Answers
 ) -> RenderedText:
-    """Return a conversation as text. Raises ChatError."""
     hidden, is_hidden = speller.hide(conversation)
     template = template.for_tools(hidden.tools)
     rendered = template.render(hidden.messages, hidden.tools, options=hidden.options)
@@ -100,7 +99,6 @@ def text_of(
 
 
 def tokens_of(texts: Sequence[RenderedText], speller: "Speller") -> list[Tokens]:
-    """Return the tokens of rendered conversations."""
     tokens = dict[int, Tokens]()
     for is_hidden, encode_all in ((False, speller.tokenizer.encode_marked), (True, speller.encode)):
         numbers = [n for n, text in enumerate(texts) if text.is_hidden == is_hidden]

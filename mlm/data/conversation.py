@@ -131,7 +131,6 @@ def check_messages(messages: Any) -> list[Message]:
 
 
 def checked(given: Any, number: int) -> Message:
-    """Return one message; a list of text parts as their text. Raises ChatError."""
     if not isinstance(given, dict):
         raise ChatError(f'message {number} is no object: write {{"role": "user", "content": "…"}}')
     # a table fills absent keys with null

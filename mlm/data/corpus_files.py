@@ -70,7 +70,6 @@ def corpora_at(path: str) -> tuple[Path, list[Path]]:
 
 
 def tokenizer_beside(folder: Path) -> Tokenizer | None:
-    """Load the tokenizer in a corpus folder, if there is one. Raises UserError, CorruptFileError."""
     path = folder / TOKENIZER
     if not os.path.lexists(path):
         return None
@@ -80,7 +79,6 @@ def tokenizer_beside(folder: Path) -> Tokenizer | None:
 
 
 def eod_of(receipt: Receipt | None, tokenizer: Tokenizer | None) -> int | None:
-    """Return the end-of-document token, None if it is unknown."""
     eod_id = (receipt or {}).get("eod_id")
     if type(eod_id) is int:
         return eod_id

@@ -81,7 +81,6 @@ def corpus_extras(data: DataConfig) -> Problem | None:
 
 
 def indexed(key: str, prefix: str | None) -> Problem | None:
-    """Both files of an indexed corpus, .bin and .idx."""
     if prefix is None or not (missing := missing_pair(prefix)):
         return None
     if (stem := _stem(prefix)) != prefix and not missing_pair(stem):
@@ -114,7 +113,6 @@ def folder(key: str, path: str | None) -> Problem | None:
 
 
 def chat_template(key: str, path: str | None) -> Problem | None:
-    """A template's file, or the name of one that is built in."""
     return None if path in (*BUILT_IN, TURNS) else file(key, path)
 
 
@@ -124,7 +122,6 @@ def tokenizer(key: str, path: str | None) -> Problem | None:
 
 
 def checkpoint(path: str | None) -> Problem | None:
-    """A checkpoint folder or a run folder."""
     if path is None or Path(path).is_dir():
         return None if path is None else _megatron_problem(path)
     fix = "give a run folder (runs/…) or one of its checkpoints (…/step-00001000)"
@@ -170,5 +167,4 @@ def hub_id(path: str) -> str | None:
 
 
 def missing_pair(prefix: str) -> list[str]:
-    """The files of an indexed corpus that do not exist."""
     return [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]

@@ -102,7 +102,6 @@ class GPTDataset:
         return samples
 
     def epoch(self, number: int) -> Epoch:
-        """Return the sample order of one epoch: from memory, from the cache, or built."""
         is_large = self.indexed.num_documents + self._windows_of(number) >= self.cache_from
         return self._epochs.get(number, is_large=is_large)
 
@@ -181,7 +180,6 @@ class EvalWindows:
 
 
 def too_short(indexed: IndexedDataset, seq_length: int) -> str:
-    """Describe a corpus that does not fill one window."""
     return (
         f"{indexed.bin_path} holds {indexed.num_tokens} tokens, one window of data.seq_length={seq_length} "
         f"needs {seq_length + 1}: lower data.seq_length to {max(1, indexed.num_tokens - 1)} or less or build "

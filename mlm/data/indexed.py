@@ -169,7 +169,6 @@ class IndexedDataset:
         return int(self.pointers[sequence]) // self.dtype.itemsize
 
     def document_of(self, token: int) -> int:
-        """Return the document that holds a token."""
         sequence = int(np.searchsorted(self.pointers, token * self.dtype.itemsize, side="right")) - 1
         return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
 

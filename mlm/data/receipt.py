@@ -135,7 +135,6 @@ def content_problem(indexed: IndexedDataset) -> str | None:
 
 
 def vocabulary_problem(indexed: IndexedDataset, vocab_size: int) -> str | None:
-    """Report token ids beyond the model's vocabulary."""
     try:
         receipt = read_receipt(indexed.prefix.parent)
         entry = (receipt or {}).get("files", {}).get(bin_path(indexed.prefix).name)

@@ -127,7 +127,6 @@ def _json_records(file: Path) -> Iterator[Located]:
 
 
 def json_problem(error: ValueError | RecursionError) -> str:
-    """Describe the error that parsing a line of JSON raised."""
     if isinstance(error, UnicodeDecodeError):
         return decode_problem(error, f" at byte {error.start + 1}")
     if isinstance(error, json.JSONDecodeError):
@@ -158,7 +157,6 @@ def _table_records(file: Path, form: str) -> Iterator[Located]:
 
 
 def check_names(file: Path, names: Sequence[str]) -> None:
-    """Raise UserError for two columns of one name."""
     if twice := [name for name in names if list(names).count(name) > 1]:
         raise UserError(f"{file}: has two columns '{one_line(twice[0])[:40]}': rename one, or delete it")
 

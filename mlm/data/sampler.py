@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -68,16 +68,6 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def gather(self, sample_ids: ArrayLike, /) -> Samples: ...
-
-
-@runtime_checkable
-class FromCorpus(Protocol):
-    """Samples that know how often they go through their corpus."""
-
-    @property
-    def epochs(self) -> float:
-        """Passes over the corpus in all samples."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,13 +286,17 @@ class CheckedDataset:
         if isinstance(samples, np.ndarray):
             shape = (len(numbers), self.seq_length + 1)
             if samples.dtype.kind not in "iu" or samples.shape != shape:
-                fix = f"return whole numbers of shape {shape}: samples of data.seq_length + 1 tokens"
-                self._fail(f"gather() returned {samples.dtype} of shape {samples.shape}", fix)
+                raise OwnCodeError(
+                    f"data.kind={self.kind}: gather() returned {samples.dtype} of shape {samples.shape}; "
+                    f"return whole numbers of shape {shape}: samples of data.seq_length + 1 tokens"
+                )
             self._check_ids(samples, numbers, may_ignore=True)
             return samples.astype(np.int64, copy=False)
         if not hasattr(samples, "batch"):
-            problem = f"gather() returned a {type(samples).__name__}"
-            self._fail(problem, "return a NumPy array or a SampleBlock")
+            raise OwnCodeError(
+                f"data.kind={self.kind}: gather() returned a {type(samples).__name__}; return a NumPy array "
+                "or a SampleBlock"
+            )
         batch = collate(samples, 0)
         self._check_ids(batch.tokens.numpy(), numbers, may_ignore=False)
         if (labels := getattr(batch, "labels", None)) is not None:
@@ -318,13 +312,10 @@ class CheckedDataset:
             wrong &= ids != IGNORE_INDEX
         if not wrong.any():
             return
-        row, *places = np.argwhere(wrong)[0]
+        row, *position = np.argwhere(wrong)[0]
         ignored = f", or {IGNORE_INDEX} where there is none" if may_ignore else ""
-        self._fail(
-            f"{self.noun} {numbers[row]} has {what} {ids[(row, *places)]} at position "
-            f"{places[-1] if places else 0}, and model.vocab_size={self.vocab_size}",
-            f"return ids from 0 to {self.vocab_size - 1}{ignored}, or raise model.vocab_size",
+        raise OwnCodeError(
+            f"data.kind={self.kind}: {self.noun} {numbers[row]} has {what} {ids[(row, *position)]} at "
+            f"position {position[-1] if position else 0}, and model.vocab_size={self.vocab_size}; return ids "
+            f"from 0 to {self.vocab_size - 1}{ignored}, or raise model.vocab_size"
         )
-
-    def _fail(self, problem: str, fix: str) -> None:
-        raise OwnCodeError(f"data.kind={self.kind}: {problem}; {fix}")

@@ -107,7 +107,6 @@ class Tokenizer:
         )
 
     def _is_token(self, id: int | None) -> bool:
-        """True for an id of the vocabulary; a receipt can hold any number."""
         return id is not None and 0 <= id < self.vocab_size and self._backend.id_to_token(id) is not None
 
     def _named(self, role: str, default: str) -> int | None:
@@ -169,13 +168,11 @@ class Tokenizer:
 
     @cached_property
     def special_names(self) -> tuple[str, ...]:
-        """Names of the tokens that are marked as special, sorted."""
         added = self._backend.get_added_tokens_decoder().values()
         return tuple(sorted({token.content for token in added if token.special}))
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids of the tokens that are marked as special."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(id for id, token in added.items() if token.special)
 
@@ -281,7 +278,6 @@ class Tokenizer:
 
     @property
     def content(self) -> bytes:
-        """Its tokenizer.json."""
         return self._content.encode()
 
     def content_ending_texts(self) -> bytes:

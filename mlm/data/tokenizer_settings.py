@@ -70,7 +70,6 @@ class Declared:
         )
 
     def of_another_model(self) -> "Declared":
-        """Return what is true of the tokenizer alone."""
         settings = {key: value for key, value in self.settings.items() if key != "model_max_length"}
         return Declared(self.names, settings)
 

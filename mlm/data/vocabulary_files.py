@@ -29,7 +29,6 @@ def byte_level(model: models.Model, *, prefix_space: bool = False) -> Backend:
 
 
 def read_gpt2(folder: Path) -> str:
-    """Make a tokenizer.json from GPT-2's vocab.json and merges.txt."""
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
     if not (vocabulary.is_file() and merges.is_file()):
         raise UserError(

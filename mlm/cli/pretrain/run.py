@@ -27,7 +27,7 @@ from mlm.convert.weights import fill_parameters
 from mlm.data.blend import BlendedDataset
 from mlm.data.blend_checks import normalize_weights
 from mlm.data.blend_history import trained_on
-from mlm.data.sampler import Dataset, FromCorpus, Loader, MicroBatch, eval_batches, first_of_step
+from mlm.data.sampler import Dataset, Loader, MicroBatch, eval_batches, first_of_step
 from mlm.launch.doctor.folder import check_start
 from mlm.models.family import family_of
 from mlm.optim.config import STABLE_DECAYS
@@ -215,7 +215,7 @@ def prepare_directory(config: PretrainConfig, out: Path) -> None:
 def epochs_of(samples: Dataset) -> list[float | None]:
     """Passes over each part of a blend, or over the one corpus; None of what is no corpus."""
     parts = samples.datasets if isinstance(samples, BlendedDataset) else [samples]
-    return [part.epochs if isinstance(part, FromCorpus) else None for part in parts]
+    return [getattr(part, "epochs", None) for part in parts]  # of samples of a corpus
 
 
 def epochs_warning(samples: Dataset, steps: int) -> str | None:

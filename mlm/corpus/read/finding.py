@@ -93,7 +93,6 @@ def find_inputs(config: DataBuildConfig) -> Listing:
 
 
 def is_below(path: str, folder: str) -> bool:
-    """True if a path is a folder or lies in it. Both are real paths."""
     return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
 
 
@@ -123,7 +122,6 @@ def search(path: str, hub: HubSource | None = None) -> Listing:
 
 
 def in_store(url: str) -> Listing:
-    """Return the inputs among the object at a URL, or all below it. Raises UserError."""
     objects = {Path(stored.url.removeprefix(S3)): stored for stored in list_objects(url)}
 
     def read(files: Iterable[Path], root: Path, unread: Iterable[Unread]) -> Listing:
@@ -171,7 +169,6 @@ def in_folder(root: Path) -> Listing:
 
 
 def in_glob(pattern: str) -> Listing:
-    """Return the files that a glob matches, sorted by path. Raises UserError."""
     check_searchable(pattern)
     first = min(pattern.find(letter) for letter in WILDCARDS if letter in pattern)
     files = [Path(path) for path in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(path)]

@@ -71,7 +71,6 @@ def read_jsonl(shard: InputShard, intake: Intake) -> Iterator[Document]:
 
 
 def json_document(line: bytes | bytearray | None, intake: Intake, location: Location) -> Document:
-    """Make the document of one line, None if it is too long. Raises BadRecordError."""
     if line is None:
         raise intake.too_long("line")
     try:
@@ -143,7 +142,6 @@ def read_slice(shard: InputShard, intake: Intake) -> Iterator[Document]:
 
 
 def text_document(content: bytearray, size: int, intake: Intake, location: Location) -> Document:
-    """Make a plain-text document of `size` bytes. Raises BadRecordError."""
     if size > intake.max_bytes:
         raise intake.too_long("document")
     begin = len(BOM) if location.number == 1 and content.startswith(BOM) else 0

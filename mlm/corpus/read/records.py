@@ -92,7 +92,6 @@ class BadRecordError(Exception):
         """Its location, which its reader sets where `reject` would not know it exactly."""
 
     def to_user_error(self, fix: str) -> UserError:
-        """Return the error of a command that stops here."""
         kind = CorruptFileError if self.rule == "damaged" else UserError
         return kind(f"{self.location}: {self.detail}: {fix}")
 
@@ -107,12 +106,10 @@ class Intake:
     on_reject: Callable[[BadRecordError], None] = field(repr=False)
 
     def reject(self, location: Location, error: BadRecordError) -> None:
-        """Report a bad record; the caller decides if that ends the build."""
         error.location = error.location or location
         self.on_reject(error)
 
     def damaged(self, location: Location, reason: object) -> None:
-        """Report that the rest of a file cannot be read."""
         why = " ".join(str(reason).split())
         self.reject(location, BadRecordError("damaged", f"the file is damaged and its rest is lost ({why})"))
 

@@ -149,7 +149,6 @@ def input_lines(inputs: Sequence[Input]) -> bytes:
 
 
 def state_of(path: str) -> tuple[int, int, int]:
-    """Return size and times of change of a file. Raises UserError if it is missing."""
     with readable(path):
         status = os.stat(path)
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -82,7 +82,6 @@ def read_parquet(shard: InputShard, intake: Intake) -> Iterator[Document]:
 
 
 def column_problem(file: Any, path: str, intake: Intake) -> BadRecordError | None:
-    """Return the problem of the columns: missing, or a text column without strings."""
     names, types = list(file.schema_arrow.names), load_extra("pyarrow.types", f"input {path}")
     if intake.text_key not in names:
         return intake.without_text(names)
@@ -110,7 +109,6 @@ def batches(file: Any, rows: list[int], shard: InputShard, column: str) -> Itera
 
 
 def row_document(batch: Any, index: int, intake: Intake, location: Location) -> Document:
-    """Make the document of one row. Raises BadRecordError."""
     value = batch.column(intake.text_key)[index]
     value = getattr(value, "value", value)  # of a dictionary
     if value is not None and value.is_valid and value.as_buffer().size > intake.max_bytes:
@@ -134,7 +132,6 @@ class HubSource:
 
     @property
     def setting(self) -> str:
-        """The keys that name it, for errors."""
         return f"input={self.path} hub_config={self.config} hub_split={self.split}"
 
     @classmethod

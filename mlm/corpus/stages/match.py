@@ -80,7 +80,6 @@ class CleanTexts:
 
 
 def match(plan: BuildPlan, task: int) -> None:
-    """Links of one band."""
     stage = plan.stages["match"]
     links = [documents[links_of_band(keys)] for documents, keys in slices(CleanTexts(plan), task)]
     path = stage.folder / f"{task:05d}.npy"
@@ -117,7 +116,6 @@ def group(plan: BuildPlan, _: int) -> None:
 
 
 def verify(plan: BuildPlan, task: int) -> None:
-    """Duplicates among this task's share of the components."""
     stage, grouped = plan.stages["verify"], plan.stages["group"].folder
     members, bounds = load(grouped / "members.npy"), load(grouped / "bounds.npy")
     texts, duplicates = CleanTexts(plan), []
@@ -153,5 +151,4 @@ def removal_mask(plan: BuildPlan, task: int) -> NDArray[np.bool_]:
 
 
 def load(path: Path) -> NDArray[Any]:
-    """A mapped array that `save` wrote."""
     return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)

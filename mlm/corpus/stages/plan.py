@@ -52,7 +52,6 @@ class BuildStage:
         write_atomic(self.marker(task), json.dumps({"counts": counts, "files": sizes}).encode())
 
     def counts(self) -> list[dict[str, Any]]:
-        """Return the counts of all tasks; the stage is finished."""
         return [json.loads(self.marker(task).read_bytes())["counts"] for task in range(self.tasks)]
 
     def total(self) -> Counter[str]:
@@ -89,11 +88,9 @@ class BuildPlan:
         return replace(self, shards={task: self.shards[task]} if task in self.shards else {})
 
     def size_of(self, task: int) -> int:
-        """Bytes (or rows) that a task of these stages reads."""
         return sum(shard.end - shard.begin for shard in self.shards[task])
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer, kept between the tasks of a process."""
         return _load_tokenizer(self.work / TOKENIZER, self.tokenizer, *self.special)
 
 

@@ -79,7 +79,6 @@ def add_up(counts: Iterable[Mapping[str, int]], key: str) -> int:
 
 
 def reject_empty_parts(plan: BuildPlan, facts: Facts) -> None:
-    """Raise UserError if a part of the corpus received no document."""
     empty = next((part for part, counts in facts["splits"].items() if not counts["documents"]), None)
     if empty is None:
         return
@@ -103,13 +102,11 @@ def describe_removed(gone: dict[str, int]) -> str:
 
 
 def rejected_shards(plan: BuildPlan) -> list[Path]:
-    """Return the files in which the tasks listed what they rejected, in corpus order."""
     stage = plan.stages["clean"]
     return [stage.folder / f"{task:05d}.{REJECTED}" for task in range(stage.tasks)]
 
 
 def write_rejected(plan: BuildPlan, out: Path) -> list[str]:
-    """Write rejected.jsonl, if anything was rejected; return its name. Raises OSError."""
     shards = [shard for shard in rejected_shards(plan) if shard.stat().st_size]
 
     def write(f: Any) -> None:
@@ -123,7 +120,6 @@ def write_rejected(plan: BuildPlan, out: Path) -> list[str]:
 
 
 def summary(out: Path, receipt: Facts) -> Group:
-    """Return the tables that a build ends with."""
     title = f"{out} · vocabulary {receipt['vocab_size']}"
     parts = table(title, "part", "documents#", "tokens#", "bytes#", "bytes/token#")
     for split, count in receipt["splits"].items():

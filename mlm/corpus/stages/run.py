@@ -24,7 +24,6 @@ from mlm.util.terminal import Advance, progress_bar
 
 
 def run_task(plan: BuildPlan, stage: str, task: int) -> None:
-    """Do one task. Raises UserError for bad input."""
     functions: dict[str, Callable[[BuildPlan, int], None]] = {
         "clean": clean_stage.run,
         "match": match_stage.match,

@@ -45,7 +45,6 @@ class Piece:
 
 
 def run(plan: BuildPlan, task: int) -> None:
-    """Tokenise the documents of one task of stage `clean`."""
     counts = Counter({f"splits/{part}/{key}": 0 for part in plan.parts for key in PART_COUNTS})
     with ExitStack() as stack:
         texts = IndexedDataset(plan.stages["clean"].folder / f"{task:05d}", allow_empty=True)
@@ -101,7 +100,6 @@ def _load_ngram_index(path: Path, _digest: str, config: DecontaminateConfig) -> 
 def write(
     plan: BuildPlan, batch: list[Piece], writers: dict[str, IndexedWriter], counts: Counter[str]
 ) -> None:
-    """Tokenise a batch of pieces and append each to its part."""
     config, tokenizer = plan.config, plan.load_tokenizer()
     least = config.filter.least_tokens or 1
     dtype = token_dtype(tokenizer.vocab_size)
