@@ -23,7 +23,7 @@ from mlm.util.system import resolve
 Ids = NDArray[np.int64]
 
 ORDER, BATCHES = 0, 1
-"""Draws of the seed's stream: the order of an epoch's rows, and that of its batches."""
+"""Draws of the seed's stream: the order of an epoch's rows, and the order of its batches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +114,7 @@ class Batcher:
     ) -> list[TaskBatch]:
         """Return this rank's micro-batches of the numbered examples; equally many on each rank.
 
-        Each text's dropout stream is that of its place in the batch, whatever the layout.
+        Each text's dropout stream is a function of its place in the batch, whatever the layout.
 
         Args:
             examples: all examples of a split.

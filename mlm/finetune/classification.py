@@ -59,14 +59,14 @@ class Labelling(TaskType):
 
 
 class OneOrTwoTexts(TaskType):
-    """Base of both types: one example per row."""
+    """Base of classification and regression: one example per row."""
 
     columns: tuple[Sequence[int], str] | None = ((1, 2), "one or two columns of texts")
 
     def make_examples(
         self, task: TaskConfig, rows: Sequence[TaskRow], tokenizer: Tokenizer, frame: Frame
     ) -> Iterator[RowExamples]:
-        """Yield one example per row; of two texts the longer is truncated first."""
+        """Yield one example per row; the longer of two texts is truncated first."""
         columns = len(task.columns)
         ids = encode((text for row in rows for text in row.texts), tokenizer)
         for number, row in enumerate(rows):

@@ -33,7 +33,7 @@ NAMED = OnlyIf("kind", "classification", "choice")
 SPAN = OnlyIf("kind", "span")
 CONVERSATIONS = OnlyIf("task.kind", "chat", "preferences")
 TRAINS = OnlyIf("optimizer.kind")
-"""Of a default of training, which evaluation has not."""
+"""Marks defaults of training, which evaluation does not read."""
 PreferenceLoss = Literal["dpo", "ipo", "simpo", "orpo"]
 REFERENCE_FREE = ("simpo", "orpo")
 SMOOTHING = Bound(lambda x: 0 <= x < 0.5, "at least 0 and below 0.5")
@@ -53,12 +53,12 @@ class TaskConfig:
     """Columns of the texts. classification, regression: one or two texts; choice: article, question, options;
     span: context, question; chat: messages, or else conversations, or prompt and completion."""
     label: Annotated[str, LABELLED] = "label"
-    """Column of the label: its number, its name in `labels`, a number in label_range; of kind span the
+    """Column of the label: its number, its name in `labels`, a number in label_range; for kind span the
     answers: text and answer_start."""
     id: str | None = "idx"
     """Column that names a row in files of predictions; rows are counted from 0 where there is none."""
     labels: Annotated[tuple[str, ...], NAMED] = ()
-    """Names of the labels by number; of kind choice those of the options."""
+    """Names of the labels by number; for kind choice the names of the options."""
     label_range: Annotated[tuple[float, float] | None, OnlyIf("kind", "regression")] = None
     """Least and largest label of kind regression; null admits all numbers."""
     unanswerable: Annotated[bool, SPAN] = False
@@ -70,7 +70,7 @@ class TaskConfig:
     accuracy_f1 (mean of both), matthews; regression: pearson, spearman, pearson_spearman (mean of both),
     mse, rmse, mae; choice: accuracy; span: f1, exact_match and, of the questions with and without an answer,
     has_answer_f1, has_answer_exact_match, no_answer_f1, which is also its exact match; chat: loss,
-    perplexity; preferences: loss, accuracy, margin. Of mse, rmse, mae, loss and perplexity less is better."""
+    perplexity; preferences: loss, accuracy, margin. Less is better of mse, rmse, mae, loss and perplexity."""
     hub: str | None = None
     """Hub dataset that rows come from when no path is given: OWNER/NAME."""
     hub_config: str | None = None
@@ -112,7 +112,7 @@ class TaskConfig:
     """Kind preferences: dpo (arXiv:2305.18290), ipo (arXiv:2310.12036), and without a reference
     model simpo (arXiv:2405.14734) and orpo (arXiv:2403.07691)."""
     beta: Annotated[float, POSITIVE, OnlyIf("kind", "preferences")] = 0.1
-    """Kind preferences: factor of rewards; of ipo its tau, of orpo the weight of the odds ratio. simpo takes
+    """Kind preferences: factor of rewards; tau of ipo, weight of the odds ratio of orpo. simpo takes
     2 to 10."""
     label_smoothing: Annotated[float, SMOOTHING, OnlyIf("loss", "dpo", "simpo")] = 0.0
     """Kind preferences, dpo and simpo: probability that an answer was preferred by mistake."""
@@ -121,7 +121,7 @@ class TaskConfig:
     n_best: Annotated[int, POSITIVE, SPAN] = 20
     """Kind span: begins and ends of answers that are tried for each window, and answers that are kept."""
     null_threshold: Annotated[float, OnlyIf("unanswerable")] = 0.0
-    """Kind span, unanswerable: how much the score of no answer must exceed that of the best answer."""
+    """Kind span, unanswerable: margin by which the score of no answer must exceed the best answer's."""
     lr: Annotated[float, TRAINS] = 2.0e-5
     """Peak learning rate: default of optimizer.lr."""
     weight_decay: Annotated[float, TRAINS] = 0.01
@@ -262,7 +262,7 @@ class EvalTaskConfig:
     out: ResultFile | None = None
     """JSON file for the scores; null means eval-<task>.json in the run directory."""
     split: str | None = None
-    """Split to score; null means those of task.validations. One without labels is only predicted."""
+    """Split to score; null scores task.validations. A split without labels is only predicted."""
     predictions: OutFolder | None = None
     """Folder for the predictions, in the form of a submission; null writes none, unless the split has
     no labels: then predictions beside `out`."""

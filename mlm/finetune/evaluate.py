@@ -78,7 +78,7 @@ def saved_state(start: Start) -> dict[str, Any]:
 def split_of(config: EvalTaskConfig, name: str, start: Start) -> TaskSplit:
     """Read a split of data.path, or of the rows that the checkpoint was finetuned on.
 
-    Of a single file of conversations those that the run held out. Raises UserError.
+    Of a single file of conversations, take the rows that the run held out. Raises UserError.
     """
     task, data, saved = config.task, config.data, saved_state(start)
     if data.path is not None:

@@ -56,9 +56,9 @@ class Start:
 
 
 def read_start(config: FinetuneConfig | EvalTaskConfig, source: Source | None = None) -> Start:
-    """Read what `ckpt` names, but no tensor; of a finetuning run, the best checkpoint. Raises UserError.
+    """Read what `ckpt` names, but no tensor; for a finetuning run, the best checkpoint. Raises UserError.
 
-    `source` is that, where it is open.
+    `source` is `ckpt`, if it is open already.
     """
     task, source = config.task, source or open_source(config.ckpt)
     kind, model = task_type(task.kind), source.model

@@ -1,4 +1,4 @@
-"""Official metrics of labels and numbers, from scikit-learn and SciPy; span.py has those of SQuAD.
+"""Official metrics of labels and numbers, from scikit-learn and SciPy; span.py has SQuAD's.
 
 All but the errors are shares or correlations: 0.5 where GLUE's pages print 50. An undefined metric, such as
 the correlation of equal predictions, is 0.
@@ -76,7 +76,7 @@ OF_LABELS: dict[str, Callable[..., float]] = {
     "accuracy_f1": accuracy_f1,
     "matthews": matthews,
 }
-"""Of labels [rows], predicted labels [rows] and, if given, weights [rows]."""
+"""Functions of labels [rows], predicted labels [rows] and, if given, weights [rows]."""
 OF_NUMBERS: dict[str, Metric] = {
     "pearson": pearson,
     "spearman": spearman,
@@ -92,7 +92,7 @@ ERRORS = frozenset({"mse", "rmse", "mae"})
 def jackknife(metric: Callable[..., float], labels: Values, values: Values) -> float:
     """Return the standard error of a metric of two rows or more, by the jackknife.
 
-    Of the scores without each of the n rows in turn, and their mean:
+    From the scores without each of the n rows in turn, and their mean:
     SE^2 = (n - 1) / n * sum_i (score without row i - mean)^2. Equal rows are left out once for all. For a
     share p of right rows it is sqrt(p (1 - p) / (n - 1)). Nothing is drawn at random.
     """

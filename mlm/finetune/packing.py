@@ -125,7 +125,7 @@ class PairLabel:
     """Labels of a chosen and a rejected answer, and what a reference model says of them."""
 
     texts: tuple[NDArray[np.int64], NDArray[np.int64]]
-    """Of each text, the next token where an answer holds it, else −100."""
+    """For each text, the next token where an answer holds it, else −100."""
     reference: tuple[float, float] = (0.0, 0.0)
     """Log-likelihoods of both answers by the model that training began with; 0 where the loss needs none."""
 
@@ -175,7 +175,7 @@ class PairBatch(PackedBatch):
     """One micro-batch; texts are in the order chosen, rejected, of each of its pairs."""
 
     texts: Tensor
-    """[B, S] int64: number of the text that a token is in; of padding that of the next."""
+    """[B, S] int64: number of the text that a token is in; padding has the number of the next text."""
     lengths: Tensor
     """[E, 2] int64: scored tokens of both answers."""
     reference: Tensor
@@ -206,7 +206,7 @@ class PairPacker(Packer):
 
 
 class PairLoss(AnswerLoss):
-    """A loss of task.loss, mean over pairs, and what is logged beside it.
+    """A loss of task.loss, mean over pairs, and the metrics logged with it.
 
     A reward is beta (log p - log p of the reference model); without one, beta log p per token.
     """

@@ -2,7 +2,7 @@
 
 A run directory has two folders of checkpoints: `checkpoints`, to resume from, and `best/checkpoints`, weights
 alone with the validations up to them. A run that is resumed takes the same steps again, and with them the
-same best ones; its result is that of the checkpoint in `best`.
+same best ones; its result is read from the checkpoint in `best`.
 """
 
 from collections.abc import Collection, Sequence
@@ -49,7 +49,7 @@ class Progress:
     scores: Scores = field(default_factory=dict)
     """Metrics of that step."""
     merit: float = 0.0
-    """That of these scores."""
+    """Merit of these scores."""
     without_gain: int = 0
     """Validations since then."""
     tokens: int = 0
@@ -58,7 +58,7 @@ class Progress:
     def add(self, step: int, scores: Scores, errors: Collection[str] = ()) -> bool:
         """Add a validation; return True if it is the best by the first metric of the first split.
 
-        Of equals the earlier is the best; of a metric in `errors` less is better.
+        The earlier of equals is the best; less is better for a metric in `errors`.
         """
         value = merit(scores, errors)
         if self.best_step is None or value > self.merit:

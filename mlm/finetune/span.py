@@ -102,8 +102,8 @@ class SpanTask(TaskType):
     ) -> Iterator[RowExamples]:
         """Yield one example per window: [CLS] question [SEP] part of the context [SEP].
 
-        Neighbouring windows share task.doc_stride tokens of the context, as those of transformers' tokenizers
-        do (return_overflowing_tokens). A window without the answer is labelled as unanswerable.
+        Neighbouring windows share task.doc_stride tokens of the context, as with transformers' tokenizers
+        (return_overflowing_tokens). A window without the answer is labelled as unanswerable.
         """
         longest = (frame.room(2) - task.doc_stride) // 2  # so that windows advance, by more than a token
         for start in range(0, len(rows), BATCH):
@@ -307,7 +307,7 @@ def score_span(task: TaskConfig, texts: Sequence[str], value: str) -> tuple[floa
     """Return (F1, exact match) of one answer, also if no word of a text counts, such as "The!".
 
     SQuAD 1.1's evaluate-v1.1.py gives F1 = 0 where the answer has no word that counts; SQuAD 2.0's
-    evaluate-v2.0.py leaves such right answers out, and without another the right one is none.
+    evaluate-v2.0.py leaves such right answers out; without another, no answer is right.
     """
     squad = load_extra(MODULE, "task.kind=span", EXTRA).squad
     if task.unanswerable:
@@ -326,7 +326,7 @@ def normalize_answer(text: str) -> str:
 
 
 def null_odds(prediction: Prediction) -> float:
-    """Return the score of no answer minus that of the best answer, which task.null_threshold limits."""
+    """Return the score of no answer minus the best answer's, which task.null_threshold limits."""
     best = prediction.n_best[0].score if prediction.n_best else 0.0
     return (prediction.null_score or 0.0) - best
 

@@ -46,7 +46,7 @@ class TaskSplit:
     has_labels: bool
     """True if predictions can be scored; rows without labels can only be predicted."""
     note: str = ""
-    """Line on how its rows were chosen; empty if they are those of a file."""
+    """Line on how its rows were chosen; empty if it has all rows of a file."""
     skipped: RowProblems = ()
     """Rows that were left out because they cannot be read: their locations and why."""
 
@@ -54,7 +54,7 @@ class TaskSplit:
         return len(self.rows)
 
     def select(self, numbers: Sequence[int]) -> "TaskSplit":
-        """Return the split with these of its rows alone; its digest stays that of all."""
+        """Return the split with these rows alone, and the digest of all."""
         return replace(self, rows=[self.rows[n] for n in numbers], places=[self.places[n] for n in numbers])
 
 
@@ -179,11 +179,11 @@ class TokenizedSplit:
 
     split: TaskSplit
     examples: Sequence[Example]
-    """In the order of the rows: at least one for each row that is not left out."""
+    """In the order of the rows: at least one for each row that is not excluded."""
     truncated: int
     """Rows that lost tokens because they were too long."""
     excluded_samples: int
-    """Those of them without an example: all that there is to learn was lost."""
+    """Truncated rows without an example: all that there is to learn was lost."""
     max_length: int
     """Maximum tokens of a text."""
     problems: RowProblems = ()

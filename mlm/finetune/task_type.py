@@ -45,7 +45,7 @@ class Prediction:
     id: str
     """Id of the row."""
     value: int | float | str
-    """Index of a label or option, a number, or a text; of type span the answer, empty for none."""
+    """Index of a label or option, a number, or a text; for type span the answer, empty for no answer."""
     scores: tuple[float, ...] = ()
     """The model's output for each label or option."""
     n_best: tuple[Candidate, ...] = ()
@@ -72,9 +72,9 @@ class TaskType(ABC):
     metrics: Mapping[str, Metric] = MappingProxyType({})
     """Metrics that task.metrics may name, of labels and predicted values."""
     metric_names: tuple[str, ...] = ()
-    """Names of the metrics of a type that overrides `score`; else those of `metrics`."""
+    """Names of the metrics of a type that overrides `score`; by default the keys of `metrics`."""
     errors: frozenset[str] = frozenset()
-    """Those of the metrics of which less is better."""
+    """Metrics of which less is better."""
     modules: tuple[str, ...] = ()
     """Optional modules that the metrics import (the extra `mlm[finetune]`)."""
     columns: tuple[Sequence[int], str] | None = None

@@ -19,7 +19,7 @@ class ExpertLoads:
     counts: Mapping[int, Sequence[int]]
     """[E] by layer, of the layers that have experts."""
     dropped: Mapping[int, Sequence[int]]
-    """[E] by layer: those of them that were beyond an expert's capacity."""
+    """[E] by layer: tokens beyond an expert's capacity."""
 
     @property
     def imbalance(self) -> dict[int, float]:
@@ -48,7 +48,7 @@ class StepMetrics:
     step: int
     """Optimizer steps done, this one included."""
     loss: float
-    """Mean loss of the global batch, in nats: per token; of a BERT the sum of both heads'."""
+    """Mean loss of the global batch, in nats per token; for a BERT the sum of both heads' losses."""
     lr: float
     """Learning rate this step used."""
     grad_norm: float
@@ -72,7 +72,7 @@ class StepMetrics:
     parts: Parts = field(default_factory=dict)
     """Parts of the loss, and accuracies: mlm_loss, sop_loss, mlm_accuracy, sop_accuracy."""
     loads: ExpertLoads | None = None
-    """Those of this step; None without experts, and where they are frozen."""
+    """Loads of this step; None without experts, and where they are frozen."""
 
 
 def flatten_metrics(metrics: StepMetrics) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Sink:
         """Take a logged step."""
 
     def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
-        """Take a validation after `step`: loss in nats per token; `parts` has that of each blended corpus."""
+        """Take a validation after `step`: loss in nats per token; `parts` has each blended corpus's."""
 
     def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
         """Take the metrics of a task's split after `step`; `is_best` if they are the best so far."""
@@ -151,7 +151,7 @@ class Throughput:
     """Stopwatch of training steps. Validation and saving are left out: pause() before, start() after.
 
     `tokens_per_step` counts the global batch if all steps are alike; otherwise pass `count` the tokens.
-    `flops_per_token` is that of `mlm.models.shape`, `devices` the world size, `peak` the FLOP/s of one
+    `flops_per_token` comes from `mlm.models.shape`, `devices` the world size, `peak` the FLOP/s of one
     device or None. Call lap() and pause() when the device is synchronised, or steps in flight are left out.
     """
 

@@ -51,7 +51,7 @@ class Rows:
             self.columns = {name: array("d", np.array(c)[keep]) for name, c in self.columns.items()}
 
     def table(self) -> dict[str, Column]:
-        """Columns with ascending steps; of rows with one step the later one."""
+        """Columns with ascending steps; the later of rows with equal steps."""
         table = {name: np.array(column) for name, column in self.columns.items()}
         order = np.argsort(table["step"], kind="stable")
         keep = order[np.append(np.diff(table["step"][order]) > 0, True)] if len(order) else order
@@ -63,7 +63,7 @@ class Rows:
 
 
 def number(value: object) -> float:
-    """A value of JSON as a number; NaN for what is none, or infinite."""
+    """A value of JSON as a number; NaN for anything else, and for infinity."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
@@ -107,7 +107,7 @@ class RunRecords:
     samples: "deque[dict[str, Any]]" = field(default_factory=newest_list)
     """Continuations of prompts at validations."""
     best: dict[str, Any] = field(default_factory=dict)
-    """Of finetuning, the scores of the best checkpoint; empty without one."""
+    """Scores of the best checkpoint of finetuning; empty without one."""
     failure: str = ""
     """The error that ended the newest attempt."""
     is_held: bool = False

@@ -58,7 +58,7 @@ def write_summary(
     failure: str | None = None,
     checkpoint: Rows = (),
 ) -> Path:
-    """Write `out`/README.md from `out`/metrics.jsonl and return its path (README.mlm.md beside a user's own).
+    """Write `out`/README.md, or README.mlm.md next to a user's file, from metrics.jsonl and return its path.
 
     Args:
         out: the run directory.
@@ -68,9 +68,9 @@ def write_summary(
         decays: True if the learning rate ends with schedule.decay_steps.
         unit: unit of the loss.
         prompt: starts the example of `mlm generate`; None leaves that out (no tokenizer, or no text).
-        validation: the validation sets, of a blend one each; without any `mlm eval loss` is left out.
-        trusted: module of the user's own model family, which other commands load only if it is trusted.
-        predicted: numbers to show beside the measured ones.
+        validation: the validation sets, one per corpus of a blend; without any `mlm eval loss` is left out.
+        trusted: module of a user's model family, which other commands load only if it is trusted.
+        predicted: numbers to compare with the measured ones.
         failure: the error that ended the run.
         checkpoint: rows on the newest good checkpoint, and the way back to it.
 

@@ -18,7 +18,7 @@ from mlm.util.files import write_atomic
 from mlm.util.terminal import add_row, console, table
 
 KILLED = 128
-"""Exit codes from here on are those of a run that a signal ended."""
+"""Exit codes from here on mean that a signal ended the run."""
 STOPPED = "stopped"
 
 Row = dict[str, Any]
@@ -41,7 +41,7 @@ def run_of(overrides: Iterable[str], out: str | None, exit_code: int | None) -> 
     files = [file for file in (Path(out, FILE_NAME), *seeds) if file.is_file()]
     parts = [numbers_of(read_run(file.parent, file.parent.name)) for file in files]
     by_key = {key: [part[key] for part in parts if key in part] for part in parts for key in part}
-    numbers = {  # medians over seeds; of texts the first
+    numbers = {  # medians over seeds; the first of texts
         key: median(values) if all(isinstance(value, int | float) for value in values) else values[0]
         for key, values in by_key.items()
     }
@@ -134,7 +134,7 @@ def state_in_words(run: Row) -> str:
 
 
 def report_sweep(runs: Sequence[Row]) -> None:
-    """Print the table, and write it beside runs that share a folder, unless a file of the user's is there."""
+    """Print the table, and write it beside runs that share a folder, unless a user's file is in the way."""
     headings, rows = cells(runs)
     grid = table(title(runs), *headings)
     for row in rows:

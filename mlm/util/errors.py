@@ -1,4 +1,4 @@
-"""Errors of a user's as values: each problem with its keys, its fix and the one line that is printed."""
+"""A user's mistakes as values: each problem with its keys, its fix and the one line that is printed."""
 
 import errno
 import json
@@ -57,7 +57,7 @@ def _format_item(value: Any) -> str:
 
 
 def type_of(value: Any) -> str:
-    """The type of a value in words, with its article: null, an integer; of other objects their class."""
+    """The type of a value in words, with its article: null, an integer; for other objects their class."""
     known = {"NoneType": "null", "int": "an integer", "str": "a text", "dict": "an object"}
     name = type(value).__name__
     return known.get(name) or f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"

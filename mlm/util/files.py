@@ -207,7 +207,7 @@ def digest_name(h: "xxhash.xxh3_128") -> str:
 
 
 def whole_number(value: Any, most: int = (1 << 63) - 1) -> int:
-    """Return a number that a file gives. Raises ValueError for what is no integer from 0 to `most`."""
+    """Return a number that a file gives. Raises ValueError for anything but an integer from 0 to `most`."""
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"{str(value)[:40]} is no whole number in range")
     return value

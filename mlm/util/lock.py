@@ -163,8 +163,8 @@ def single_writer(folder: Path, *, wait_s: float = WAIT_S, setting: str = "out")
 def single_builder(path: Path, wait_s: float = 600.0) -> Iterator[None]:
     """Let one process at a time make the file `path`: ranks and other runs wait for it.
 
-    This saves work and nothing depends on it: where there is no lock to be had (a read-only folder, a file
-    system without flock), or none for `wait_s` seconds (a holder that was stopped), all processes go in.
+    This saves work and nothing depends on it: where nothing can be locked (a read-only folder, a file system
+    without flock), or the lock stays taken for `wait_s` seconds (a stopped holder), all processes go in.
     """
     lock = Lock(path.with_name(f".{path.name}.lock"))
     with suppress(OSError):

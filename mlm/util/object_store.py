@@ -1,7 +1,7 @@
 """Objects of S3-compatible stores: listing, reading by ranges, uploads, and errors of a store in one line.
 
 botocore finds endpoint, region and credentials as it does for every program (AWS_ENDPOINT_URL, AWS_PROFILE,
-~/.aws): none is a setting of ours, so none is saved. What a store answers is not shown, but for its code.
+~/.aws): they are no settings of mlm, so none is saved. Of a store's answers only the error code is shown.
 s3fs and botocore retry with back-off; an object that changes while it is read is an error (If-Match).
 """
 
@@ -17,7 +17,7 @@ from mlm.util.extras import load_extra
 
 S3 = "s3://"
 ATTEMPTS = 6
-"""Of botocore, with random pauses that double: 16 s on average. s3fs repeats all of them 5 times where the
+"""botocore's, with random pauses that double: 16 s on average. s3fs repeats all of them 5 times where the
 store does not answer, and bodies that are truncated."""
 PART = 1 << 23  # bytes of a request when an object is read from end to end: 8 MiB
 CONCURRENT = 32  # requests at a time

@@ -124,7 +124,7 @@ def claim_problems(
         kind: its type, a key of KINDS.
         key: the key that named the folder, for messages.
         inputs: inputs of the command, as typed.
-        writes: patterns of the names to write; None means those of the type.
+        writes: patterns of the names to write; None means the type's `writes`.
         same: contents to write under some names: a file of just that content is not in the way.
     """
     what, folder = f"{key}={path}", Path(path)
@@ -166,7 +166,7 @@ def _is_replaceable(path: Path, content: bytes | None) -> bool:
 
 
 def read_marker(folder: Path) -> dict[str, Any] | None:
-    """Return the marker of a folder; None if it has none of ours."""
+    """Return the marker of a folder; None if it has no valid one."""
     try:
         marker = json.loads(read_regular(folder / MARKER, 1 << 16))
     except (OSError, ValueError, RecursionError):
@@ -198,8 +198,8 @@ def delete_owned(
 ) -> str | None:
     """Delete what mlm wrote in one of its folders, then the folder if nothing else is in it.
 
-    `names`: patterns of what to delete, None means those of the type. Returns a line on what is kept and why,
-    None if nothing is left. Never raises for what cannot be deleted.
+    `names`: patterns of what to delete; None means the type's `writes`. Returns a line on what is kept and
+    why, None if nothing is left. Never raises for what cannot be deleted.
     """
     folder = Path(path)
     try:

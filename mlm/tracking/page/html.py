@@ -110,7 +110,7 @@ def page(
 ) -> bytes:
     """Return a page of sections: anchor, heading and content of each; those without content are left out.
 
-    `data` is that of the curves in a section, from `curves_of`; the scripts that draw them come with it. With
+    `data` are the curves of a section, from `curves_of`; the scripts that draw them come with it. With
     `reload` in it a browser loads the page again after that many seconds.
     """
     shown = [section for section in sections if section[2]]
@@ -166,7 +166,7 @@ def curves_of(runs: Sequence[RunRecords]) -> tuple[Markup, dict[str, Any]]:
 def thin(x: Mapping[str, Column], y: Column, most: int) -> dict[str, Any]:
     """Return the JSON of a curve thinned to about `most` points.
 
-    Keys: each axis and y; of a thinned curve also bucket, the number of points in each bucket, and mean, the
+    Keys: each axis and y; for a thinned curve also bucket, the number of points in each bucket, and mean, the
     axes and y of each bucket's middle and mean.
     """
     if len(y) <= most:

@@ -139,7 +139,7 @@ def draw_loads(runs: Sequence[RunRecords]) -> Markup:
 def draw_load(record: Mapping[str, Any]) -> Markup:
     """Draw a record of kind `experts` as a heat map: a row for each layer, a cell for each expert.
 
-    Of a large model the least even layers; empty for a damaged record.
+    A large model shows its least even layers; a damaged record is empty.
     """
     counts = record.get("counts")
     rows = list[tuple[str, list[float]]]()
