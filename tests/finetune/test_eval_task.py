@@ -101,78 +101,48 @@ def test_a_split_without_labels_is_predicted(
     table = (tmp_path / "predictions/test.tsv").read_text().splitlines()
     assert [line.split("\t")[0] for line in table] == ["index", *map(str, range(5))]
     assert "no labels: predicted only" in capsys.readouterr().out
-    named = of(
-        folder, "classification", tmp_path / "eval.json", split="test", predictions=str(tmp_path / "a")
-    )
-    assert score(named)["results"][0]["predictions"] == [str(tmp_path / "a/test.tsv")]
+    changes = {"split": "test", "predictions": str(tmp_path / "a")}
+    named = score(of(folder, "classification", tmp_path / "eval.json", **changes))
+    assert named["results"][0]["predictions"] == [str(tmp_path / "a/test.tsv")]
 
 
 class TestRefused:
     """Contradictions, in one line before any rank starts."""
 
-    def problems(self, config: EvalTaskConfig) -> list[str]:
-        return evaluate.preflight(config)
-
-    def test_a_checkpoint_without_a_head(self, folder: Path) -> None:
-        for model in ("bert", "gpt2"):
-            ckpt = folder / model
-            assert self.problems(evaluation(folder, ckpt=str(ckpt))) == [
-                f"ckpt={ckpt} was not finetuned on a task: finetune it first, with `mlm finetune mine "
-                f"ckpt={ckpt}`"
-            ]
-
-    def test_a_checkpoint_of_another_task(self, folder: Path) -> None:
-        ckpt = folder / "out-span"
-        assert self.problems(evaluation(folder, ckpt=str(ckpt))) == [
-            f"ckpt={ckpt} was finetuned on squad, not on mine: use `mlm eval squad`"
-        ]
-
-    def test_a_head_of_other_labels(self, folder: Path) -> None:
-        ckpt = folder / "out-classification"
-        task = replace(task_of("classification"), labels=("no", "yes"))
-        assert self.problems(evaluation(folder, ckpt=str(ckpt), task=task)) == [
-            f"ckpt={ckpt} has a head for 3 outputs per text, which is not that of task mine: finetune it "
-            f"first, with `mlm finetune mine ckpt={ckpt}`"
-        ]
-
     @pytest.mark.parametrize(
-        "changes, said",
+        ("name", "changes", "problem"),
         [
-            ({"max_length": 30}, "task.max_length=30: {} was finetuned with 40; use task.max_length=40"),
+            ("bert", {}, "{} was not finetuned on a task: finetune it first, with `mlm finetune mine {}`"),
+            ("gpt2", {}, "{} was not finetuned on a task: finetune it first, with `mlm finetune mine {}`"),
+            ("out-span", {}, "{} was finetuned on squad, not on mine: use `mlm eval squad`"),
             (
+                "out-classification",
+                {"labels": ("no", "yes")},
+                "{} has a head for 3 outputs per text, which is not that of task mine: finetune it first, with "
+                "`mlm finetune mine {}`",
+            ),
+            (
+                "out-classification",
                 {"labels": ("a", "b", "c")},
                 'task.labels=["a","b","c"]: {} was finetuned with ["no","yes","maybe"]; use '
                 'task.labels=["no","yes","maybe"]',
             ),
         ],
     )
-    def test_other_settings_than_in_finetuning(
-        self, folder: Path, changes: dict[str, Any], said: str
+    def test_another_task_or_other_settings(
+        self, folder: Path, name: str, changes: dict[str, Any], problem: str
     ) -> None:
-        ckpt = folder / "out-classification"
-        task = replace(task_of("classification"), **changes)
-        assert self.problems(evaluation(folder, ckpt=str(ckpt), task=task)) == [said.format(f"ckpt={ckpt}")]
+        ckpt = folder / name
+        config = evaluation(folder, ckpt=str(ckpt), task=replace(task_of("classification"), **changes))
+        assert evaluate.preflight(config) == [problem.format(f"ckpt={ckpt}", f"ckpt={ckpt}")]
 
     def test_rows_of_a_later_split_are_looked_at_too(self, folder: Path, tmp_path: Path) -> None:
-        write_data(tmp_path / "classification", "classification")
-        rows = tmp_path / "classification/validation.jsonl"
+        rows = write_data(tmp_path / "classification", "classification") / "validation.jsonl"
         rows.write_text(rows.read_text() + '{"first": "a", "second": "", "label": 1}\n')
-        config = of(
-            folder, "classification", tmp_path / "e.json", data={"path": str(tmp_path / "classification")}
-        )
-        assert self.problems(config) == [
+        config = of(folder, "classification", tmp_path / "e.json", data={"path": str(rows.parent)})
+        assert evaluate.preflight(config) == [
             f"{rows}:10: 'second' is empty: fill or delete it, or set task.allow_empty=true"
         ]
-
-
-def test_the_rows_are_found_where_the_run_found_them(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """data.path=null, from another folder."""
-    monkeypatch.chdir(tmp_path)
-    config = of(folder, "classification", tmp_path / "eval.json", data={"path": None})
-    (entry,) = score(config)["results"]
-    assert {entry["split"]: entry["metrics"]} == read(folder / "out-classification/result.json")["scores"]
 
 
 def test_the_receipt_says_what_the_scores_depend_on(folder: Path, tmp_path: Path) -> None:
@@ -190,15 +160,8 @@ def test_the_receipt_says_what_the_scores_depend_on(folder: Path, tmp_path: Path
 
 def test_probabilities_of_the_labels_are_written_on_request(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
-    score(
-        of(
-            folder,
-            "classification",
-            tmp_path / "e.json",
-            probabilities=str(path),
-            predictions=str(tmp_path / "a"),
-        )
-    )
+    files = {"probabilities": str(path), "predictions": str(tmp_path / "a")}
+    score(of(folder, "classification", tmp_path / "e.json", **files))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     predicted = [line.split("\t") for line in (tmp_path / "a/validation.tsv").read_text().splitlines()[1:]]
     assert [row["id"] for row in rows] == [id for id, _ in predicted]

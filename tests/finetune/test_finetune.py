@@ -90,17 +90,13 @@ class TestBest:
             return {"accuracy": value, "macro_f1": 1 - value}, []
 
         monkeypatch.setattr(training, "evaluate", scored)
-        data = tmp_path / "data"
-        write_data(data, "classification")
+        data = write_data(tmp_path / "data", "classification")
         for name in made:
             (data / f"{name}.jsonl").write_bytes((data / "validation.jsonl").read_bytes())
-        task = replace(
-            task_of("classification"), validations=("one", "two"), metrics=("accuracy", "macro_f1")
-        )
-        config = finetuning(
-            folder, task=task, out=str(tmp_path / "o"), data={"path": str(data)}, train={"validate_every": 2}
-        )
-        result = finetune(config)
+        changes: dict[str, Any] = {"validations": ("one", "two"), "metrics": ("accuracy", "macro_f1")}
+        task = replace(task_of("classification"), **changes)
+        changes = {"data": {"path": str(data)}, "train": {"validate_every": 2}}
+        result = finetune(finetuning(folder, task=task, out=str(tmp_path / "o"), **changes))
         assert result["best_step"] == 4
         assert result["scores"]["two"] == {"accuracy": 0.1, "macro_f1": 0.9}
 
@@ -125,15 +121,7 @@ class TestWhen:
 
     @pytest.mark.parametrize(
         "patience, accuracies, end",
-        slow_but(
-            {1},
-            [
-                (1, (0.5, 0.5), 2),
-                (2, (0.5, 0.4, 0.6, 0.5, 0.6), 5),
-                (2, (0.5, 0.4, 0.6, 0.5, 0.7, 0.7), STEPS),
-                (0, (0.5,), STEPS),
-            ],
-        ),
+        slow_but({0}, [(2, (0.5, 0.4, 0.6, 0.5, 0.6), 5), (2, (0.5, 0.4, 0.6, 0.5, 0.7, 0.7), STEPS)]),
     )
     def test_ends_when_patience_does(
         self,
@@ -179,10 +167,9 @@ class TestRows:
         answers = {f"{r['example_id']}-0": r["answer"] for r in rows_of(folder / "choice/test.jsonl")}
         said = read(tmp_path / "out/predictions/test.json")
         assert result["tests"] == {"test": {"accuracy": sum(said[k] == v for k, v in answers.items()) / 5}}
-        saved = evaluation(
-            folder, "choice", ckpt=str(tmp_path / "out"), split="test", predictions=str(tmp_path)
-        )
-        assert score(saved)["results"][0]["metrics"] == result["tests"]["test"]
+        changes = {"ckpt": str(tmp_path / "out"), "split": "test", "predictions": str(tmp_path)}
+        saved = score(evaluation(folder, "choice", **changes))
+        assert saved["results"][0]["metrics"] == result["tests"]["test"]
         assert read(tmp_path / "test.json") == said
 
 

@@ -41,7 +41,6 @@ class TestGoingOn:
                 ({"train": {"epochs": 3}}, "train.epochs", "3", "2"),
                 ({"data": {"train_rows": 7}}, "data.train_rows", "7", "null"),
                 ({"seed": 5}, "seed", "5", "1234"),
-                ({"dropout": 0.1}, "dropout", "0.1", "null"),
                 ({"optimizer": OptimizerConfig(lr=1e-4)}, "optimizer.lr", "0.0001", "0.001"),
                 ({"task": replace(task_of("classification"), max_length=20)}, "task.max_length", "20", "40"),
             ],
@@ -56,31 +55,20 @@ class TestGoingOn:
             f"{key}={value}: out={config.out} was begun with {then}: use {key}={then}, or set another out=…"
         ]
 
-    def test_other_weights_are_rejected(self, folder: Path) -> None:
-        config = finetuning(folder, ckpt=str(folder / "other"))
+    def test_other_weights_and_rows_are_rejected(self, folder: Path, tmp_path: Path) -> None:
+        rows = shutil.copytree(folder / "classification", tmp_path / "rows")
+        (rows / "validation.jsonl").write_text((rows / "train.jsonl").read_text())
+        config = finetuning(folder, ckpt=str(folder / "other"), data={"path": str(rows)})
+        begun = f"out={config.out} was begun with other"
         assert training.preflight(config) == [
-            f"ckpt={config.ckpt}: out={config.out} was begun with other weights: name those, or set another "
-            "out=…"
-        ]
-
-    def test_other_rows_are_rejected(self, folder: Path, tmp_path: Path) -> None:
-        shutil.copytree(folder / "classification", tmp_path / "rows")
-        (tmp_path / "rows/validation.jsonl").write_text((tmp_path / "rows/train.jsonl").read_text())
-        config = finetuning(folder, data={"path": str(tmp_path / "rows")})
-        assert training.preflight(config) == [
-            f"data.path={tmp_path / 'rows'}: out={config.out} was begun with other rows of split validation: "
-            "bring them back, or set another out=…"
+            f"ckpt={config.ckpt}: {begun} weights: name those, or set another out=…",
+            f"data.path={rows}: {begun} rows of split validation: bring them back, or set another out=…",
         ]
 
     def test_files_may_be_moved(self, folder: Path, tmp_path: Path) -> None:
-        shutil.copytree(folder / "classification", tmp_path / "rows")
-        shutil.copytree(folder / "bert", tmp_path / "bert")
-        assert (
-            training.preflight(
-                finetuning(folder, ckpt=str(tmp_path / "bert"), data={"path": str(tmp_path / "rows")})
-            )
-            == []
-        )
+        rows = shutil.copytree(folder / "classification", tmp_path / "rows")
+        ckpt = shutil.copytree(folder / "bert", tmp_path / "bert")
+        assert training.preflight(finetuning(folder, ckpt=str(ckpt), data={"path": str(rows)})) == []
 
     def test_another_vocabulary_is_rejected(self, folder: Path, tmp_path: Path) -> None:
         """That of a model which was saved without a tokenizer."""
@@ -89,16 +77,12 @@ class TestGoingOn:
         (tmp_path / "one.json").write_bytes(gpt2().content)
         (tmp_path / "other.json").write_bytes(train_bpe([VOCABULARY * 2, "xyz"] * 9, 300).content)
         places = {"ckpt": str(tmp_path / "gpt2"), "out": str(tmp_path / "out")}
-        one, other = (
-            finetuning(folder, data={"tokenizer": str(tmp_path / name)}, **places)
-            for name in ("one.json", "other.json")
-        )
+        files = [str(tmp_path / name) for name in ("one.json", "other.json")]
+        one, other = (finetuning(folder, data={"tokenizer": file}, **places) for file in files)
         finetune(one)
         assert training.preflight(one) == []
-        assert training.preflight(other) == [
-            f"data.tokenizer={tmp_path}/other.json: out={one.out} was begun with another vocabulary: name "
-            "that tokenizer, or set another out=…"
-        ]
+        begun = f"data.tokenizer={files[1]}: out={one.out} was begun with another vocabulary"
+        assert training.preflight(other) == [f"{begun}: name that tokenizer, or set another out=…"]
 
     def test_what_no_score_depends_on_may_change(self, folder: Path) -> None:
         config = finetuning(

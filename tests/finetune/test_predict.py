@@ -57,16 +57,8 @@ def rows_of(folder: Path, kind: str, split: str = "validation") -> list[dict[str
 def evaluated(folder: Path, kind: str, out: Path) -> list[Any]:
     """Results that `mlm eval TASK` writes for the validation split: probabilities, or predictions."""
     named = {"probabilities": str(out / "p.jsonl")} if kind in ("classification", "choice") else {}
-    score(
-        evaluation(
-            folder,
-            kind,
-            ckpt=str(folder / f"out-{kind}"),
-            out=str(out / "e.json"),
-            predictions=str(out / "predictions"),
-            **named,
-        )
-    )
+    files = {"out": str(out / "e.json"), "predictions": str(out / "predictions"), **named}
+    score(evaluation(folder, kind, ckpt=str(folder / f"out-{kind}"), **files))
     if named:
         return [json.loads(line)["probabilities"] for line in (out / "p.jsonl").read_text().splitlines()]
     if kind == "span":
