@@ -118,8 +118,8 @@ class TestRefused:
             (
                 "out-classification",
                 {"labels": ("no", "yes")},
-                "{} has a head for 3 outputs per text, which is not that of task mine: finetune it first, with "
-                "`mlm finetune mine {}`",
+                "{} has a head for 3 outputs per text, which is not that of task mine: finetune it first, "
+                "with `mlm finetune mine {}`",
             ),
             (
                 "out-classification",

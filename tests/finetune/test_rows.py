@@ -160,23 +160,17 @@ def test_race_of_one_file_leaves_out_the_other_school(tmp_path: Path) -> None:
     rows = [RACE, RACE | {"example_id": "middle1.txt"}, RACE]
     split = split_of(tmp_path, shipped("race_high"), rows)
     assert [row.id for row in split.rows] == ["high7.txt-0", "high7.txt-1"]
+    with pytest.raises(UserError, match=r"1 have an example_id .* see task\.subsets"):
+        split_of(tmp_path, shipped("race"), [RACE | {"example_id": "7"}])
 
 
 def test_race_by_folders_as_on_the_hub(tmp_path: Path) -> None:
-    for subset in ("middle", "high"):
-        write_rows(tmp_path / subset / "test.jsonl", [RACE | {"example_id": f"{subset}1.txt"}])
+    write_rows(tmp_path / "high/test.jsonl", [RACE | {"example_id": "high1.txt"}])
+    with pytest.raises(UserError, match="has no folder middle"):
+        read_split(shipped("race"), "test", path=str(tmp_path))
+    write_rows(tmp_path / "middle/test.jsonl", [RACE | {"example_id": "middle1.txt"}])
     assert len(read_split(shipped("race"), "test", path=str(tmp_path))) == 2
     assert len(read_split(shipped("race_high"), "test", path=str(tmp_path))) == 1
-
-
-def test_race_without_one_of_its_schools_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no folder middle"):
-        read_split(shipped("race"), "validation", path=str(race_folder(tmp_path, "high")))
-
-
-def test_race_of_ids_that_name_no_school_says_what_to_set(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"1 have an example_id .* see task\.subsets"):
-        split_of(tmp_path, shipped("race"), [RACE | {"example_id": "7"}])
 
 
 # ----- SQuAD
@@ -237,6 +231,5 @@ def test_task_of_ones_own_without_a_path_is_reported() -> None:
 
 def test_rows_of_another_task_lack_its_columns(tmp_path: Path) -> None:
     """Not: rows of other subsets."""
-    file = write_rows(tmp_path / "train.jsonl", [{"sentence": "a cat", "label": 1}])
     with pytest.raises(UserError, match=r"train\.jsonl:1: no column '"):
-        read_split(shipped("race"), "train", path=str(file))
+        split_of(tmp_path, shipped("race"), [{"sentence": "a cat", "label": 1}])

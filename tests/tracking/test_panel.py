@@ -221,12 +221,12 @@ def test_duration(seconds: float | None, text: str) -> None:
 @pytest.mark.parametrize(
     "value, text", [(0.0712, "0.07120"), (3.14159, "3.142"), (412.66, "412.7"), (12345.6, "12346"), (0, "0")]
 )
-def test_quantity(value: float, text: str) -> None:
+def test_four_digits_are_significant(value: float, text: str) -> None:
     assert format_significant(value) == text
 
 
 @pytest.mark.parametrize("value, text", [(950, "950"), (2e6, "2M"), (1.5e9, "1.5B"), (262144, "262k")])
-def test_human(value: float, text: str) -> None:
+def test_a_count_has_its_largest_unit(value: float, text: str) -> None:
     assert format_count(value) == text
 
 

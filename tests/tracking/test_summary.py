@@ -94,18 +94,17 @@ def test_a_run_stopped_early_is_resumed_by_its_own_command(summarise: Summarise)
     assert shell_lines(text)[0] == COMMAND
 
 
-def test_a_finished_run_is_extended(summarise: Summarise) -> None:
-    longer = [*COMMAND, "train.steps=200", "schedule.decay_steps=100"]
-    assert shell_lines(summarise())[0] == longer
+@pytest.mark.parametrize("decays", [True, False])
+def test_a_finished_run_is_extended(summarise: Summarise, decays: bool) -> None:
+    """mlm pretrain rejects schedule.decay_steps where nothing would read it."""
+    longer = [*COMMAND, "train.steps=200", *["schedule.decay_steps=100"] * decays]
+    assert shell_lines(summarise(decays=decays))[0] == longer
 
 
-def test_a_rate_that_does_not_decay_needs_no_end(summarise: Summarise) -> None:
-    """mlm pretrain rejects schedule.decay_steps, which nothing would read."""
-    assert shell_lines(summarise(decays=False))[0] == [*COMMAND, "train.steps=200"]
-
-
-def test_without_a_validation_set_nothing_is_scored(summarise: Summarise) -> None:
-    assert "mlm eval" not in summarise(validation=[])
+def test_without_a_validation_set_or_tokenizer_nothing_is_scored_or_generated(summarise: Summarise) -> None:
+    text = summarise(validation=[], prompt=None)
+    assert "mlm eval" not in text
+    assert "mlm generate" not in text
 
 
 def test_a_family_of_the_users_own_is_trusted_by_the_commands_that_load_it(summarise: Summarise) -> None:
@@ -113,14 +112,8 @@ def test_a_family_of_the_users_own_is_trusted_by_the_commands_that_load_it(summa
     assert [words[0] for words in lines] == ["mlm", "MLM_TRUST=my_pkg.families", "MLM_TRUST=my_pkg.families"]
 
 
-def test_a_job_of_a_sweep_is_named_after_its_command(summarise: Summarise) -> None:
-    assert "| job of the sweep | `optimizer.lr=1e-3` |" in summarise(
-        started={**STARTED, "job": "optimizer.lr=1e-3"}
-    )
-
-
 def test_every_attempt_is_listed_with_its_command(summarise: Summarise, tmp_path: Path) -> None:
-    summarise(50)
+    assert "| job of the sweep | `lr=1e-3` |" in summarise(50, started={**STARTED, "job": "lr=1e-3"})
     out, again = tmp_path / "shakespeare", {"command": ["mlm", "pretrain", "resume=runs/a"], "host": "node8"}
     with reporter(out, start_step=50, run={**again, "launcher": "SLURM job 12"}) as report:
         report.step(step_metrics(60))
@@ -140,10 +133,6 @@ def test_an_accuracy_has_no_unit_of_a_loss(summarise: Summarise, tmp_path: Path)
     ).read_text()
     assert "| validation loss of mlm | 2.5000 nats |" in text
     assert "| validation mlm accuracy | 0.4000 |" in text
-
-
-def test_without_a_tokenizer_no_text_is_generated(summarise: Summarise) -> None:
-    assert "mlm generate" not in summarise(prompt=None)
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,6 @@ def test_thinning_keeps_the_extremes_and_both_ends() -> None:
         assert {part[0], part[-1], part.min(), part.max()} <= set(curve["y"])
 
 
-def test_a_short_curve_is_not_thinned() -> None:
-    curve = thin(axes(100), np.arange(100.0), 100)
-    assert curve == {"step": list(range(100)), "y": list(range(100))}
-
-
 def test_a_gap_survives_thinning() -> None:
     y = np.ones(10_000)
     y[5_005] = math.nan
