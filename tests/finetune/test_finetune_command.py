@@ -109,10 +109,8 @@ def test_a_task_of_ones_own_by_csv_on_the_command_line(
     """Its own columns and labels; predictions bear the labels' names."""
     (tmp_path / "my_configs/task").mkdir(parents=True)
     (tmp_path / "my_configs/task/reviews.yaml").write_text(REVIEWS)
-    rows = [
-        {"number": f"n{n}", "body": " ".join(WORDS[n : n + 4]), "stars": ["good", "bad"][n % 2]}
-        for n in range(9)
-    ]
+    stars = ("good", "bad")
+    rows = [{"number": f"n{n}", "body": " ".join(WORDS[n:][:4]), "stars": stars[n % 2]} for n in range(9)]
     (tmp_path / "rows").mkdir()
     for name in ("train", "validation", "test"):
         write_table(tmp_path / f"rows/{name}.csv", rows)
@@ -170,11 +168,8 @@ def test_killed_and_interrupted_by_the_system(folder: Path, tmp_path: Path) -> N
 
 def wait_for_step(out: Path, step: int, process: "subprocess.Popen[bytes]") -> None:
     """Until a run has logged a step."""
-    end = time.monotonic() + 90
-    while (
-        not (out / "metrics.jsonl").exists()
-        or max((r["step"] for r in records(out, "step")), default=0) < step
-    ):
+    end, file = time.monotonic() + 90, out / "metrics.jsonl"
+    while not file.exists() or max((r["step"] for r in records(out, "step")), default=0) < step:
         assert process.poll() is None
         assert time.monotonic() < end
         time.sleep(0.01)

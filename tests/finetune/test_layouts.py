@@ -1,6 +1,8 @@
 """A run is the same at every layout and micro-batch size: losses, weights, scores and outputs, in float64."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -69,26 +71,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-class Alone:
-    """Runs of one process, each done once."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.done = folder, dict[tuple[str, str], list[Output]]()
-
-    def config(self, kind: str, model: str) -> FinetuneConfig:
-        return finetuning(
-            self.folder, kind, ckpt=str(self.folder / model), out=str(self.folder / f"{kind}-{model}")
-        )
-
-    def outputs(self, kind: str, model: str) -> list[Output]:
-        if (kind, model) not in self.done:
-            self.done[kind, model] = run_and_look(ParallelContext(), self.config(kind, model))
-        return self.done[kind, model]
+Alone = Callable[[str, str], tuple[FinetuneConfig, list[Output]]]
 
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Alone:
-    return Alone(folder)
+    """Settings and outputs of runs of one process, each done once."""
+
+    @cache
+    def run(kind: str, model: str) -> tuple[FinetuneConfig, list[Output]]:
+        config = finetuning(folder, kind, ckpt=str(folder / model), out=str(folder / f"{kind}-{model}"))
+        return config, run_and_look(ParallelContext(), config)
+
+    return run
 
 
 def check_same(one: Path, other: Path, outputs: list[Output], others: list[Output]) -> None:
@@ -107,7 +102,7 @@ def test_a_run_is_the_same_at_every_layout(
     alone: Alone, tmp_path: Path, kind: str, model: str, layout: str
 ) -> None:
     parallel = LAYOUTS[layout]
-    config, want = alone.config(kind, model), alone.outputs(kind, model)
+    config, want = alone(kind, model)
     split = replace(config, parallel=parallel, out=str(tmp_path / "out"))
     sizes = {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp or 1, "ep": parallel.ep}
     for outputs in run_on_ranks(run_and_look, split, **sizes):
@@ -116,8 +111,8 @@ def test_a_run_is_the_same_at_every_layout(
 
 def test_loads_of_experts_rest_in_finetuning(alone: Alone) -> None:
     """Padding would count: no loads are counted, so none are reported as even or idle."""
-    alone.outputs("classification", "experts")
-    steps = records(alone.folder / "classification-experts", "step")
+    config, _ = alone("classification", "experts")
+    steps = records(Path(config.out), "step")
     assert steps
     assert not any("imbalance" in step for step in steps)
 
@@ -126,7 +121,7 @@ def test_loads_of_experts_rest_in_finetuning(alone: Alone) -> None:
 def test_a_run_is_the_same_at_every_micro_batch_size(
     alone: Alone, tmp_path: Path, kind: str, size: int
 ) -> None:
-    config, want = alone.config(kind, "bert"), alone.outputs(kind, "bert")
+    config, want = alone(kind, "bert")
     train = replace(config.train, micro_batch_size=size)
     outputs = run_and_look(ParallelContext(), replace(config, train=train, out=str(tmp_path / "out")))
     check_same(Path(config.out), tmp_path / "out", want, outputs)

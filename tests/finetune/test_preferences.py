@@ -39,7 +39,6 @@ LAYOUTS = {
     "pp2": ParallelConfig(pp=2),
     "dp2-zero3": ParallelConfig(dp=2, zero=3),
 }
-PARTS = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "kl")
 
 
 def words(draw: random.Random, least: int, most: int) -> str:
@@ -47,11 +46,8 @@ def words(draw: random.Random, least: int, most: int) -> str:
 
 
 def pair(draw: random.Random) -> dict[str, Any]:
-    return {
-        "prompt": words(draw, 2, 6),
-        "chosen": " " + words(draw, 1, 9),
-        "rejected": " " + words(draw, 1, 9),
-    }
+    prompt, chosen, rejected = words(draw, 2, 6), words(draw, 1, 9), words(draw, 1, 9)
+    return {"prompt": prompt, "chosen": f" {chosen}", "rejected": f" {rejected}"}
 
 
 def messages(row: dict[str, Any]) -> dict[str, Any]:
@@ -128,24 +124,14 @@ def test_losses_and_gradients_equal_those_of_trl(folder: Path, tmp_path: Path, l
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "llama")
     tokenizer.pad_token = "<|endoftext|>"
-    trainer = trl.DPOTrainer(
-        theirs,
-        reference,
-        trl.DPOConfig(
-            str(tmp_path),
-            loss_type="sigmoid" if loss == "dpo" else loss,
-            beta=0.3,
-            per_device_train_batch_size=10,
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            gradient_checkpointing=False,
-        ),
-        train_dataset=datasets.load_dataset(
-            "json", data_files=str(folder / "pairs" / "train.jsonl"), split="train", cache_dir=str(tmp_path)
-        ),
-        processing_class=tokenizer,
+    off = {"use_cpu": True, "bf16": False, "report_to": [], "gradient_checkpointing": False}
+    loss_type = "sigmoid" if loss == "dpo" else loss
+    settings = trl.DPOConfig(
+        str(tmp_path), loss_type=loss_type, beta=0.3, per_device_train_batch_size=10, **off
     )
+    file = str(folder / "pairs" / "train.jsonl")
+    rows = datasets.load_dataset("json", data_files=file, split="train", cache_dir=str(tmp_path))
+    trainer = trl.DPOTrainer(theirs, reference, settings, train_dataset=rows, processing_class=tokenizer)
     batch = next(iter(trainer.get_train_dataloader()))
     theirs.train()
     their_loss = trainer.compute_loss(theirs, batch)
@@ -250,11 +236,8 @@ SHOWN = (
 
 
 def called(name: str) -> dict[str, Any]:
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"function": {"name": name, "arguments": {"a": 1}}}],
-    }
+    calls = [{"function": {"name": name, "arguments": {"a": 1}}}]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def said(*texts: str) -> list[dict[str, Any]]:

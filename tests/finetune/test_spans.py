@@ -46,15 +46,9 @@ def windows_of(
 def test_windows_are_those_of_transformers(tmp_path: Path) -> None:
     rows = question_rows()
     _, _, windows = windows_of(tmp_path, rows)
-    theirs = their_bert()(
-        [row["question"] for row in rows],
-        [row["context"] for row in rows],
-        truncation="only_second",
-        max_length=40,
-        stride=9,
-        return_overflowing_tokens=True,
-        return_offsets_mapping=True,
-    )
+    asked, contexts = ([row[key] for row in rows] for key in ("question", "context"))
+    overflow = {"stride": 9, "return_overflowing_tokens": True, "return_offsets_mapping": True}
+    theirs = their_bert()(asked, contexts, truncation="only_second", max_length=40, **overflow)
     assert [window.row for window in windows] == theirs["overflow_to_sample_mapping"]
     assert len(windows) > len(rows)
     for number, window in enumerate(windows):

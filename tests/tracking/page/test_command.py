@@ -59,10 +59,6 @@ def test_a_page_is_written_and_replaced(desk: Path, capsys: pytest.CaptureFixtur
     ("words", "line"),
     thinned(
         [
-            (
-                [],
-                "runs is required: add runs=… (Run folders, at most 20; other paths among them are skipped)",
-            ),
             (["runs=[]"], "runs=[]: no run; name a run folder: mlm report runs/shakespeare"),
             (["runs/c"], f"runs=runs/c: no such folder; {FIX}"),
             (["runs"], "runs=runs: holds a sweep; name its runs: mlm report runs/*/"),
