@@ -20,18 +20,11 @@ def write_llama(folder: Path, template: str | None = MARKED, seed: int = 0, *, k
     """A Llama, or a Mixtral, of random weights and the tokenizer in the style of Qwen's."""
     write_tokenizer(folder, "qwen2", template)
     torch.manual_seed(seed)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"vocab_size": 340, "num_key_value_heads": 2, "max_position_embeddings": POSITIONS}
+    shape |= {} if kind == "Llama" else {"num_local_experts": 4}
     settings = getattr(transformers, f"{kind}Config")(
-        vocab_size=340,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=POSITIONS,
-        bos_token_id=None,
-        eos_token_id=None,
-        initializer_range=0.1,
-        **({} if kind == "Llama" else {"num_local_experts": 4}),
+        **shape, bos_token_id=None, eos_token_id=None, initializer_range=0.1
     )
     getattr(transformers, f"{kind}ForCausalLM")(settings).save_pretrained(folder)
     return folder

@@ -44,19 +44,9 @@ from mlm.util.ownership import claim_folder
 from tests.checkpoint.native.helpers import save
 from tests.finetune.material import WORDS, bert, gpt2, pairs, shipped, write_rows
 
-BERT = ModelConfig(
-    kind="bert",
-    num_layers=4,
-    hidden_size=16,
-    num_heads=2,
-    max_positions=48,
-    vocab_size=128,
-    token_types=2,
-    activation="gelu",
-    hidden_dropout=0.0,
-    attention_dropout=0.0,
-    init_std=0.2,
-)
+SHAPE = {"num_layers": 4, "hidden_size": 16, "num_heads": 2, "max_positions": 48, "vocab_size": 128}
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+BERT = ModelConfig(**SHAPE, **NO_DROPOUT, kind="bert", token_types=2, activation="gelu", init_std=0.2)
 GPT2 = replace(BERT, kind="gpt2", vocab_size=384, token_types=0, activation="gelu_tanh")
 LLAMA = replace(
     GPT2, kind="llama", ffn_hidden_size=24, activation="silu", options={"num_kv_heads": 1, "window": 30}

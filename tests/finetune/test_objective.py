@@ -23,19 +23,9 @@ from mlm.parallel.sharding import load_full, parameter_shards
 from tests.models.bert.reference import as_ours
 
 VOCAB, ONE = 61, Axis("tp")
-BERT = ModelConfig(
-    kind="bert",
-    norm="post",
-    num_layers=2,
-    hidden_size=16,
-    num_heads=2,
-    max_positions=16,
-    vocab_size=VOCAB,
-    token_types=2,
-    activation="gelu",
-    hidden_dropout=0.0,
-    attention_dropout=0.0,
-)
+SHAPE = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "max_positions": 16, "vocab_size": VOCAB}
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+BERT = ModelConfig(**SHAPE, **NO_DROPOUT, kind="bert", norm="post", token_types=2, activation="gelu")
 HEADS = {
     "classification": ("ForSequenceClassification", "classification", 3),
     "regression": ("ForSequenceClassification", "classification", 1),
@@ -67,43 +57,31 @@ def theirs(kind: str, model: str, batch: TaskBatch) -> tuple[ModelConfig, Any]:
     """transformers' model with its loss and gradients."""
     name, head, num_labels = HEADS[kind]
     torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCAB}
+    shape["max_position_embeddings"] = 16
     if model == "Bert":
+        off = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
         settings = transformers.BertConfig(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
+            **shape,
+            **off,
             intermediate_size=64,
-            max_position_embeddings=16,
             layer_norm_eps=BERT.layer_norm_eps,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
             num_labels=num_labels or 2,
         )
         config = BERT
     else:
-        settings = transformers.GPT2Config(
-            vocab_size=VOCAB,
-            n_embd=16,
-            n_layer=2,
-            n_head=2,
-            n_positions=16,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            pad_token_id=0,
-            num_labels=num_labels,
-        )
+        off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        settings = transformers.GPT2Config(**shape, **off, pad_token_id=0, num_labels=num_labels)
         config = replace(BERT, kind="gpt2", norm="pre", activation="gelu_tanh", token_types=0)
     found = getattr(transformers, f"{model}{name}")(settings).double().eval()
     with torch.no_grad():
         for p in found.parameters():
             p.add_(torch.randn_like(p) * 0.1)
-    shape = (len(LABELS[kind]), -1, 8) if kind == "choice" else (-1, 8)
+    size = (len(LABELS[kind]), -1, 8) if kind == "choice" else (-1, 8)
     mask = (torch.arange(8) < batch.lengths[:, None]).long()
-    inputs: dict[str, Any] = {"input_ids": batch.tokens.view(shape), "attention_mask": mask.view(shape)}
+    inputs: dict[str, Any] = {"input_ids": batch.tokens.view(size), "attention_mask": mask.view(size)}
     if model == "Bert":
-        inputs["token_type_ids"] = batch.token_types.view(shape)
+        inputs["token_type_ids"] = batch.token_types.view(size)
     if kind == "span":
         inputs |= {"start_positions": batch.labels[:, 0], "end_positions": batch.labels[:, 1]}
     else:

@@ -13,6 +13,7 @@ from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.trainer import Trainer
 from tests.finetune.runs import finetune, finetuning, losses, read, weights, write_data, write_model
+from tests.slow import slow_but
 
 STEPS = 6  # 11 rows in batches of 4, 2 epochs
 
@@ -67,17 +68,18 @@ def check_same(folder: Path, out: Path) -> None:
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize(
-    ("at", "save_every"),
-    [(3, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 0), (4, 3), (STEPS, 4)])],
-)
-def test_killed_between_saves(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, save_every: int
+STEP, BEST = (Trainer, "clip_and_update"), (training, "save_best")
+KILLS = [(STEP, 3, 2), (STEP, 1, 0), (STEP, STEPS, 4), (BEST, 2, 4), (BEST, 1, 0), (BEST, 2, 100)]
+"""Killed after the call of a function: between saves, or after a best checkpoint that no other knows of."""
+
+
+@pytest.mark.parametrize(("call", "at", "save_every"), slow_but({0, 3}, KILLS))
+def test_a_killed_run_continues_bit_for_bit(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any, at: int, save_every: int
 ) -> None:
-    config = config_of(
-        folder, out=str(tmp_path / "out"), checkpoint=FinetuneCheckpointConfig(save_every=save_every)
-    )
-    dies(config, monkeypatch, Trainer, "clip_and_update", at)
+    keep = FinetuneCheckpointConfig(save_every=save_every)
+    config = config_of(folder, out=str(tmp_path / "out"), checkpoint=keep)
+    dies(config, monkeypatch, *call, at)
     finetune(config)
     check_same(folder, tmp_path / "out")
 
@@ -104,21 +106,6 @@ def test_dropout_continues_too(folder: Path, tmp_path: Path, monkeypatch: pytest
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
     assert numbers[-2:] == numbers[-4:-2]
     assert len(set(numbers)) == len(numbers[:-2]) > 4
-
-
-@pytest.mark.parametrize(
-    ("at", "save_every"),
-    [(2, 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 0), (2, 0), (2, 100)])],
-)
-def test_killed_behind_a_best_checkpoint_that_no_other_knows_of(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, save_every: int
-) -> None:
-    config = config_of(
-        folder, out=str(tmp_path / "out"), checkpoint=FinetuneCheckpointConfig(save_every=save_every)
-    )
-    dies(config, monkeypatch, training, "save_best", at)
-    finetune(config)
-    check_same(folder, tmp_path / "out")
 
 
 def test_repeated_steps_that_score_less_keep_the_best_checkpoint_and_its_scores(
