@@ -1,6 +1,6 @@
 """All commands, in the order of `mlm --help`."""
 
-from mlm.cli import ckpt, convert, data, evaluate, finetune, generate, plan, pretrain, report, verify
+from mlm.cli import chat, ckpt, convert, data, evaluate, finetune, generate, plan, pretrain, report, verify
 from mlm.cli.command import Command
 
 COMMANDS: tuple[Command, ...] = (
@@ -10,6 +10,7 @@ COMMANDS: tuple[Command, ...] = (
     *plan.COMMANDS,
     *evaluate.COMMANDS,
     *generate.COMMANDS,
+    chat.CHAT,
     *finetune.COMMANDS,
     *convert.COMMANDS,
     *ckpt.COMMANDS,

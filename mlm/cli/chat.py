@@ -1,0 +1,233 @@
+"""`mlm chat`: a conversation with a model on the terminal, or with the lines of standard input."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from mlm.cli.command import Command
+from mlm.config.fields import POSITIVE, Aliases, CheckpointPath, InputPath
+from mlm.inference.config import SamplingOptions, too_few_new_tokens
+from mlm.util.errors import UserError, attempt
+
+if TYPE_CHECKING:  # which need torch
+    from mlm.api import Model
+    from mlm.data.chat_template import ChatTemplate
+
+HELP = """/reset          begin a new conversation
+/system TEXT    begin a new one with this message of the system
+/save FILE      write the conversation as a row for `mlm finetune chat`
+/exit           end, as Ctrl-D does; Ctrl-C stops an answer
+A line that ends with \\ goes on in the next one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig(SamplingOptions):
+    """The run spec of `mlm chat`."""
+
+    ckpt: CheckpointPath
+    """Checkpoint (step-…), run directory, or Hugging Face folder or id."""
+    max_new_tokens: Annotated[int, POSITIVE, Aliases("max_tokens")] = 512
+    """Most tokens of an answer. The oldest turns are left out where they would not fit after the rest."""
+    system: str | None = None
+    """Message of the system that a conversation begins with; null sends none."""
+    tokenizer: InputPath | None = None
+    """tokenizer.json; null takes the one saved with the model."""
+    chat_template: InputPath | None = None
+    """Jinja file with the chat template, or chatml; null takes the tokenizer's."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Number format of the weights."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the weights; auto takes a GPU where there is one."""
+
+
+def preflight(config: ChatConfig) -> list[str]:
+    """Return what is wrong with the checkpoint, its tokenizer or its template; no tensor is read."""
+    from mlm.data import files_present as present
+    from mlm.inference.trained import open_predictor
+    from mlm.parallel.config import ParallelConfig
+
+    problems: list[str] = [*filter(None, [present.chat_template("chat_template", config.chat_template)])]
+
+    def read() -> None:
+        source = open_predictor(config.ckpt, ParallelConfig())
+        tokenizer = source.load_tokenizer(config.tokenizer)
+        source.load_chat_template(config.chat_template, config.tokenizer, tokenizer, key="chat_template")
+
+    if not problems:
+        attempt(problems, read)
+    return problems
+
+
+def run(config: ChatConfig) -> None:
+    """Answer until the input ends. Raises UserError."""
+    from mlm.api import load
+
+    model = load(config.ckpt, precision=config.precision, device=config.device, tokenizer=config.tokenizer)
+    template = model.trained.source.load_chat_template(
+        config.chat_template, config.tokenizer, model.tokenizer, key="chat_template"
+    )
+    chat = Chat(model, template, config)
+    if is_terminal := sys.stdin.isatty():
+        print(f"{model.path}; /help lists commands, Ctrl-D ends", file=sys.stderr)
+    for line in lines(is_terminal):
+        try:
+            if line.startswith("/") and line.split()[0] in COMMANDS:
+                if not chat.obey(*line.partition(" ")[::2]):
+                    return
+            elif line.strip():
+                chat.answer(line)
+        except UserError as error:
+            if not is_terminal:
+                raise
+            print("\n".join(error.lines()), file=sys.stderr)
+
+
+def lines(is_terminal: bool) -> Iterator[str]:
+    """Messages and commands as typed, or the lines of standard input. Ctrl-C at a prompt clears it."""
+    if is_terminal:
+        import readline  # noqa: F401  (edits and remembers what `input` reads)
+    while True:
+        parts: list[str] = []
+        try:
+            while not parts or parts[-1].endswith("\\"):
+                prompt = ("> " if not parts else "… ") if is_terminal else ""
+                parts.append(input(prompt))
+        except EOFError:
+            if not parts:
+                print(end="\n" * is_terminal, file=sys.stderr)
+                return
+        except KeyboardInterrupt:
+            if not is_terminal:
+                raise
+            print(file=sys.stderr)
+            continue
+        yield "\n".join(part.removesuffix("\\") for part in parts)
+
+
+class Chat:
+    """A conversation, and the model that answers."""
+
+    def __init__(self, model: "Model", template: "ChatTemplate", config: ChatConfig) -> None:
+        from mlm.data.chat_tokens import end_of_turn_tokens
+        from mlm.inference.config import as_declared
+
+        self.model, self.template, self.config = model, template, config
+        self.ends = end_of_turn_tokens(template, model.tokenizer)
+        typed = {each.name: getattr(config, each.name) for each in fields(SamplingOptions)}
+        self.sampling = as_declared(model.tokenizer.declared.generation, typed)
+        self.messages: list[dict[str, Any]] = []
+        self.turns = 0
+        self.begin(config.system)
+
+    def begin(self, system: str | None) -> None:
+        """Begin a new conversation."""
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def obey(self, command: str, words: str) -> bool:
+        """Obey a command; return False if it ends the chat. Raises UserError."""
+        if command == "/reset":
+            has_system = bool(self.messages) and self.messages[0]["role"] == "system"
+            self.begin(self.messages[0]["content"] if has_system else None)
+        elif command == "/system":
+            self.begin(words or None)
+        elif command == "/save":
+            self.save(words.strip())
+        elif command == "/help":
+            print(HELP, file=sys.stderr)
+        return command != "/exit"
+
+    def save(self, file: str) -> None:
+        """Write the conversation as a line of JSON. Raises UserError."""
+        from mlm.util.results import write_result
+
+        if not file:
+            raise UserError("/save: name a file, such as /save talk.jsonl")
+        row = json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n"
+        write_result(file, row.encode("utf-8", "backslashreplace"), key="/save")
+        print(f"written to {file}", file=sys.stderr)
+
+    def answer(self, message: str) -> None:
+        """Answer a message of the user on standard output; Ctrl-C ends the answer, of which the part is kept.
+
+        Raises UserError, and then the message is not kept.
+        """
+        from mlm.cli.generate.run import TextStream
+        from mlm.inference.generation import continuations
+
+        asked = [*self.messages, {"role": "user", "content": message}]
+        asked, ids = self.fitting(asked)
+        tokenizer, new, stream = self.model.tokenizer, list[int](), TextStream(self.model.tokenizer, ())
+        tokens = continuations(
+            self.model.trained,
+            [ids],
+            self.sampling,
+            ctx=self.model.ctx,
+            eod_id=self.ends,
+            numbers=[self.turns],  # the same question again draws another answer
+        )
+        try:
+            for _, token in tokens:
+                new += [] if token is None else [token]
+                stream.print(new, is_whole=token is None)
+        except KeyboardInterrupt:
+            stream.print(new, is_whole=True)
+            if not sys.stdin.isatty():
+                raise
+        self.messages = [*asked, {"role": "assistant", "content": tokenizer.decode(new)}]
+        self.turns += 1
+
+    def fitting(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
+        """Messages, without the oldest turns where the answer would not fit, and their tokens.
+
+        Raises UserError for messages that the template cannot render.
+        """
+        from mlm.data.chat_template import ChatError
+        from mlm.data.chat_tokens import encode_prompt
+        from mlm.data.conversation import make_conversation
+
+        longest, count = self.model.config.max_positions, len(messages)
+        while True:
+            try:
+                conversation = make_conversation({}, messages)
+                ids = encode_prompt(conversation, self.model.tokenizer, self.template)
+            except ChatError as error:
+                raise UserError(str(error)) from error
+            first = int(messages[0]["role"] == "system")
+            if len(ids) + self.sampling.max_new_tokens <= longest or len(messages) <= first + 2:
+                break
+            messages = messages[:first] + messages[first + 2 :]
+        if count > len(messages):
+            what = f"the oldest {count - len(messages)} messages are left out"
+            print(f"mlm chat: {what}: the model reads {longest} tokens", file=sys.stderr)
+        return messages, ids
+
+
+COMMANDS = ("/reset", "/system", "/save", "/help", "/exit")
+
+CHAT = Command(
+    name="chat",
+    other_names=("interactive", "repl"),
+    spec=ChatConfig,
+    target="mlm.cli.chat:run",
+    local_check=lambda config: [*filter(None, [too_few_new_tokens(config)])],
+    preflight="mlm.cli.chat:preflight",
+    positional=("ckpt",),
+    summary="talk with a model on the terminal",
+    about="""Answers each line as a message of the user, by the tokenizer's chat template, and prints the answer
+        as its tokens come. /help lists what else can be typed. Of a pipe each line is a message, and standard
+        output has the answers alone.""",
+    examples="""
+        # A finetuned model
+        mlm chat runs/chat
+        # One of the Hub
+        mlm chat HuggingFaceTB/SmolLM2-135M-Instruct system="You are a pirate."
+        # Without a terminal
+        echo 'Who wrote Hamlet?' | mlm chat runs/chat temperature=0
+    """,
+    keys="""
+        ckpt system max_new_tokens temperature top_k top_p repetition_penalty seed precision device tokenizer
+        chat_template
+    """,
+)

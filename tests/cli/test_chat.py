@@ -1,0 +1,128 @@
+"""`mlm chat` on a pipe and on a terminal: answers of `transformers`, commands, Ctrl-C."""
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mlm.cli.entry import main
+from mlm.data.tokenizer import Tokenizer
+from tests.finetune.chats import write_llama
+from tests.inference.generate.test_chat import their_answer
+
+SETTINGS = ("temperature=0", "max_new_tokens=8", "device=cpu")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("chat") / "llama")
+
+
+def chat(llama: Path, text: str, *settings: str) -> "subprocess.CompletedProcess[str]":
+    words = [sys.executable, "-m", "mlm", "chat", str(llama), *SETTINGS, *settings]
+    return subprocess.run(words, input=text, capture_output=True, text=True, timeout=120)
+
+
+def said_by_transformers(llama: Path, *questions: str, system: str | None = None) -> list[str]:
+    """Its greedy answer to each message of a conversation."""
+    tokenizer = Tokenizer.load(llama)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    answers = []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        answers.append(tokenizer.decode(their_answer(llama, messages)))
+        messages.append({"role": "assistant", "content": answers[-1]})
+    return answers
+
+
+def test_pipe_is_a_conversation_of_which_answers_alone_are_printed(llama: Path, tmp_path: Path) -> None:
+    row = tmp_path / "talk.jsonl"
+    done = chat(llama, f"sat?\na dog\\\nran\n\n/save {row}\n/reset\nsat?\n/system a cat\nsat?\n/exit\nsat?\n")
+    first, second = said_by_transformers(llama, "sat?", "a dog\nran")
+    (other,) = said_by_transformers(llama, "sat?", system="a cat")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(f"{answer}\n" for answer in (first, second, first, other))
+    messages = json.loads(row.read_text())["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+    assert messages[3]["content"] == second
+
+
+def test_oldest_turns_make_room_for_the_answer(llama: Path) -> None:
+    """The model reads 128 tokens: the last answer is that of what is left."""
+    questions = ["the cat sat on a mat " * 3, "a dog ran home " * 3, "sat?"]
+    done = chat(llama, "\n".join(questions) + "\n", "max_new_tokens=60")
+    assert "messages are left out: the model reads" in done.stderr
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (["ckpt=/nowhere"], "ckpt=/nowhere: "),
+        (["min_new_tokens=900"], "min_new_tokens=900 is more than max_new_tokens=512"),
+        (["chat_template=/nowhere.jinja"], "chat_template=/nowhere.jinja: "),
+        (["temperature=-1"], "temperature=-1"),
+    ],
+)
+def test_mistake_is_one_line_before_weights_are_read(
+    llama: Path, words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ckpt = [] if words[0].startswith("ckpt=") else [f"ckpt={llama}"]
+    assert main(["chat", *ckpt, *words]) == 2
+    assert capsys.readouterr().err.startswith(f"mlm chat: {line}")
+
+
+class Terminal:
+    """A process on a terminal of its own."""
+
+    def __init__(self, *words: str) -> None:
+        self.pid, self.side = pty.fork()
+        if self.pid == 0:
+            os.execv(sys.executable, [sys.executable, "-m", "mlm", *words])
+        self.said = ""
+
+    def wait_for(self, text: str, seconds: float = 120) -> None:
+        end = time.monotonic() + seconds
+        while text not in self.said:
+            assert time.monotonic() < end, self.said
+            if select.select([self.side], [], [], 0.1)[0]:
+                self.said += os.read(self.side, 4096).decode(errors="replace")
+
+    def type(self, text: str) -> None:
+        self.said = ""
+        os.write(self.side, text.encode())
+
+    def code(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(llama: Path) -> None:
+    terminal = Terminal("chat", str(llama), "temperature=1", "max_new_tokens=100000", "min_new_tokens=100000")
+    terminal.wait_for("/help lists commands")
+    terminal.wait_for("> ")
+    terminal.type("sat?\n")
+    terminal.wait_for("sat?\r\n")
+    time.sleep(1.0)  # it answers
+    terminal.type("\x03")
+    terminal.wait_for("> ")
+    terminal.type("/save /nowhere/x.jsonl\n")
+    terminal.wait_for("/nowhere/x.jsonl: ")  # one line, and the chat goes on
+    terminal.wait_for("> ")
+    terminal.type("half a line\x03")
+    terminal.wait_for("> ")
+    terminal.type("\x04")
+    assert terminal.code() == 0
+
+
+def test_same_question_draws_another_answer(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each turn has draws of its own, the same ones in every chat of a seed."""
+    texts = [chat(llama, "sat?\n/reset\nsat?\n", "temperature=2").stdout for _ in range(2)]
+    first, second = texts[0].splitlines()
+    assert texts[0] == texts[1]
+    assert first != second
