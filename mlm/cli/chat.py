@@ -216,8 +216,8 @@ CHAT = Command(
     positional=("ckpt",),
     summary="talk with a model on the terminal",
     about="""Answers each line as a message of the user, by the tokenizer's chat template, and prints the
-        answer as its tokens come. /help lists what else can be typed. Of a pipe each line is a message, and standard
-        output has the answers alone.""",
+        answer as its tokens come. /help lists what else can be typed. Of a pipe each line is a message, and
+        standard output has the answers alone.""",
     examples="""
         # A finetuned model
         mlm chat runs/chat
