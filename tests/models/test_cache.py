@@ -1,140 +1,80 @@
-"""Reading with a cache gives the logits of reading everything again, at every layout."""
+"""Attention of a cached step, with rows of different lengths and a window.
 
-from functools import partial
+Layouts, and rows that are filled later or moved: tests/inference/test_generation.py.
+"""
+
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from mlm.data.sampler import Batch
-from mlm.models.cache import FIRST_COLUMNS, DecodePass, KeyValueCache, PrefillPass, Reading
-from mlm.models.config import ModelConfig
-from mlm.models.gpt2.model import GPT2
-from mlm.optim.config import PrecisionConfig
-from mlm.parallel.config import ParallelConfig
-from mlm.parallel.cross_entropy import full_logits
-from mlm.parallel.mesh import Axis, ParallelContext, shape_context
-from mlm.parallel.random import init_parameters
-from mlm.training.pipelined import PipelinedModel
-from tests.ranks import run_on_ranks
-from tests.slow import thinned
-
-MODEL = ModelConfig(
-    num_layers=4,
-    hidden_size=24,
-    num_heads=4,
-    max_positions=160,
-    vocab_size=331,
-    init_std=0.2,  # attention that is far from uniform
+from mlm.models.cache import (
+    FIRST_COLUMNS,
+    DecodePass,
+    KeyValueCache,
+    PrefillPass,
+    causal_attention,
+    merge_heads,
 )
-LENGTHS = (FIRST_COLUMNS - 3, 1, 9)  # read before the first step; one row's keys outgrow the first columns
-STEPS = 6
-TOLERANCE = {"fp32": 1e-5, "fp64": 1e-12}  # of the largest logit: sums in another order
+
+HEADS, KV_HEADS, D, LONGEST = 4, 2, 6, 12
+CPU = torch.device("cpu")
 
 
-def texts() -> Tensor:
-    """[B, S] int64; of row b the first LENGTHS[b] + STEPS tokens are read."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(MODEL.vocab_size, (len(LENGTHS), max(LENGTHS) + STEPS), generator=generator)
+def heads(count: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(3, count, LONGEST, D, dtype=torch.float64, generator=generator)
 
 
-def build(ctx: ParallelContext, dtype: str, vp: int = 1) -> PipelinedModel:
-    layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size, vp=vp)
-    model = PipelinedModel(MODEL, layout, PrecisionConfig(dtype=dtype), ctx)
-    for chunk in model.chunks:
-        init_parameters(chunk, 5, ctx.tp)
-    return model
+@pytest.mark.parametrize("lengths", [(9, 2, 5), (7, 7, 7), (11, 1, 1)], ids=str)
+@pytest.mark.parametrize("window", [0, 1, 3, 7, 8, LONGEST])
+def test_a_step_attends_to_what_reading_everything_again_does(
+    lengths: tuple[int, int, int], window: int
+) -> None:
+    q, k, v = heads(HEADS, 0), heads(KV_HEADS, 1), heads(KV_HEADS, 2)
+    cache = KeyValueCache(3, LONGEST)
+    for row, n in enumerate(lengths):
+        PrefillPass(cache, (row,)).attend(0, *(x[row : row + 1, :, :n] for x in (q, k, v)), window=window)
+    last = [torch.stack([x[row, :, n : n + 1] for row, n in enumerate(lengths)]) for x in (q, k, v)]
+    found = DecodePass(cache, lengths, dtype=torch.float64, device=CPU).attend(0, *last, window=window)
+    for row, n in enumerate(lengths):
+        whole = (x[row : row + 1, :, : n + 1] for x in (q, k, v))
+        want = merge_heads(causal_attention(*whole, window=window))[-1:]
+        torch.testing.assert_close(found[:, row : row + 1], want, rtol=0, atol=1e-12)
 
 
-def uncached(dtype: str, row: int, length: int) -> Tensor:
-    """Logits [vocab_size] after the first tokens of a row, by one process that reads only them."""
-    wide = torch.float64 if dtype == "fp64" else torch.float32
-    model = GPT2(MODEL, tp=Axis("tp"), dtype=wide).to(wide)
-    init_parameters(model, 5, Axis("tp"))
-    with torch.no_grad():
-        return full_logits(model.hidden_states(texts()[row : row + 1, :length])[-1], model.token)[0]
+def test_the_mask_of_a_window_shows_that_many_tokens_of_each_row() -> None:
+    """The row's own last token among them."""
+    step = DecodePass(KeyValueCache(2, 8), (5, 1), dtype=torch.float64, device=CPU)
+    bias = step.bias(3)
+    assert bias is not None
+    seen = [[column for column, b in enumerate(row[0, 0]) if b == 0] for row in bias]
+    assert seen == [[3, 4, 5], [0, 1]]
+    assert set(bias.flatten().tolist()) == {0.0, -math.inf}
 
 
-def read(model: PipelinedModel, tokens: Tensor, reading: Reading) -> list[Tensor]:
-    def forward(chunk: GPT2, batch: Batch, x: Tensor | None) -> Tensor:
-        return chunk.read(batch.tokens, reading, x)
-
-    return [out for _, out in model.evaluate([Batch(tokens, tokens, 0)], forward)]
-
-
-def fill(model: PipelinedModel, cache: KeyValueCache, rows: tuple[int, ...] = (0, 1, 2)) -> None:
-    """Read the first LENGTHS tokens of each row, padded with tokens that must not be seen."""
-    tokens = torch.full((len(rows), max(LENGTHS[row] for row in rows)), 7)
-    for number, row in enumerate(rows):
-        tokens[number, : LENGTHS[row]] = texts()[row, : LENGTHS[row]]
-    read(model, tokens, PrefillPass(cache, rows))
-
-
-def step(model: PipelinedModel, cache: KeyValueCache, number: int, rows: tuple[int, ...]) -> list[Tensor]:
-    """The number-th step: row n of the cache is `rows[n]` of the texts."""
-    columns = [LENGTHS[row] + number for row in rows]
-    tokens = torch.stack([texts()[row, c : c + 1] for row, c in zip(rows, columns, strict=True)])
-    return read(model, tokens, DecodePass(cache, columns, dtype=model.dtype, device=torch.device("cpu")))
-
-
-def cached(ctx: ParallelContext, dtype: str, vp: int) -> list[Tensor]:
-    """Logits [B, vocab_size] of each step, where they come out."""
-    model, cache = build(ctx, dtype, vp), KeyValueCache(len(LENGTHS), MODEL.max_positions)
-    fill(model, cache)
-    return [logits for number in range(STEPS) for logits in step(model, cache, number, (0, 1, 2))]
-
-
-def assert_close(got: Tensor, want: Tensor, dtype: str) -> None:
-    assert (got - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
-
-
-@pytest.mark.parametrize("dtype", thinned(["fp32", "fp64"], 4))
-@pytest.mark.parametrize(("tp", "pp", "vp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2)], ids=str)
-def test_cached_logits_equal_uncached_ones_at_every_step(tp: int, pp: int, vp: int, dtype: str) -> None:
-    ranks = run_on_ranks(partial(cached, dtype=dtype, vp=vp), tp=tp, pp=pp)
-    assert [len(logits) for logits in ranks] == [0] * (tp * (pp - 1)) + [STEPS] * tp
-    for number in range(STEPS):
-        want = torch.stack([uncached(dtype, row, n + number + 1) for row, n in enumerate(LENGTHS)])
-        assert_close(ranks[-1][number], want, dtype)
-
-
-def test_rows_filled_later_are_read_like_the_others() -> None:
-    model, cache = build(shape_context(), "fp64"), KeyValueCache(3, MODEL.max_positions)
-    fill(model, cache, (0,))
-    step(model, cache, 0, (0,))
-    for row in (1, 2):
-        keep = PrefillPass(cache, (row,))
-        read(model, texts()[row : row + 1, : LENGTHS[row]], keep)
-    columns = [LENGTHS[0] + 1, LENGTHS[1], LENGTHS[2]]
-    tokens = torch.stack([texts()[row, c : c + 1] for row, c in enumerate(columns)])
-    (got,) = read(model, tokens, DecodePass(cache, columns, dtype=torch.float64, device=torch.device("cpu")))
-    want = torch.stack([uncached("fp64", row, c + 1) for row, c in enumerate(columns)])
-    assert_close(got, want, "fp64")
-
-
-def test_a_row_that_is_moved_continues_as_before() -> None:
-    model, cache = build(shape_context(), "fp64"), KeyValueCache(3, MODEL.max_positions)
-    fill(model, cache)
-    step(model, cache, 0, (0, 1, 2))
-    cache.move(2, 0, LENGTHS[2] + 1)  # the text of row 0 has ended
-    (got,) = step(model, cache, 1, (2, 1))
-    want = torch.stack([uncached("fp64", row, LENGTHS[row] + 2) for row in (2, 1)])
-    assert_close(got, want, "fp64")
-
-
-def test_texts_of_equal_lengths_need_no_mask() -> None:
-    """They take a shorter way through attention, to the same logits."""
-    model, cache = build(shape_context(), "fp64"), KeyValueCache(2, MODEL.max_positions)
-    tokens = texts()[:2]
-    read(model, tokens[:, :9], PrefillPass(cache, (0, 1)))
-    alike = DecodePass(cache, [9, 9], dtype=torch.float64, device=torch.device("cpu"))
-    (got,) = read(model, tokens[:, 9:10], alike)
-    assert alike.bias(0) is None
-    assert_close(got, torch.stack([uncached("fp64", row, 10) for row in (0, 1)]), "fp64")
+def test_a_cache_is_as_large_as_its_columns_and_keeps_them_as_it_grows() -> None:
+    cache, like = KeyValueCache(2, 10 * FIRST_COLUMNS), torch.zeros(1, 1, 1, 1)
+    keys, values = cache.layer(0, like, FIRST_COLUMNS)
+    assert cache.layer(0, like, FIRST_COLUMNS)[0] is keys
+    keys[1], values[1] = 2.0, 3.0
+    keys, values = cache.layer(0, like, FIRST_COLUMNS + 1)
+    assert keys.shape[2] == 2 * FIRST_COLUMNS
+    assert (keys.sum(), values.sum()) == (2 * FIRST_COLUMNS, 3 * FIRST_COLUMNS)
 
 
 def test_the_cache_never_outgrows_the_model() -> None:
-    cache = KeyValueCache(1, FIRST_COLUMNS + 1)
-    like = torch.zeros(1, 2, 1, 3)
+    cache, like = KeyValueCache(1, FIRST_COLUMNS + 1), torch.zeros(1, 2, 1, 3)
     assert cache.layer(0, like, 1)[0].shape == (1, 2, FIRST_COLUMNS, 3)
     assert cache.layer(0, like, FIRST_COLUMNS + 1)[0].shape == (1, 2, FIRST_COLUMNS + 1, 3)
+
+
+def test_rows_of_equal_lengths_need_no_mask_and_a_moved_row_keeps_its_tokens() -> None:
+    cache, x = KeyValueCache(2, 8), heads(KV_HEADS, 3)[:2, :, :5]
+    PrefillPass(cache, (0, 1)).keep(0, x, x + 1)
+    assert DecodePass(cache, [5, 5], dtype=torch.float64, device=CPU).bias(0) is None
+    cache.move(1, 0, 5)
+    keys, values = cache.layer(0, x, 5)
+    assert torch.equal(keys[0, :, :5], x[1])
+    assert torch.equal(values[0, :, :5], x[1] + 1)

@@ -7,17 +7,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from mlm.parallel.uncompiled import prepare_to_compile
 from torch._dynamo.testing import CompileCounter
 
 from mlm.models.backbone import Transformer
 from mlm.models.bert.model import BERT
 from mlm.models.config import ModelConfig
+from mlm.models.documents import Boundaries
 from mlm.models.gpt2.model import GPT2
 from mlm.models.llama.model import Llama
 from mlm.parallel.compute_state import CachedHalfParams
 from mlm.parallel.dropout import DropoutStream
+from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import init_parameters
 from tests.models.llama.test_parts import MODEL as LLAMA
+from tests.ranks import run_on_ranks
 from tests.slow import slow_but
 
 S, B = 8, 2
@@ -87,3 +91,53 @@ def test_layers_that_read_cast_parameters_share_one_graph(name: str) -> None:
             x.sum().backward()
     assert counter.frame_count == 1
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.layers.parameters())
+
+
+EVERY_OPTION = {"num_kv_heads": 2, "head_dim": 10, "qk_norm": True, "qkv_bias": True, "window": 5}
+GRADIENTS: dict[str, tuple[type[GPT2], ModelConfig]] = {
+    "gpt2": (GPT2, replace(GPT, max_positions=16, hidden_dropout=0.0, attention_dropout=0.0)),
+    "gpt2 with dropout": (GPT2, replace(GPT, max_positions=16)),
+    "llama": (Llama, LLAMA),
+    "llama with dropout": (Llama, replace(LLAMA, hidden_dropout=0.2, attention_dropout=0.2)),
+    "llama with every option": (
+        Llama,
+        replace(LLAMA, options={**EVERY_OPTION, "rotary_fraction": 0.6}, activation="gelu_tanh"),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_compiled_layers_give_the_loss_and_gradients_of_eager_ones(name: str) -> None:
+    check_gradients(ParallelContext(), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2 with dropout", "llama"])
+def test_compiled_layers_communicate_as_eager_ones_do(name: str) -> None:
+    run_on_ranks(check_gradients, name, tp=2)
+
+
+def check_gradients(ctx: ParallelContext, name: str) -> None:
+    """Loss and gradients by the default compiler, to float32 rounding; with documents at every option."""
+    family, config = GRADIENTS[name]
+    model = family(config, tp=ctx.tp)
+    init_parameters(model, 1, ctx.tp)
+    stream = DropoutStream.of_micro_batch(1, 0, B, torch.device("cpu")) if config.hidden_dropout else None
+    tokens = torch.randint(0, 31, (B, 16), generator=torch.Generator().manual_seed(0))
+    tokens[0, 6] = 3
+    boundaries = Boundaries(3, True, True) if name.endswith("option") else Boundaries(3)
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        documents = boundaries.documents(tokens, torch.float32)
+        loss = model(tokens, tokens.roll(-1, 1), None, stream, None, documents)
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    eager = gradients()
+    prepare_to_compile()
+    for layer in model.layers.values():
+        layer.compile()
+    for a, b in zip(eager, gradients(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mlm.models.config import LoraConfig, ModelConfig
+from mlm.models.config import LoraConfig
 from mlm.models.heads import PlainLinear
 from mlm.models.llama.gated import GatedMLP
 from mlm.models.llama.latent_attention import LatentAttention
@@ -20,7 +20,6 @@ from mlm.parallel.expert.router import Router
 from mlm.parallel.layers import ColumnParallelLinear
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.parallel.sharding import parameter_shards
-from mlm.runs.checks import check_pretrain
 from mlm.runs.config import PretrainConfig
 from mlm.training.trainer import Trainer, build_model
 from tests.ranks import run_on_ranks
@@ -199,12 +198,3 @@ def change_of(spec: PretrainConfig) -> float:
     before = trainer.model.chunks[0].logits(tokens)
     steps_of(trainer, 4)
     return float((trainer.model.chunks[0].logits(tokens) - before).abs().mean())
-
-
-def test_bert_has_no_mup() -> None:
-    spec = spec_of(16, 8)
-    model = ModelConfig(
-        kind="bert", num_layers=2, hidden_size=16, num_heads=4, mup_base_width=8, token_types=2
-    )
-    problems = check_pretrain(replace(spec, model=model), world_size=1, local_devices=None)
-    assert any("model.mup_base_width=8: muP is for gpt2 and llama, not bert" in str(p) for p in problems)

@@ -11,8 +11,6 @@ from torch import Tensor
 from mlm.models.backbone import Inputs
 from mlm.models.bert.model import BERT
 from mlm.models.config import ModelConfig
-from mlm.models.gpt2.model import GPT2
-from mlm.models.norms import LayerNorm
 from mlm.parallel.dropout import DropoutStream, draw_keep_mask
 from mlm.parallel.mesh import Axis
 from mlm.parallel.random import init_parameters
@@ -48,15 +46,6 @@ def test_no_two_places_of_a_model_share_a_dropout_mask(monkeypatch: pytest.Monke
     model.outputs(Inputs(torch.zeros(2, 6, dtype=torch.int64), torch.tensor([6, 6])), stream)
     assert len(keys) == 1 + 3 * 2 + 1  # embedding, three in a layer, classifier
     assert len(set(keys)) == len(keys)
-
-
-@pytest.mark.parametrize("norm", ["pre", "post"])
-def test_every_norm_has_the_eps_of_the_model(norm: str) -> None:
-    for model in (
-        GPT2(config("gpt2", layer_norm_eps=0.25), tp=ONE),
-        BERT(config("bert", layer_norm_eps=0.25, norm=norm), tp=ONE),
-    ):
-        assert {module.eps for module in model.modules() if isinstance(module, LayerNorm)} == {0.25}
 
 
 @pytest.mark.slow

@@ -187,17 +187,6 @@ def test_fill_takes_in_order_what_fits(lengths: list[int], budget: int) -> None:
     assert both[1].all()
 
 
-def test_masking_of_a_sample_does_not_depend_on_its_batch() -> None:
-    tokens, lengths = batch(40)
-    states = draw(root(9), np.arange(40))
-    masked, labels = mask(tokens, lengths)
-    for k in (0, 7, 39):
-        alone = mask_tokens(
-            tokens[k : k + 1], lengths[k : k + 1], vocab, states[k : k + 1], masked_lm_prob=0.15, max_ngram=3
-        )
-        np.testing.assert_array_equal(np.stack([masked[k : k + 1], labels[k : k + 1]]), np.stack(alone))
-
-
 def test_vocabulary_of_a_tokenizer_of_berts(tmp_path: Path) -> None:
     path = tmp_path / "vocab.txt"
     path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "play", "##ing"]) + "\n")

@@ -68,32 +68,19 @@ def test_samples_are_cls_a_sep_b_sep_and_padding(corpus: IndexedDataset) -> None
         assert b
         types = [0] * (len(a) + 2) + [1] * (len(b) + 1)
         assert samples.token_types[k].tolist() == types + [0] * (SEQ - len(types))
+        assert samples.lengths[k] == len(types)
         assert (samples.tokens[k, len(types) :] == PAD).all()
         assert (samples.labels[k, len(types) :] == IGNORE_INDEX).all()
 
 
-def test_masks_say_where_tokens_and_labels_are(corpus: IndexedDataset) -> None:
-    samples = samples_of(corpus).gather(range(500))
-    np.testing.assert_array_equal(
-        np.arange(samples.tokens.shape[1]) < samples.lengths[:, None], samples.tokens != PAD
-    )
-
-
-def test_segments_are_runs_of_the_text_in_the_order_the_label_says(corpus: IndexedDataset) -> None:
-    samples = samples_of(corpus).gather(range(500))
+def test_segments_are_runs_of_one_document_in_the_order_the_label_says(corpus: IndexedDataset) -> None:
+    samples, starts = samples_of(corpus).gather(range(500)), corpus.document_starts
     assert 0 < samples.is_swapped.sum() < 500
     for k in range(500):
         a, b = segments(samples, k)
         assert a == list(range(a[0], a[0] + len(a)))
         assert b == list(range(b[0], b[0] + len(b)))
         assert bool(samples.is_swapped[k]) == (a[0] > b[0])
-
-
-def test_segments_come_from_the_sentences_of_one_document(corpus: IndexedDataset) -> None:
-    samples = samples_of(corpus).gather(range(500))
-    starts = corpus.document_starts
-    for k in range(500):
-        a, b = segments(samples, k)
         documents = np.searchsorted(starts, np.array([a[0], a[-1], b[0], b[-1]]) - 4, side="right")
         assert len(set(documents.tolist())) == 1
 

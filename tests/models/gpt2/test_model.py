@@ -13,9 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from mlm.convert.huggingface.gpt2 import MAPPING
 from mlm.models.config import ModelConfig
-from mlm.models.family import family_of
 from mlm.models.gpt2.model import GPT2
-from mlm.parallel.compute_state import prepare_to_compile
 from mlm.parallel.cross_entropy import full_logits
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.mesh import Axis, ParallelContext
@@ -86,14 +84,6 @@ def test_relu_squared_matches_transformers(tp: int) -> None:
     run_on_ranks(check_against_transformers, reference("relu2"), "none", "relu2", tp=tp)
 
 
-@pytest.mark.parametrize("kind", ["bert", "llama"])
-def test_relu_squared_of_another_family_is_an_error(kind: str) -> None:
-    model = replace(MODEL, kind=kind, activation="relu2", token_types=2 if kind == "bert" else 0)
-    problem = family_of(model.kind).model_problem(model)
-    assert problem is not None
-    assert problem.startswith(f"model.activation=relu2 is gpt2's, and model.kind={kind} has ")
-
-
 def check_against_transformers(
     ctx: ParallelContext, want: dict[str, Any], recompute: str, activation: Any = "gelu_tanh"
 ) -> None:
@@ -114,28 +104,6 @@ def check_against_transformers(
         assert grad is not None, mine.name
         largest = want["grads"][mine.name].abs().max()
         assert (grad - theirs.parameter).abs().max() <= 1e-4 * largest, mine.name
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-def test_initial_weights_are_slices_of_the_one_process_model(tp: int) -> None:
-    """Every shard equals the same region of the unsplit model, bit for bit; padding rows are zero."""
-    whole = initial(ONE)
-    for rank in range(tp):
-        axis = Axis("tp", rank, tp)
-        model = GPT2(MODEL, tp=axis)
-        init_parameters(model, 7, axis)
-        for shard in parameter_shards(model, axis):
-            part = shard.without_padding(shard.parameter)
-            rectangle = tuple(slice(o, o + n) for o, n in zip(shard.offset, part.shape, strict=True))
-            assert torch.equal(part, whole[shard.name][rectangle]), shard.name
-        padding = model.token.weight[model.token.true_local_rows :]
-        assert padding.numel() == 0 or padding.abs().max() == 0
-
-
-def initial(axis: Axis) -> dict[str, Tensor]:
-    model = GPT2(MODEL, tp=axis)
-    init_parameters(model, 7, axis)
-    return {s.name: s.without_padding(s.parameter.detach()) for s in parameter_shards(model, axis)}
 
 
 def test_two_all_reduces_forward_and_two_backward_per_layer() -> None:
@@ -187,41 +155,4 @@ def test_recomputation_repeats_dropout_bit_for_bit() -> None:
     kept = gradients(model, tokens, stream)
     model.recompute = "full"
     assert all(torch.equal(a, b) for a, b in zip(kept, gradients(model, tokens, stream), strict=True))
-
-
-def test_dropout_changes_the_gradients() -> None:
-    """Guards the test above: without masks it would compare nothing."""
-    model, tokens, stream = dropout_model()
-    assert not torch.equal(gradients(model, tokens, stream)[0], gradients(model, tokens, None)[0])
-
-
-@pytest.mark.slow
-def test_compiled_layers_give_the_same_loss_and_gradients() -> None:
-    """torch.compile per layer, dropout off and on: float32 rounding apart, nothing changes."""
-    model, tokens, stream = dropout_model()
-    eager = [gradients(model, tokens, drop) for drop in (None, stream)]
-    prepare_to_compile()
-    for layer in model.layers.values():
-        layer.compile()
-    for before, drop in zip(eager, (None, stream), strict=True):
-        for a, b in zip(before, gradients(model, tokens, drop), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_compiled_layers_communicate_as_eager_ones_do() -> None:
-    """At tp=2, with dropout, gradients equal eager ones to float32 rounding."""
-    run_on_ranks(check_compiled, tp=2)
-
-
-def check_compiled(ctx: ParallelContext) -> None:
-    model = GPT2(replace(MODEL, hidden_dropout=0.2, attention_dropout=0.2), tp=ctx.tp)
-    init_parameters(model, 1, ctx.tp)
-    tokens = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
-    stream = DropoutStream.of_micro_batch(1, 0, 2, torch.device("cpu"))
-    eager = gradients(model, tokens, stream)
-    prepare_to_compile()
-    for layer in model.layers.values():
-        layer.compile()
-    for a, b in zip(eager, gradients(model, tokens, stream), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(kept[0], gradients(model, tokens, None)[0])

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from mlm.models.cache import DecodePass, KeyValueCache, PrefillPass
 from mlm.models.config import ModelConfig
-from mlm.models.family import model_problem
 from mlm.models.llama.latent_attention import LatentAttention
 from mlm.models.llama.model import Llama
 from mlm.models.shape import layer_weights
@@ -164,23 +163,6 @@ def check_cache(ctx: ParallelContext) -> None:
         for keys, values in cache._layers.values():
             assert keys is values
             assert keys.shape[1::2] == (1, 4 + 9)  # one head for all: R + C
-
-
-WRONG = [
-    ({"rope_head_dim": 3}, "rope_head_dim=3 does not go with latent attention"),
-    ({"rope_head_dim": 10}, "rope_head_dim=10 does not go with latent attention"),
-    ({"v_head_dim": 11}, "v_head_dim=11 must be at most head_dim=10"),
-    ({"num_kv_heads": 2}, "num_kv_heads=2 does not go with latent attention"),
-    ({"qk_norm": True}, "qk_norm=true does not go with latent attention"),
-    ({"window": 3}, "window=3 does not go with latent attention"),
-]
-
-
-@pytest.mark.parametrize(("options", "words"), WRONG, ids=str)
-def test_a_wrong_setting_is_named(options: dict[str, bool | int | float | str], words: str) -> None:
-    problem = model_problem(replace(MODEL, options=OPTIONS | options))
-    assert problem is not None
-    assert words in str(problem)
 
 
 def test_weights_are_counted() -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from mlm.models.config import ModelConfig
-from mlm.models.family import model_problem
 from mlm.models.llama.mixture import MixtureOfExperts
 from mlm.models.llama.settings import num_blocks
 from mlm.parallel.mesh import Axis
@@ -107,24 +106,3 @@ def test_sigmoid_mixture_with_groups_bias_and_shared_experts_is_deepseeks() -> N
         [theirs.shared_experts.gate_proj.weight.grad, theirs.shared_experts.up_proj.weight.grad]
     )
     torch.testing.assert_close(theirs_of(mixture.shared.up.weight.grad, model, 2 * F), expected)
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"experts_per_token": 9}, "experts_per_token=9 must be from 1 to model.options.num_experts=8"),
-        ({"router_groups": 3}, "router_groups=3 does not divide model.options.num_experts=8"),
-        (
-            {"router_groups": 4, "experts_per_token": 3},
-            "experts_per_token=3 must be from 1 to the 2 experts of",
-        ),
-        ({"router_top_groups": 2}, "router_top_groups=2 must be from 1 to model.options.router_groups=1"),
-        ({"dense_layers": 2}, "dense_layers=2 leaves no layer of model.num_layers=2 to experts"),
-        ({"router_scores": "tanh"}, "router_scores=tanh is none of ours"),
-        ({"balance": "batch"}, "balance=batch is none of ours"),
-    ],
-)
-def test_settings_of_no_mixture_are_one_line(options: dict[str, Any], problem: str) -> None:
-    found = model_problem(replace(MIXTURE, options=MIXTURE.options | options))
-    assert found is not None
-    assert str(found).startswith(f"model.options.{problem}")
