@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from mlm.cli.evaluate.settings import AllDataConfig, EvalAllConfig, zero_shot
+from mlm.cli.evaluate import zero_shot
+from mlm.cli.evaluate.settings import AllDataConfig, EvalAllConfig
 from mlm.cli.generate import run as generate
 from mlm.cli.generate.settings import GenerateConfig
 from mlm.convert.source import open_source

@@ -1,33 +1,78 @@
-"""Log-likelihoods: against `transformers` in float64, at every layout."""
+"""Log-likelihoods against `transformers` in float64, at every layout, and scores that a stopped run keeps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import GPT2LMHeadModel
 
+from mlm.convert.source import open_source
+from mlm.inference import scoring
 from mlm.inference.scoring import Request, Score, group_by_reading, group_readings, pack, score
+from mlm.inference.trained import LoadedModel, load_trained
 from mlm.models.documents import Boundaries
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
-from tests.inference.scored_texts import (
-    ALONE,
-    Reference,
-    assert_close,
-    by_transformers,
-    load,
-    make_reference,
-    random_requests,
-)
+from tests.convert.hf_models import MODEL, import_model, make_model
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
+
+ALONE = ParallelContext()
+LONGEST = MODEL.max_positions
+
+
+Reference = tuple[GPT2LMHeadModel, Path]
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_reference(tmp_path_factory.mktemp("scoring"))
+    """A model of `transformers` in float64, and the run directory it is imported to."""
+    folder = tmp_path_factory.mktemp("scoring")
+    model = make_model(folder / "model", n_layer=4)
+    return model.double(), import_model(folder / "model", folder / "run", verify=False)
+
+
+def random_requests(model: GPT2LMHeadModel) -> list[Request]:
+    """29 requests of all lengths the model takes; the first three continue as the model would."""
+    drawn = np.random.default_rng(0)
+    texts = [drawn.integers(0, MODEL.vocab_size, n) for n in drawn.integers(2, LONGEST + 2, 24)]
+    texts += [drawn.integers(0, MODEL.vocab_size, n) for n in (2, LONGEST, LONGEST + 1)]
+    requests = [Request(text, int(drawn.integers(1, len(text)))) for text in texts]
+    requests += [Request(texts[-1], 1), Request(texts[-1], LONGEST)]
+    for number, count in ((0, 1), (1, 3), (2, 7)):
+        text = texts[5][:12].tolist()
+        for _ in range(count):
+            text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+        requests[number] = Request(np.array(text), len(text) - count)
+    return requests
+
+
+@torch.no_grad()
+def by_transformers(model: GPT2LMHeadModel, requests: Sequence[Request]) -> list[Score]:
+    """Each request by itself in float64."""
+    scores = []
+    for request in requests:
+        tokens = torch.from_numpy(request.tokens)
+        log_p = model(tokens[None, :-1]).logits[0].log_softmax(-1)[request.first - 1 :]
+        labels = tokens[request.first :]
+        loss = -log_p.gather(1, labels[:, None]).sum().item()
+        scores.append(Score(loss, bool((log_p.argmax(-1) == labels).all()), len(labels)))
+    return scores
+
+
+def assert_close(found: Sequence[Score], want: Sequence[Score], rtol: float = 1e-5) -> None:
+    assert [(s.is_greedy, s.tokens) for s in found] == [(s.is_greedy, s.tokens) for s in want]
+    np.testing.assert_allclose([s.loss for s in found], [s.loss for s in want], rtol=rtol)
+
+
+def load(run: Path, ctx: ParallelContext = ALONE, *, vp: int = 1, dtype: str = "fp32") -> LoadedModel:
+    layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size, dp=ctx.dp.size, vp=vp)
+    return load_trained(open_source(str(run)), layout, PrecisionConfig(dtype=dtype), ctx)  # type: ignore[arg-type]
 
 
 def scores_on_rank(
@@ -143,3 +188,105 @@ def test_a_loss_that_is_not_finite_names_request_and_checkpoint(reference: Refer
     requests = [Request(np.arange(9), 3), Request(np.arange(30), 3), Request(np.arange(21), 3)]
     with pytest.raises(UserError, match=r"step-00000000: request 1 has the loss nan in float32"):
         score(trained, requests, batch_size=1, ctx=ALONE)
+
+
+# ----- scores that a stopped run leaves on disk, and the next run reads
+
+
+def stop_after(count: int) -> Callable[[int], None]:
+    """Ctrl-C when that many requests are done."""
+    done = 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done += more
+        if done >= count:
+            raise KeyboardInterrupt
+
+    return advance
+
+
+@pytest.fixture
+def stopped(reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Scores of a run stopped after about half of the requests, one text per micro-batch."""
+    monkeypatch.setattr(scoring, "CPU_TOKENS", 1)
+    kept = tmp_path / "kept.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        score(
+            load(reference[1]),
+            random_requests(reference[0]),
+            batch_size=1,
+            ctx=ALONE,
+            kept=kept,
+            identity="one",
+            advance=stop_after(15),
+        )
+    return kept
+
+
+def go_on(reference: Reference, kept: Path, **changes: Any) -> list[int]:
+    """Score again; what `advance` was told. The scores must be right, and all kept."""
+    model, run = reference
+    told: list[int] = []
+    requests = changes.pop("requests", None) or random_requests(model)
+    found = score(
+        load(run),
+        requests,
+        batch_size=1,
+        ctx=ALONE,
+        kept=kept,
+        advance=told.append,
+        **({"identity": "one"} | changes),
+    )
+    assert_close(found, by_transformers(model, requests))
+    assert sum(told) == len(requests)
+    assert len(kept.read_bytes().splitlines()) == 1 + len(requests)
+    return told
+
+
+def test_a_stopped_run_continues_where_it_was(reference: Reference, stopped: Path) -> None:
+    assert go_on(reference, stopped)[0] == 18  # four texts at a time; three requests read the longest
+    assert go_on(reference, stopped) == [29]
+
+
+def test_a_torn_last_line_is_scored_again(reference: Reference, stopped: Path) -> None:
+    stopped.write_bytes(stopped.read_bytes()[:-5])
+    assert go_on(reference, stopped)[0] == 17
+
+
+def test_another_identity_starts_anew(reference: Reference, stopped: Path) -> None:
+    assert go_on(reference, stopped, identity="two")[0] == 6
+
+
+DAMAGE: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "no JSON": lambda lines: [*lines[:3], b"\xff{", *lines[3:]],
+    "no row": lambda lines: [*lines, b"7"],
+    "no header": lambda lines: lines[1:],
+    "empty": lambda lines: [],
+}
+
+
+@pytest.mark.parametrize("damage", thinned(DAMAGE, 2))
+def test_a_damaged_file_is_written_anew(reference: Reference, stopped: Path, damage: str) -> None:
+    lines = DAMAGE[damage](stopped.read_bytes().splitlines())
+    stopped.write_bytes(b"".join(line + b"\n" for line in lines))
+    assert go_on(reference, stopped)[0] == 6
+
+
+def kept_on_rank(
+    ctx: ParallelContext, run: Path, requests: Sequence[Request], kept: Path
+) -> tuple[list[Score], list[int]]:
+    told: list[int] = []
+    settings: dict[str, Any] = {"kept": kept, "identity": "one", "advance": told.append}
+    return score(load(run, ctx), requests, batch_size=1, ctx=ctx, **settings), told
+
+
+@pytest.mark.slow
+def test_every_rank_continues_from_what_the_first_one_reads(reference: Reference, stopped: Path) -> None:
+    """At another layout than it was stopped at."""
+    model, run = reference
+    requests = random_requests(model)
+    results = run_on_ranks(kept_on_rank, run, requests, stopped, tp=2, dp=2)
+    assert all(result == results[0] for result in results)
+    assert results[0][1][0] == 18
+    assert_close(results[0][0], by_transformers(model, requests))

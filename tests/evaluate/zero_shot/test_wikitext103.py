@@ -4,10 +4,13 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mlm.evaluate.zero_shot import sources, wikitext103
-from mlm.evaluate.zero_shot.protocol import Protocol
+from mlm.evaluate.zero_shot.protocol import Protocol, exp, mean_stderr, ratio_stderr
 from mlm.evaluate.zero_shot.wikitext103 import detokenise
 from mlm.inference.scoring import Score, rolling_windows, score
 from mlm.parallel.mesh import ParallelContext
@@ -108,3 +111,63 @@ def test_articles_words_and_bytes_are_counted_as_distributed(tmp_path: Path) -> 
 def test_the_form_that_published_numbers_are_on_is_named(tmp_path: Path) -> None:
     assert whole(tmp_path, 5).warnings == ()
     assert "wikitext-103-raw-v1" in articles(tmp_path).warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("apart", "together"),
+    [
+        ("dogs ' tails", "dogs' tails"),
+        ("well @-@ known", "well-known"),
+        ("1 @,@ 500", "1,500"),
+        ("3 @.@ 3", "3.3"),
+        ("so : this ; that . here ! there ? or , now", "so: this; that. here! there? or, now"),
+        ("a : ; b", "a:; b"),  # each mark finds the spaces that the one before left
+        ("( 24 in )", "(24 in)"),
+        ("[ sic ] { x }", "[sic] {x}"),
+        ('a " quoted " word', 'a "quoted" word'),
+        ("a ' quoted ' word", "a 'quoted' word"),
+        ("( over \n two lines )", "(over\ntwo lines)"),
+        ("= = = = Four = = = =", "==== Four ===="),
+        ("= = = Three = = =", "=== Three ==="),
+        ("= = Two = =", "== Two =="),
+        ("= One =", "= One ="),
+        ("5 ° C", "5°C"),
+        ("end . \n Next", "end.\nNext"),
+        ("about N of them", "about 1 of them"),
+        ("the sea 's floor", "the sea's floor"),
+    ],
+)
+def test_an_artefact_is_undone(apart: str, together: str) -> None:
+    assert detokenise(apart) == together
+
+
+@given(st.lists(st.sampled_from([*" '\"()[]{}=:;.!?,@-\n°Ns1a", " 's", " @-@ ", "= = "]), max_size=40))
+@settings(deadline=None)  # the first call imports lm-eval
+def test_it_is_what_lm_eval_makes_of_any_text(parts: list[str]) -> None:
+    theirs = pytest.importorskip("lm_eval.tasks.wikitext.preprocess_wikitext").wikitext_detokenizer
+    text = "".join(parts)
+    assert detokenise(text) == theirs({"page": text})
+
+
+# ----- means and their standard errors
+
+
+def test_the_error_of_a_share_is_that_of_lm_eval() -> None:
+    """sqrt(p (1 - p) / (n - 1)) = sqrt(0.3 * 0.7 / 9)."""
+    assert mean_stderr([1.0] * 3 + [0.0] * 7) == pytest.approx(math.sqrt(0.3 * 0.7 / 9), rel=1e-12)
+    theirs = pytest.importorskip("lm_eval.api.metrics").mean_stderr
+    losses = np.random.default_rng(7).uniform(0, 9, 400).tolist()
+    assert mean_stderr(losses) == pytest.approx(theirs(losses), rel=1e-12)
+
+
+def test_the_error_of_a_ratio_is_what_resampling_gives() -> None:
+    draw = np.random.default_rng(1)
+    weights = draw.integers(1, 9, 300).astype(float)
+    sums = weights * draw.uniform(2, 4, 300)
+    chosen = draw.integers(0, 300, (3000, 300))
+    resampled = (sums[chosen].sum(1) / weights[chosen].sum(1)).std(ddof=1)
+    assert ratio_stderr(sums.tolist(), weights.tolist()) == pytest.approx(resampled, rel=0.06)
+
+
+def test_a_hopeless_loss_is_no_overflow() -> None:
+    assert math.isfinite(exp(1e6))

@@ -1,17 +1,20 @@
-"""`mlm eval loss cp=…`: windows split over ranks score as on one process."""
+"""`mlm eval loss`: windows that ranks split by cp score as on one process, and the corpus of a run."""
 
 import random
 from pathlib import Path
 
 import pytest
 
-from mlm.cli.evaluate.settings import EvalLossConfig, loss
+from mlm.cli.compose.composition import load_config
+from mlm.cli.evaluate import loss
+from mlm.cli.evaluate.settings import EvalLossConfig
 from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import shape_context
 from mlm.runs.config import PretrainConfig
+from mlm.util.errors import UserError
 from tests.data.corpora import write_corpus
 from tests.finetune.chats import POSITIONS, write_llama
 from tests.finetune.runs import BERT, GPT2, read, write_model
@@ -94,3 +97,16 @@ def test_models_that_ranks_cannot_split_are_rejected(
         evaluating(folder, "gpt2", parallel=ParallelConfig(cp=2)), trained, seq_length=48
     )
     assert found.startswith(problem)
+
+
+def test_a_validation_set_of_the_run_that_is_not_there_is_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`mlm eval loss` with path=null, started in another folder than the run."""
+    step = tmp_path / "moved/step-00000001"
+    for folder in (step, tmp_path / "elsewhere"):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    trained: PretrainConfig = load_config("pretrain", ["out=runs/a", "data.path=corpus"])
+    with pytest.raises(UserError, match=r"data.path=corpus is not below .*elsewhere; start in the folder"):
+        loss.corpus_prefix(load_config("eval_loss", [f"ckpt={step}"]), trained)
