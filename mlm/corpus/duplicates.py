@@ -148,7 +148,8 @@ class KeptDocuments:
         """Return the earliest candidate above the threshold and its similarity with a document's `hashes`."""
         if self.estimates:
             # the low bytes of a signature [slots]
-            self.sketch = (MinHasher(self.config).slots_of([hashes])[0] & 0xFF).astype(np.uint8)
+            slots = MinHasher(self.config).slots(hashes, np.array([0, len(hashes)]))[0]
+            self.sketch = (slots & 0xFF).astype(np.uint8)
         lists = [self.by_key[key] for key in keys if key in self.by_key]
         candidates = np.array(sorted(set().union(*lists)), np.int64)
         for position in self._promising(candidates, len(hashes)).tolist():
