@@ -18,10 +18,10 @@ from mlm.corpus.config import DecontaminateConfig, FilterConfig
 from mlm.corpus.stages import clean as clean_stage
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.indexed import IndexedDataset
-from mlm.data.receipt import Receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import UserError
 from tests.corpus.texts import (
+    build,
     documents,
     plain,
     quiet,
@@ -34,12 +34,6 @@ from tests.corpus.texts import (
 from tests.slow import thinned
 
 END = "<|endoftext|>"
-
-
-def build(config: Any) -> Receipt:
-    receipt = run_build(config, quiet())
-    assert receipt is not None
-    return receipt
 
 
 @pytest.fixture

@@ -8,12 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlm.corpus.benchmarks import (
-    EvaluationText,
-    dump_benchmarks,
-    load_benchmarks,
-    read_benchmarks,
-)
+from mlm.corpus.benchmarks import EvaluationText, dump_benchmarks, load_benchmarks, read_benchmarks
 from mlm.data import records
 from mlm.util.errors import UserError
 

@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 
 from mlm.corpus import duplicates as module
 from mlm.corpus.config import DedupConfig
-from mlm.corpus.duplicates import (
-    Duplicate,
-    components,
-    duplicates_in,
-    jaccard,
-    links_of_band,
-    star_links,
-)
+from mlm.corpus.duplicates import Duplicate, components, duplicates_in, jaccard, links_of_band, star_links
 from mlm.corpus.minhash import NO_KEY
 
 CONFIG = DedupConfig()

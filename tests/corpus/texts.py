@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from mlm.corpus.build import run_build
 from mlm.corpus.config import DataBuildConfig, DecontaminateConfig, DedupConfig, FilterConfig, NormaliseConfig
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.indexed import IndexedDataset
+from mlm.data.receipt import Receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.terminal import Screen
 
@@ -41,6 +43,10 @@ def write_jsonl(path: Path, texts: Sequence[str], **more: Sequence[Any]) -> Path
 def quiet() -> Screen:
     """A console nobody reads."""
     return Screen(file=io.StringIO(), width=200, highlight=False, markup=False, soft_wrap=True)
+
+
+def build(config: DataBuildConfig) -> Receipt:
+    return run_build(config, quiet())
 
 
 def keep_work(patch: pytest.MonkeyPatch) -> None:

@@ -50,25 +50,23 @@ def ids_of(folder: Path) -> list[int]:
 
 
 END, OTHER = "<|endoftext|>", "<|end|>"
+GPT2, ADDED = {"model_type": "gpt2"}, {"added_tokens_decoder": {}}
 FOLDERS: dict[str, dict[str, Any]] = {
-    "class alone": {"config": {"model_type": "gpt2"}, "tokenizer_config": {"model_max_length": 64}},
+    "class alone": {"config": GPT2, "tokenizer_config": {"model_max_length": 64}},
     "named class": {
         "config": {"model_type": "llama"},
         "tokenizer_config": {"tokenizer_class": "GPT2Tokenizer"},
     },
-    "map": {
-        "config": {"model_type": "gpt2"},
-        "special_tokens_map": {"eos_token": {"content": OTHER, "lstrip": False}},
-    },
+    "map": {"config": GPT2, "special_tokens_map": {"eos_token": {"content": OTHER, "lstrip": False}}},
     "map before settings": {
-        "config": {"model_type": "gpt2"},
+        "config": GPT2,
         "special_tokens_map": {"eos_token": OTHER},
         "tokenizer_config": {"eos_token": END},
     },
     "settings with added tokens before the map": {
-        "config": {"model_type": "gpt2"},
+        "config": GPT2,
         "special_tokens_map": {"eos_token": OTHER},
-        "tokenizer_config": {"added_tokens_decoder": {}, "eos_token": END},
+        "tokenizer_config": {**ADDED, "eos_token": END},
     },
 }
 

@@ -44,14 +44,8 @@ class Numbers:
 def steps(
     count: int = 32, consumed: int = 0, micro: int = 2, rank: int = 0, size: int = 1
 ) -> list[list[Batch]]:
-    with Loader(
-        Numbers(count),
-        consumed_samples=consumed,
-        global_batch_size=8,
-        micro_batch_size=micro,
-        rank=rank,
-        size=size,
-    ) as loader:
+    sizes = {"global_batch_size": 8, "micro_batch_size": micro, "rank": rank, "size": size}
+    with Loader(Numbers(count), consumed_samples=consumed, **sizes) as loader:
         return list(loader)
 
 

@@ -74,12 +74,10 @@ def test_samples_and_windows_are_those_of_the_file(
 ) -> None:
     stored = opened(tmp_path, url=f"{BUCKET}/corpora/plays/train")
     ids = np.arange(0, 3000, 7)  # several epochs
-    for seq_length in (16, 700):
-        of_file, of_store = (
-            GPTDataset(each, seq_length=seq_length, num_samples=4000, seed=3) for each in (local, stored)
-        )
-        np.testing.assert_array_equal(of_store.gather(ids), of_file.gather(ids))
-    windows = [EvalWindows(each, seq_length=64).gather([0, 5, 9]) for each in (local, stored)]
+    for n in (16, 700):
+        datasets = [GPTDataset(c, seq_length=n, num_samples=4000, seed=3) for c in (local, stored)]
+        np.testing.assert_array_equal(*(dataset.gather(ids) for dataset in datasets))
+    windows = [EvalWindows(c, seq_length=64).gather([0, 5, 9]) for c in (local, stored)]
     np.testing.assert_array_equal(*windows)
 
 

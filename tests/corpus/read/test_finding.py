@@ -109,7 +109,6 @@ def test_receipt_lists_all_that_is_not_read(tmp_path: Path) -> None:
     write_jsonl(source / "a.jsonl", ["one"])
     (source / "again").symlink_to(source)
     receipt = run_build(plain(source), quiet())
-    assert receipt is not None
     assert {reason: entry["count"] for reason, entry in receipt["not_read"].items()} == {
         "hidden": 1,
         "link to a folder that is read already": 1,
@@ -133,11 +132,17 @@ def test_more_names_of_the_formats_are_read(tmp_path: Path) -> None:
     ]
 
 
-def test_corpus_inside_its_input_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A folder with two documents and a bad one."""
+    folder = write_jsonl(tmp_path / "text/a.jsonl", ["one", "two"]).parent
+    (folder / "bad.jsonl").write_text("no JSON\n")
+    return folder
+
+
+def test_corpus_inside_its_input_is_not_read(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by a second build nor by one of another corpus."""
     keep_work(monkeypatch)
-    source = write_jsonl(tmp_path / "text/a.jsonl", ["one"]).parent
-    (source / "bad.jsonl").write_text("no JSON\n")
     config = plain(source, out=str(source / "out"), bad_input="skip")
     receipt = run_build(config, quiet())
     assert (source / "out/rejected.jsonl").is_file()
@@ -148,14 +153,10 @@ def test_corpus_inside_its_input_is_not_read(tmp_path: Path, monkeypatch: pytest
         assert [item.name for item in search(str(path)).inputs] == ["a.jsonl", "bad.jsonl"]
 
 
-def test_killed_build_into_its_input_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = write_jsonl(tmp_path / "text/a.jsonl", ["one", "two"]).parent
-    (source / "bad.jsonl").write_text("no JSON\n")
-    config = plain(
-        source,
-        out=str(source / "out"),
-        bad_input="skip",
-    )
+def test_killed_build_into_its_input_resumes(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = plain(source, out=str(source / "out"), bad_input="skip")
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt

@@ -61,7 +61,6 @@ def source(tmp_path: Path) -> Path:
 
 def test_rules_remove_what_they_should(source: Path) -> None:
     receipt = run_build(thorough(source), quiet())
-    assert receipt is not None
     removed = {rule: count["documents"] for rule, count in receipt["removed"].items()}
     assert removed == {"min_tokens": 7, "near_duplicate": 10}
     assert receipt["read"]["documents"] == 60
@@ -97,9 +96,7 @@ def test_keys_looked_at_a_few_at_a_time_change_nothing(source: Path, monkeypatch
     monkeypatch.setattr(match_stage, "AT_ONCE", 5)
     run_build(replace(config, out=str(source / "sliced")), quiet())
     assert output(Path(config.out)) == output(source / "sliced")
-    assert receipt is not None
-    removed = {rule: count["documents"] for rule, count in receipt["removed"].items()}
-    assert removed == {"near_duplicate": 8}
+    assert receipt["removed"]["near_duplicate"]["documents"] == 8
 
 
 KILL = """
@@ -169,7 +166,6 @@ def test_a_build_with_other_settings_starts_anew(source: Path, monkeypatch: pyte
     run_build(other, quiet())
     run_build(replace(other, out=str(source.parent / "calm")), quiet())
     assert output(out) == output(source.parent / "calm")
-    assert not (out / "work").exists()
 
 
 def test_bad_input_stops_the_build_and_keeps_what_is_done(source: Path) -> None:
@@ -184,7 +180,6 @@ def test_bad_input_stops_the_build_and_keeps_what_is_done(source: Path) -> None:
 def test_bad_input_is_counted_and_listed_where_it_is_skipped(source: Path) -> None:
     (source / "c.jsonl").write_bytes(b'{"body": "x"}\n{"text": "\xff"}\n')
     receipt = run_build(thorough(source, bad_input="skip"), quiet())
-    assert receipt is not None
     assert sum(receipt["rejected"].values()) == 2
     rejected = [json.loads(line) for line in (source.parent / "out/rejected.jsonl").read_text().splitlines()]
     assert [line["place"].rpartition("/")[2] for line in rejected] == ["c.jsonl:1", "c.jsonl:2"]

@@ -71,7 +71,6 @@ def test_small_files_share_tasks() -> None:
 
 def test_inputs_are_named_in_a_file_beside_the_receipt(tmp_path: Path) -> None:
     receipt = run_build(plain(many_files(tmp_path / "text", 5)), quiet())
-    assert receipt is not None
     assert receipt["inputs"]["files"] == 5
     lines = [json.loads(line) for line in (tmp_path / "out/corpus-inputs.jsonl").read_text().splitlines()]
     assert [line["name"] for line in lines] == [f"{i:03d}.jsonl" for i in range(5)]
