@@ -39,4 +39,4 @@ class ConvertConfig:
     max_file_gb: Annotated[float, POSITIVE, OnlyIf("to", "hf", "torchtitan", "megatron_dcp")] = 5.0
     """Largest file of hf and DCP folders, in 10^9 bytes; a larger tensor has its own."""
     verify: bool = True
-    """Compare every parameter and the settings of the model, with the source; refuse where they differ."""
+    """Compare every parameter and the settings of the model with the source; refuse where they differ."""

@@ -42,12 +42,6 @@ from mlm.util.files import read_bounded
 from mlm.util.terminal import progress_bar
 
 MEGATRON = ("torch_dist", "torch", "megatron_dcp")
-NOT_COMPARED = "not compared with the source (verify=false)"
-WEIGHTS_ONLY = "weights only: the optimizer's state is left out, a run that starts from it begins at step 0"
-WEIGHTS_AND_MOMENTS = (
-    "weights and Adam's moments after {} steps: a run that starts from it with optimizer.kind=adamw takes "
-    "both, at step 0 of its own schedule and data"
-)
 WITHOUT_EFFECT = (
     *("kind", "options", "ffn_hidden_size"),  # compared by family, and with defaults filled in
     *("hidden_dropout", "attention_dropout", "init_std", "vocab_multiple"),
@@ -138,16 +132,21 @@ def convert(config: ConvertConfig) -> tuple[Source, list[str], str]:
     with new_folder(Path(config.out), count, kind, journal=journal.encode()) as folder:
         with progress_bar(f"writing {config.to}", count, in_bytes=True) as advance:
             write_target(config, source, folder, origin, advance)
-        line = NOT_COMPARED
+        line = "not compared with the source (verify=false)"
         if config.verify:
             reading = replace(config, vocab_size=source.model.vocab_size, num_heads=None)
             line = compare(source, open_any(str(folder), reading), dtype)
         (folder / DONE).unlink(missing_ok=True)
     notes = source.conversion_notes
     if source.moments and is_native:
-        notes.append(WEIGHTS_AND_MOMENTS.format(source.origin["iteration"]))
+        notes.append(
+            f"weights and Adam's moments after {source.origin['iteration']} steps: a run that starts from it "
+            "with optimizer.kind=adamw takes both, at step 0 of its own schedule and data"
+        )
     elif source.format != "hf":
-        notes.append(WEIGHTS_ONLY)
+        notes.append(
+            "weights only: the optimizer's state is left out, a run that starts from it begins at step 0"
+        )
     return source, notes, line
 
 

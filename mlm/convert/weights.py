@@ -20,8 +20,11 @@ from mlm.parallel.sharding import ParameterShard
 from mlm.runs.folder import imported_state
 from mlm.util.errors import UserError
 
-NOT_LOADED = ("model.mlm_head.", "model.sop_head.", "model.output.", "model.classifier.", "model.pooler.")
-"""Prefixes of tensors that a checkpoint may hold and a model with another head does not take from it."""
+NOT_LOADED = (
+    *("optimizer.", "model.mlm_head.", "model.sop_head.", "model.output."),
+    *("model.classifier.", "model.pooler."),
+)
+"""Prefixes of tensors that a model with another head, or no optimizer, does not take from a checkpoint."""
 
 
 def fill_parameters(
@@ -29,15 +32,15 @@ def fill_parameters(
 ) -> Manifest:
     """Fill parameters from a source, with what adapters add to its base; return its manifest.
 
-    A head that another model has is left out. Parameters that a model folder lacks take the initial values of
-    its settings' seed; without `initialize` they stay as they are, those of the run that starts from here.
+    A head that the model does not have is left out. Parameters that a model folder lacks take the initial
+    values of its settings' seed; without `initialize` they stay as they are.
 
-    Collective over all ranks. Raises UserError, also for another base than that of the adapters, and
-    CorruptFileError, of one rank on all of them.
+    Collective over all ranks. Raises UserError, also if the base is not the one of the adapters, and
+    CorruptFileError; an error of one rank is raised on all.
     """
     if isinstance(source, ModelFolder):
         return _fill_from_folder(shards, source, ctx, initialize=initialize)
-    assert isinstance(source, Checkpoint), "not of a conversion"
+    assert isinstance(source, Checkpoint), "other formats are converted first"
     stored = source.manifest.tensors
     if source.base is None:
         held = [s for s in shards if f"model.{s.name}" in stored or not s.name.startswith("pooler.")]
@@ -53,10 +56,13 @@ def fill_parameters(
 
 
 def _load(source: Source, wanted: dict[str, TensorShard], ctx: ParallelContext) -> Manifest:
-    def is_left_out(name: str) -> bool:
-        return name.startswith(("optimizer.", *NOT_LOADED))
-
-    return load_checkpoint(source.path, wanted, ranks=Ranks.of(ctx), allow_extra=is_left_out, cast=True)
+    return load_checkpoint(
+        source.path,
+        wanted,
+        ranks=Ranks.of(ctx),
+        allow_extra=lambda name: name.startswith(NOT_LOADED),
+        cast=True,
+    )
 
 
 @torch.no_grad()
@@ -72,9 +78,9 @@ def _add_adapters(
     }
     wanted = {f"model.{name}": TensorShard.whole(x) for name, x in adapters.items()}
     manifest = _load(source, wanted | model_shards(head), ctx)
-    mine = {shard.name: shard for shard in shards}
+    by_name = {shard.name: shard for shard in shards}
     for name, change_of in merged_changes(model, lora, names, adapters).items():
-        if (shard := mine.get(name)) is not None:
+        if (shard := by_name.get(name)) is not None:
             change = change_of()
             target = shard.without_padding(shard.parameter.detach())
             region = tuple(slice(o, o + n) for o, n in zip(shard.offset, target.shape, strict=True))
@@ -89,7 +95,7 @@ def _fill_from_folder(
 ) -> Manifest:
     """Return the manifest that a checkpoint of the folder would have.
 
-    Its digest is that of the files' digests, for which rank 0 reads each file once more.
+    Its digest is made of the files' digests, for which rank 0 reads each file once more.
     """
     ranks = Ranks.of(ctx)
 
@@ -108,14 +114,9 @@ def _fill_from_folder(
         )
 
     ranks.together(fill, explain)
-    mine = ranks.together(lambda: source.tensors.digests(lambda _: None) if ranks.is_main else {}, explain)
-    files: dict[str, Any] = ranks.broadcast(mine)
-    origin = {
-        "kind": "huggingface",
-        "name": source.config.name,
-        "revision": commit_of(source.path),
-        "files": files,
-    }
-    return Manifest(
-        0, "", {}, {}, imported_state(source.config, origin, source.filled), digest=digest_of_files(files)
-    )
+    digests = ranks.together(lambda: source.tensors.digests(lambda _: None) if ranks.is_main else {}, explain)
+    files: dict[str, Any] = ranks.broadcast(digests)
+    name, commit = source.config.name, commit_of(source.path)
+    origin = {"kind": "huggingface", "name": name, "revision": commit, "files": files}
+    state = imported_state(source.config, origin, source.filled)
+    return Manifest(0, "", {}, {}, state, digest=digest_of_files(files))

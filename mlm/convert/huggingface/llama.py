@@ -72,10 +72,10 @@ def locations(model: ModelConfig) -> Locations:
     for number in range(model.num_layers):
         layer = f"layers.{number}"  # in both
         ours, stored = f"{layer}.attention", f"{layer}.self_attn"
-        yield _same(f"{layer}.attention_norm", f"{layer}.{row.norms[0]}")
+        yield _same(f"{layer}.attention_norm", f"{layer}.input_layernorm")
         yield from (_latent_locations if settings.kv_lora_rank else _query_locations)(ours, stored, settings)
         yield _same(f"{ours}.out", f"{stored}.o_proj")
-        yield _same(f"{layer}.mlp_norm", f"{layer}.{row.norms[1]}")
+        yield _same(f"{layer}.mlp_norm", f"{layer}.post_attention_layernorm")
         if settings.has_experts(number):
             yield from _expert_locations(f"{layer}.mlp", f"{layer}.{row.block}", model, settings, row)
         else:

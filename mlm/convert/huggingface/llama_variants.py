@@ -73,8 +73,6 @@ class Variant:
     """Default of norm_topk_prob; None where weights of experts are always divided by their sum."""
     dense_key: str = ""
     """Key of the layers without experts."""
-    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
-    """Norms of attention and of the MLP."""
     block: str = "mlp"
     """Module of router and experts."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
