@@ -104,7 +104,7 @@ class Source(ABC):
     """A model by its name: settings now, tensors and tokenizer when they are asked for.
 
     Attributes:
-        format: "native", "hf", or a format that `open_foreign` reads.
+        format: "native", "hf", or a format that only conversions read (conversion.py).
         path: Its step-… directory, or its folder.
         config: Settings of its run; where it has none, defaults except for the model and its length.
         notes: What is missing and takes initial values, what is left out; one line each.

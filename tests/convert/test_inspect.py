@@ -7,8 +7,9 @@ import torch
 
 from mlm.checkpoint.native.save_load import TensorShard, save_checkpoint
 from mlm.checkpoint.native.slices import TensorSplit
+from mlm.cli import main
 from tests.checkpoint.native.helpers import save
-from tests.checkpoints_on_disk import checkpoint, mlm, read, training_state, write_run
+from tests.checkpoints_on_disk import checkpoint, damage, mlm, read, training_state, write_run
 
 Output = pytest.CaptureFixture[str]
 
@@ -99,3 +100,21 @@ def test_out_that_cannot_be_written_is_found_first(tmp_path: Path, capsys: Outpu
     run = write_run(tmp_path / "run")
     assert mlm("ckpt", "inspect", run, f"out={tmp_path / out}") == 2
     assert capsys.readouterr().err.startswith(f"mlm ckpt inspect: out={tmp_path / out}: ")
+
+
+def test_commands_as_typed_end_as_they_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", value=2.0)
+    damage(checkpoint(b, 1))
+    out = tmp_path / "out.json"
+    for line, code in (
+        (f"ckpt inspect {a} --tensors --out {out}", 0),
+        (f"ckpt verify ckpt={b}", 1),
+        (f"ckpt diff {a} {b} out={out}", 1),
+        (f"ckpt prune {a} --keep-last 1", 0),
+    ):
+        assert main(line.split()) == code, line
+        captured = capsys.readouterr()
+        assert captured.out
+        assert captured.err.count("\n") == code, line
+    assert read(out)["task"] == "ckpt diff"
+    assert [path.name for path in (a / "checkpoints").glob("step-*")] == ["step-00000003"]

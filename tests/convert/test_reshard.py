@@ -1,35 +1,37 @@
-"""`mlm reshard`: a checkpoint cut anew for another layout."""
+"""`mlm reshard`: a checkpoint split for another layout; rejected, interrupted and killed."""
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mlm.checkpoint.native.format import Manifest, read_manifest
 from mlm.cli import main
+from mlm.cli.convert.reshard import preflight, run
+from mlm.cli.convert.settings import ReshardConfig
+from mlm.models import stage
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.runs.config import PretrainConfig
 from mlm.training.state import load, training_shards
 from mlm.training.trainer import Trainer
-from tests.convert.reshard_runs import (
-    STEP,
-    content,
-    equal,
-    make_source,
-    spec,
-    stored,
-    to,
-    trained,
-)
+from mlm.util.errors import CorruptFileError, UserError
+from tests.checkpoint.native.helpers import edit_manifest
+from tests.checkpoint.native.kill_saves import kill_at_operation
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but
 from tests.training.saving import save
+from tests.training.test_trainer import config, steps_of
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
@@ -165,3 +167,137 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["total"] > 115e6
     assert told["growth"] < told["largest"] + 64e6
+
+
+LAYERS = 5  # uneven over two and three stages
+STEP = "step-00000001"
+
+
+def spec(vocab_multiple: int = 4, num_layers: int = LAYERS, **parallel: object) -> PretrainConfig:
+    """61 tokens in rows of multiples: tp=4 holds 16, 16, 16 and 13 of them."""
+    base = config(dtype="fp32")
+    model = replace(base.model, num_layers=num_layers, vocab_multiple=vocab_multiple)
+    return replace(base, model=model, parallel=ParallelConfig(**parallel))  # type: ignore[arg-type]
+
+
+def trained(ctx: ParallelContext, out: Path, spec: PretrainConfig) -> None:
+    trainer = Trainer(spec, ctx)
+    steps_of(trainer, 1)
+    save(trainer, out)
+
+
+def make_source(out: Path) -> Path:
+    """A run of one process, one step in, with a tokenizer."""
+    trained(shape_context(), out, spec())
+    (out / "tokenizer.json").write_text('{"of": "the run"}')
+    return out
+
+
+def to(source: Path, out: Path, tp: int = 1, pp: int = 1, vp: int = 1, *, weights_only: bool = False) -> Path:
+    """Reshard through the same checks as the command; the step-… directory."""
+    asked = ReshardConfig(ckpt=str(source), out=str(out), tp=tp, pp=pp, vp=vp, weights_only=weights_only)
+    if problems := preflight(asked):
+        raise UserError("\n".join(problems))
+    run(asked)
+    return out / "checkpoints" / STEP
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def stored(directory: Path) -> dict[str, dict[str, Tensor]]:
+    """By the safetensors library: file -> tensor name -> what is in it."""
+    return {path.name: load_file(path) for path in directory.glob("*.safetensors")}
+
+
+def equal(a: Mapping[str, Mapping[str, Tensor]], b: Mapping[str, Mapping[str, Tensor]]) -> bool:
+    return {f: set(t) for f, t in a.items()} == {f: set(t) for f, t in b.items()} and all(
+        torch.equal(x, b[file][name]) for file, tensors in a.items() for name, x in tensors.items()
+    )
+
+
+class TestRefusals:
+    """One line, and nothing published."""
+
+    @pytest.mark.parametrize("place", [9, -5], ids=["header", "tensor"])
+    def test_flipped_byte_in_the_source(self, tmp_path: Path, place: int) -> None:
+        trained(shape_context(), tmp_path / "run", spec())
+        file = tmp_path / "run" / "checkpoints" / STEP / "rank-00000.safetensors"
+        damaged = bytearray(file.read_bytes())
+        damaged[place] ^= 1
+        file.write_bytes(damaged)
+        with pytest.raises(CorruptFileError, match="damaged"):
+            to(tmp_path / "run", tmp_path / "out", 2)
+        assert not [path for path in (tmp_path / "out").rglob("*") if "step-" in path.name]
+
+    def test_layout_that_the_model_cannot_have(self, tmp_path: Path, source: Path) -> None:
+        with pytest.raises(UserError, match=r"tp=3 does not divide the checkpoint's num_heads=4; use tp=2"):
+            to(source, tmp_path, 3)
+
+    @pytest.mark.parametrize(
+        "edit",
+        [
+            lambda body: [entry.update(split=None) for entry in body["tensors"].values()],
+            lambda body: body["tensors"]["model.final_norm.weight"]["split"].update(stage=LAYERS),
+            lambda body: body["state"].update(reshard={"layout": {"tp": 1, "pp": 1, "vp": 1}}),
+        ],
+        ids=["split", "layer", "origin"],
+    )
+    def test_manifest_that_makes_no_sense(self, tmp_path: Path, edit: object) -> None:
+        trained(shape_context(), tmp_path / "run", spec())
+        edit_manifest(tmp_path / "run" / "checkpoints" / STEP, edit)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match="Restore it from a copy"):
+            to(tmp_path / "run", tmp_path / "out", 2)
+
+    @pytest.mark.parametrize("edit", [{"num_layers": 2**20}, {"hidden_size": 2**20}], ids=str)
+    def test_model_other_than_the_tensors(
+        self, tmp_path: Path, edit: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Compared as loading does, before a table of its layers is made."""
+        trained(shape_context(), tmp_path / "run", spec())
+        path = tmp_path / "run" / "checkpoints" / STEP
+        edit_manifest(path, lambda body: body["state"]["config"]["model"].update(edit))
+        monkeypatch.setattr(stage, "assign_stages", lambda *sizes: pytest.fail("made a table of layers"))
+        with pytest.raises(UserError, match=r"other than the [\d,]+ stored"):
+            to(tmp_path / "run", tmp_path / "out", 2)
+        assert not (tmp_path / "out").exists()
+
+    def test_disk_too_small_before_a_byte_is_written(
+        self, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=1000))
+        with pytest.raises(UserError, match=r"out=.*needs 0\.\d+ GB, 0\.00 GB are free"):
+            to(source, tmp_path / "out", 2)
+        assert not list((tmp_path / "out").rglob("*.safetensors"))
+
+    @pytest.mark.parametrize("held", ["tokenizer.json", "checkpoints"])
+    def test_folder_that_is_not_empty(self, tmp_path: Path, source: Path, held: str) -> None:
+        (tmp_path / held).write_text("mine")
+        with pytest.raises(UserError, match="is there already"):
+            to(source, tmp_path, 2)
+        assert (tmp_path / held).read_text() == "mine"
+
+    def test_its_own_source(self, source: Path) -> None:
+        with pytest.raises(UserError, match="is there already"):
+            to(source, source, 2)
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_file_operation_leaves_nothing_or_the_whole(tmp_path: Path) -> None:
+    small = replace(spec(), model=replace(spec().model, num_layers=2))
+    trained(shape_context(), tmp_path / "run", small)
+    straight, number, killed = content(to(tmp_path / "run", tmp_path / "straight", 1, 2)), 0, True
+    while killed:
+        number += 1
+        out = tmp_path / str(number)
+        child = os.fork()
+        if child == 0:
+            kill_at_operation(number)
+            to(tmp_path / "run", out, 1, 2)
+            os._exit(0)
+        killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        found = out / "checkpoints" / STEP if out.exists() else to(tmp_path / "run", out, 1, 2)
+        assert content(found) == straight
+        assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest", STEP]
+    assert number > 30

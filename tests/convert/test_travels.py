@@ -22,6 +22,9 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.runs.config import PretrainConfig
 from tests.convert.declared import CARD, STYLES, write_declared
 from tests.convert.hf_models import MODEL, export_model, import_model
+from tests.data.chats import CHATML, TALK
+from tests.data.chats import theirs as chat_tokenizer
+from tests.finetune.chats import write_llama
 
 PROMPTS = ["To be", "question: whether", "<s>old</s> x"]
 
@@ -205,3 +208,26 @@ def test_a_corpus_says_how_its_sequences_begin(tmp_path: Path) -> None:
     assert beside is not None
     assert (beside.bos_id, beside.eod_id) == (tokenizer.bos_id, tokenizer.eod_id)
     assert IndexedDataset(out / "train")[0].tolist()[0] == tokenizer.bos_id
+
+
+def test_template_survives_import_and_export(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "source")
+    mlm.import_hf(source, tmp_path / "run", verify=False)
+    mlm.export_hf(tmp_path / "run", tmp_path / "exported", verify=False)
+    rendered = [
+        chat_tokenizer(folder).apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
+        for folder in (source, tmp_path / "exported")
+    ]
+    assert rendered[0]["input_ids"] == rendered[1]["input_ids"]
+    assert rendered[0]["assistant_masks"] == rendered[1]["assistant_masks"]
+    ends = json.loads((tmp_path / "exported" / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == chat_tokenizer(source).convert_tokens_to_ids("<|im_end|>")
+
+
+def test_template_that_cannot_be_read_is_left_out_of_an_import(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_llama(tmp_path / "source", CHATML + "{% if %}")
+    assert main(["import", "hf", str(source), f"out={tmp_path / 'run'}", "verify=false"]) == 0
+    assert "the chat template was not taken: " in " ".join(capsys.readouterr().out.split())
+    assert not (tmp_path / "run" / "chat_template.jinja").exists()

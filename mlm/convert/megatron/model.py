@@ -6,7 +6,7 @@ that a version did not have is absent, and has that version's one behaviour.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -65,28 +65,23 @@ class MegatronArgs:
 
         Raises CorruptFileError if it is no such number.
         """
-        name, value = self._first(names)
-        if value is not None and (type(value) is not int or value < 1):
-            raise self._out_of_range(name, value)
-        return value
+        number: int | None = self._value(names, lambda value: type(value) is int and value >= 1)
+        return number
 
     def fraction(self, *names: str, default: float, least: float = 0.0) -> float:
         """Return the first of these that is given, from `least` to below 1. Raises CorruptFileError."""
-        name, value = self._first(names)
-        if value is None:
-            return default
-        if type(value) not in (int, float) or not least <= value < 1:
-            raise self._out_of_range(name, value)
-        return float(value)
+        value = self._value(names, lambda value: type(value) in (int, float) and least <= value < 1)
+        return default if value is None else float(value)
 
-    def _first(self, names: tuple[str, ...]) -> tuple[str, Any]:
-        given = ((name, self.values[name]) for name in names if self.values.get(name) is not None)
-        return next(given, ("", None))
-
-    def _out_of_range(self, name: str, value: Any) -> CorruptFileError:
-        return CorruptFileError(
-            f"{self.path}: args.{name}={describe_value(value)} is out of range: copy it again"
-        )
+    def _value(self, names: tuple[str, ...], is_valid: Callable[[Any], bool]) -> Any:
+        for name in names:
+            value = self.values.get(name)
+            if value is not None and not is_valid(value):
+                given = f"args.{name}={describe_value(value)}"
+                raise CorruptFileError(f"{self.path}: {given} is out of range: copy it again")
+            if value is not None:
+                return value
+        return None
 
 
 class MegatronTensors(ABC):

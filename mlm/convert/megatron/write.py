@@ -57,6 +57,8 @@ class MegatronWriter:
         mapping = MAPPINGS.get(self.model.kind)
         if mapping is None:
             raise UserError(f"model.kind={self.model.kind}: Megatron has no such model")
+        if self.model.head != "language_model":
+            raise UserError(f"model.head={self.model.head}: Megatron has the heads of pretraining alone")
         if experts := architecture_of(self.model).experts:
             raise UserError(f"model.options.num_experts={experts}: {THROUGH_HF}")
         if problem := mapping.problem(self.model):

@@ -212,6 +212,15 @@ def test_bert_and_gpt2_around_megatron_give_the_same_bytes(tmp_path: Path, kind:
     assert_equal(back, {name: first[name] for name in back})
 
 
+def test_a_classifier_does_not_go_to_megatron(tmp_path: Path) -> None:
+    make_model(tmp_path / "hf", kind="GPT2ForSequenceClassification", num_labels=3)
+    run = converted(tmp_path / "hf", tmp_path / "run", "native")
+    config = ConvertConfig(source=str(run), out=str(tmp_path / "x"), to="torch_dist")
+    assert conversion.preflight(config) == [
+        "model.head=classification: Megatron has the heads of pretraining alone"
+    ]
+
+
 @pytest.fixture
 def mixtral(tmp_path: Path) -> Path:
     return write_llama(tmp_path / "mixtral", kind="Mixtral")
