@@ -79,7 +79,6 @@ def open_checkpoint(name: str, tokenizer: Tokenizer | None = None) -> "Checkpoin
 
 
 def is_ours(path: str) -> bool:
-    """True for a checkpoint, a folder of them, or a run directory."""
     try:
         locate(path)
     except UserError:
@@ -354,7 +353,6 @@ class Checkpoint(Source):
             self.origin["iteration"] = steps
 
     def _open_base(self) -> Source:
-        """Open the model that the adapters were trained on."""
         entry = self.manifest.state[LORA]
         name, digest = (entry.get(key) if isinstance(entry, dict) else None for key in ("base", "digest"))
         if not isinstance(name, str) or not isinstance(digest, str):

@@ -60,7 +60,6 @@ class Progress:
         return value
 
     def shard(self, root: Path, name: str, write: Callable[[], FileEntry]) -> FileEntry:
-        """Return the entry of a safetensors file."""
 
         def entry() -> list[JSON]:
             written = write()

@@ -108,14 +108,6 @@ def test_checkpoint_is_of_weights_at_step_0(tmp_path: Path) -> None:
     assert sorted(manifest.state["source"]["files"]) == [f"mp_rank_00/{FILE}", f"mp_rank_01/{FILE}"]
 
 
-def test_exact_gelu_is_computed_where_it_was_trained_with(tmp_path: Path) -> None:
-    model = random_gpt2(activation_function="gelu")
-    write(tmp_path / "theirs", model, Layout(args={"bias_gelu_fusion": False}))
-    run(config(tmp_path))
-    with torch.no_grad():
-        assert_same(logits(tmp_path / "run"), model(TOKENS).logits)
-
-
 def test_checkpoint_of_2019_takes_the_heads_that_are_named(tmp_path: Path) -> None:
     folder = write(tmp_path / "theirs", reference()[0], Layout(version=None, names="transformer"))
     edit(folder / "mp_rank_00" / FILE, lambda content: content.pop("args"))

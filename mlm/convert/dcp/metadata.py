@@ -125,7 +125,6 @@ def _name(value: Any) -> str:
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    """Return the whole numbers of a torch.Size."""
     numbers = value.args[0]
     if value.name != "torch.Size" or type(numbers) not in (tuple, list) or len(numbers) > MAX_DIMS:
         raise PickleError(f"a shape is no list of at most {MAX_DIMS} numbers")

@@ -134,7 +134,6 @@ class TorchtitanReader:
                 )
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Return those elements of a parameter, float32."""
         if short_name(name) not in self.layouts.ours:
             return self._load(name, region)
 

@@ -59,7 +59,6 @@ def export_problems(ckpt: str) -> list[str]:
 
 
 def model_problem(source: Source) -> str | None:
-    """Return why llama.cpp has no such model."""
     model = source.model
     settings = LlamaSettings.of(model) if model.kind == "llama" else None
     kind = model.kind if settings is None else model_type(model)
@@ -193,7 +192,6 @@ def encoded(gguf: Any, value: Tensor, kind: str) -> tuple[NDArray[Any], Any]:
 
 
 def add_settings(gguf: Any, writer: Any, source: Source, kind: str) -> None:
-    """Add the model's name, shape and rotary positions."""
     model, settings = source.model, LlamaSettings.of(source.model)
     writer.add_type("model")
     writer.add_name(str(source.manifest.state["config"]["name"]))
@@ -231,7 +229,6 @@ def context_length(model: ModelConfig) -> int:
 
 
 def add_tokenizer(writer: Any, source: Source, tokenizer: Tokenizer) -> None:
-    """Add tokens, their types, merges or scores, special tokens and the chat template."""
     known, ids = vocabulary(tokenizer, source.model.vocab_size), token_ids(source)
     writer.add_tokenizer_model(known.model)
     writer.add_tokenizer_pre(known.pre)

@@ -196,7 +196,6 @@ def problem(model: ModelConfig) -> str | None:
 
 
 def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
-    """Return the special tokens that the vocabulary has, and the inputs of BERT."""
     named = {name: getattr(tokenizer, f"{name}_id") for name in ("cls", "sep", "mask", "pad")}
     tokens = {f"{name}_token": tokenizer.decode([id]) for name, id in named.items() if id is not None}
     inputs = ["input_ids", "token_type_ids", "attention_mask"]
@@ -214,7 +213,6 @@ def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> hf.Outputs:
 
 
 def hf_outputs(theirs: Any, probe: hf.ProbeSamples, content: hf.FolderContent) -> hf.Outputs:
-    """Outputs of a BERT of `transformers`, but for heads that the folder lacks."""
     types = {} if probe.token_types is None else {"token_type_ids": probe.token_types}
     output = theirs(probe.tokens, attention_mask=probe.mask.long(), **types)
     filled = {name.partition(".")[0] for name in content.filled}

@@ -118,7 +118,6 @@ def write_adapters(source: Checkpoint, base: Source, folder: Path) -> int:
 
 
 def tensor_bytes(source: Source, dtype: torch.dtype) -> int:
-    """Return the bytes of the parameters in `dtype`."""
     return sum(entry.num_bytes // 4 * dtype.itemsize for entry in source.parameters.values())
 
 
@@ -254,7 +253,6 @@ def write_settings(source: Source, mapping: HuggingFaceMapping, folder: Path) ->
 
 
 def one_or_all(ids: list[int]) -> int | list[int]:
-    """Return token ids as settings of `transformers` hold them."""
     return ids[0] if len(ids) == 1 else ids
 
 
@@ -272,5 +270,4 @@ def token_ids(source: Source) -> TokenIds:
 
 
 def write_json(path: Path, value: JSON) -> None:
-    """Write JSON as transformers formats it."""
     write_atomic(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())

@@ -141,7 +141,6 @@ class HFModel:
 
     @property
     def architecture(self) -> str:
-        """Class of `transformers` that holds the model."""
         return self.mapping.architecture(self.config)
 
 

@@ -137,7 +137,6 @@ def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: hf.TokenIds) -
 
 
 def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> hf.Outputs:
-    """Logits, or hidden states of a model without a head."""
     assert isinstance(stage, GPT2)
     rows = y.transpose(0, 1)[mask]  # [R, H]
     if stage.config.head != "language_model":
@@ -146,7 +145,6 @@ def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> hf.Outputs:
 
 
 def hf_outputs(theirs: Any, probe: hf.ProbeSamples, content: hf.FolderContent) -> hf.Outputs:
-    """Outputs of a causal model of `transformers`."""
     head = content.config.head
     if head == "classification":
         theirs.config.pad_token_id = None  # a random token could be its padding: sample by sample, without

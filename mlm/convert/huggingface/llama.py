@@ -275,7 +275,6 @@ def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str
 
 
 def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
-    """Return the end and the beginning of a text, and the padding."""
     named = {"eos": tokenizer.eod_id, "bos": tokenizer.bos_id, "pad": ids.pad}
     return {f"{name}_token": tokenizer.decode([id]) for name, id in named.items() if id is not None}
 

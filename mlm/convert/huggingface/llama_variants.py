@@ -80,7 +80,6 @@ class Variant:
 
     @property
     def has_experts(self) -> bool:
-        """True for a mixture of experts."""
         return any(ours == "num_experts" for ours, _ in self.fields.values())
 
     @property

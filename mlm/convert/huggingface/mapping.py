@@ -115,7 +115,6 @@ def _swap(rows: Tensor, outer: int, inner: int) -> Tensor:
 def weight_and_bias(
     ours: str, *theirs: str, transposed: bool = False, num_heads: int | None = None
 ) -> Iterator[tuple[str, Location]]:
-    """Yield (our name, location) of both parameters of a module."""
     for part in ("weight", "bias"):
         names = tuple(f"{module}.{part}" for module in theirs)
         yield f"{ours}.{part}", Location(names, transposed and part == "weight", num_heads)
@@ -143,7 +142,6 @@ class Note(str):
     """Module without which it does not matter: pooler, sop_head; "ids" in an export; else empty."""
 
     def __new__(cls, text: str, about: str = "") -> "Note":
-        """Format nothing: `text` is the line."""
         self = super().__new__(cls, text)
         self.about = about
         return self
@@ -370,6 +368,5 @@ def _heads_problems(model: ModelConfig) -> list[Problem]:
 
 
 def show(value: JSON) -> str:
-    """Value of a file in a message: short, on one line."""
     text = value if isinstance(value, str) and value.isprintable() else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}…"

@@ -103,7 +103,6 @@ def find_files(source: str | Path) -> RankFiles:
 
 
 def rank_folder(t: int, p: int, pp: int) -> str:
-    """Return the folder of tensor-parallel rank t and pipeline rank p of pp."""
     return f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "")
 
 

@@ -189,7 +189,6 @@ def _merge(
     chunks: Mapping[Rank, list[Named]],
     mapping: MegatronMapping,
 ) -> Parts:
-    """Return what each tensor-parallel rank holds of each parameter."""
     ranks: list[dict[str, Tensor]] = []
     for t in range(files.tp):
         named, first_layer = dict[str, Tensor](), 0

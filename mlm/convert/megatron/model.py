@@ -112,7 +112,6 @@ class MegatronTensors(ABC):
         """Return those elements, float32 on the CPU, qkv rows as [head][q, k, v][column]."""
 
     def require(self, name: str) -> None:
-        """Raise CorruptFileError if a tensor is missing."""
         if name not in self.names:
             raise CorruptFileError(f"{self.path}: {name} is missing: copy all files again")
 
@@ -268,7 +267,6 @@ def kind_of(names: Mapping[Path, Iterable[str]], args: MegatronArgs) -> str:
 
 
 def unknown_name(path: Path, theirs: str) -> UserError:
-    """Return the error of a name that no family has."""
     if ".mlp.router." in theirs or ".mlp.experts." in theirs:
         return UserError(f"{path}: {printable(theirs)}: {THROUGH_HF}")
     return UserError(

@@ -150,7 +150,6 @@ def core_tensors(writer: MegatronWriter, *, stacked: bool) -> tuple[dict[str, DC
 
 
 def write_common(folder: Path, writer: MegatronWriter) -> None:
-    """Write common.pt and metadata.json of a torch_dist folder."""
     common = io.BytesIO()
     torch.save(writer.common(), common)
     write_atomic(folder / COMMON, common.getvalue())
