@@ -16,8 +16,6 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.mesh import build_mesh as build_groups
 from mlm.util.errors import ConfigError, Problem, UserError, type_of
 
-DEVICES = ("auto", "cpu", "cuda")
-
 
 def build_mesh(
     *,
@@ -58,7 +56,7 @@ def build_mesh(
             if ranks > 1
             else plain,
         )
-    own = _device_of(device, place)
+    own = _rank_device(device, place)
     if place.world_size == 1:
         return ParallelContext(device=own)
     if not distributed.is_initialized():
@@ -75,12 +73,13 @@ def _destroy_groups() -> None:
         distributed.destroy_process_group()
 
 
-def _device_of(device: str | torch.device, place: RankPlace) -> torch.device:
+def _rank_device(device: str | torch.device, place: RankPlace) -> torch.device:
+    devices = ("auto", "cpu", "cuda")
     if not isinstance(device, str | torch.device):
-        raise TypeError(f"device: {type_of(device)}, not one of {', '.join(DEVICES)}")
+        raise TypeError(f"device: {type_of(device)}, not one of {', '.join(devices)}")
     name, index = (device, None) if isinstance(device, str) else (device.type, device.index)
-    if name not in DEVICES:
-        raise ConfigError([Problem.at("device", name, "no such device", f"use {', '.join(DEVICES)}")])
+    if name not in devices:
+        raise ConfigError([Problem.at("device", name, "no such device", f"use {', '.join(devices)}")])
     if name == "auto" and distributed.is_initialized():
         name = "cuda" if "nccl" in distributed.get_backend() else "cpu"
     own = rank_device(DistConfig(device=name), place)  # type: ignore[arg-type]

@@ -44,9 +44,8 @@ ALONE = RankPlace(
 def run_joined(target: str, config: Any, *, place: RankPlace, out: Path | None) -> int:
     """Run the job as one of the ranks that torchrun or SLURM started; 0 after its end or a save.
 
-    Launchers end all ranks when one fails, so a rank that saved must not seem to.
-    After an exception it reports, unless another rank has reported the same, and ends the process at once: a
-    normal exit could wait for peers that are stuck in a collective.
+    Launchers end all ranks when one fails, so a rank that saved must not seem to. After an exception it
+    reports, unless another rank has reported the same, and ends the process at once.
     """
     os.environ.update(place_variables(place) | flight_recorder(os.environ, out))
     store: Store | None = None
@@ -76,10 +75,7 @@ def run_joined(target: str, config: Any, *, place: RankPlace, out: Path | None) 
 
 
 def run_launched(job: dict[str, Any], reporter: FailureReporter) -> int:
-    """Rebuild the configuration in a rank that `launch_ranks` started, and run it; return the exit code.
-
-    The watchdog reports a hang through `reporter`.
-    """
+    """Rebuild the configuration in a rank that `launch_ranks` started, and run it; return the exit code."""
     place = read_rank_place(os.environ)
     assert place is not None, "launch_ranks sets RANK and WORLD_SIZE"
     module, _, name = job["config_class"].partition(":")
@@ -97,14 +93,11 @@ def run_rank(
     store: Store | None = None,
     reporter: FailureReporter | None = None,
 ) -> int:
-    """Set up this process as a rank, run `target`, and destroy the process groups if it ends well.
+    """Set up this process as a rank, run `target`, and return the exit code of the job's command.
 
-    Return the exit code of the job's command.
-
-    dp is what tp * cp * pp of config.parallel leave of place.world_size. One rank alone needs no `store` and
-    makes no group: it works without a network. After an exception the groups stay: destroying them could
-    hang. With `reporter`, a watchdog ends the process if a communication hangs. Raises LostPeer if gloo
-    reports one.
+    One rank alone needs no `store` and makes no group: it works without a network. After an exception the
+    groups stay, as destroying them could hang. With `reporter`, a watchdog ends a process whose communication
+    hangs. Raises LostPeer if gloo reports one.
     """
     dist = config.dist
     threads = dist.threads_per_rank or place.cores
@@ -118,35 +111,27 @@ def run_rank(
         if store is None or place.world_size == 1:
             ctx = ParallelContext(device=device, watch=watch)
         else:
-            start_s = max(START_S, dist.timeout_s)
+            start_s, parallel = max(START_S, dist.timeout_s), config.parallel
             with watch.waiting("start of the process groups", "world", everyone, start_s):
-                ctx = _make_groups(config, place, store, device, watch, start_s)
+                backend = None if dist.backend == "auto" else dist.backend
+                init_world(place, store, device, start_s, backend=backend)
+                ctx = build_mesh(
+                    tp=parallel.tp,
+                    cp=parallel.cp,
+                    ep=parallel.ep,
+                    expert_tp=parallel.expert_tp,
+                    pp=parallel.pp,
+                    dp=place.world_size // parallel.replica,
+                    device=device,
+                    timeout_s=dist.timeout_s,
+                    watch=watch,
+                )
         with streams_for(config):
             code = resolve(target)(config, ctx) or 0
         if place.world_size > 1:
             with watch.waiting("end of the process groups", "world", everyone):
                 distributed.destroy_process_group()
     return code
-
-
-def _make_groups(
-    config: Any, place: RankPlace, store: Store, device: torch.device, watch: Watch, start_s: float
-) -> ParallelContext:
-    """Initialise torch.distributed and make the groups of the layout. Collective over all ranks."""
-    parallel, dist = config.parallel, config.dist
-    backend = None if dist.backend == "auto" else dist.backend
-    init_world(place, store, device, start_s, backend=backend)
-    return build_mesh(
-        tp=parallel.tp,
-        cp=parallel.cp,
-        ep=parallel.ep,
-        expert_tp=parallel.expert_tp,
-        pp=parallel.pp,
-        dp=place.world_size // parallel.replica,
-        device=device,
-        timeout_s=dist.timeout_s,
-        watch=watch,
-    )
 
 
 def init_world(

@@ -28,7 +28,6 @@ from mlm.util.system import die_with_parent, resolve, writable_streams
 
 
 def main() -> None:
-    """Run this rank of the job and exit: code 0, 1, or 2 for a user's mistake."""
     path = Path(sys.argv[1])
     folder, job = path.parent, json.loads(path.read_bytes())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -61,7 +60,6 @@ def main() -> None:
 
 
 def publish(folder: Path, failure: Failure) -> None:
-    """Save the record for the parent."""
     try:
         save_failure(failure, folder)
     except OSError:  # no space, or the parent is gone: better twice than lost

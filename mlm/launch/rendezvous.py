@@ -9,7 +9,6 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitTimeoutError
 from datetime import timedelta
@@ -51,7 +50,18 @@ def rendezvous_store(place: RankPlace, timeout_s: float) -> Store:
     check_addresses(place, os.environ)
     start_s = max(START_S, timeout_s)
     awaited = list(range(1, place.world_size)) if place.rank == 0 else [0]
-    timer = Timer(ANNOUNCE_S, _announce, (place, awaited))
+
+    def announce() -> None:
+        rank, size = place.variables
+        print(
+            f"mlm: rank {place.rank} of {place.world_size} waits for {name_ranks(awaited)} at "
+            f"{place.master_addr} port {place.master_port}; {rank}={place.rank} and {size}={place.world_size}"
+            f" in the environment made this process a rank: unset {rank} for a plain start",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    timer = Timer(ANNOUNCE_S, announce)
     timer.daemon = True
     if LAUNCHED not in os.environ and place.local_rank in (0, place.rank):  # one per host
         timer.start()
@@ -71,17 +81,6 @@ def rendezvous_store(place: RankPlace, timeout_s: float) -> Store:
         raise
     finally:
         timer.cancel()
-
-
-def _announce(place: RankPlace, awaited: Sequence[int]) -> None:
-    rank, size = place.variables
-    print(
-        f"mlm: rank {place.rank} of {place.world_size} waits for {name_ranks(awaited)} at "
-        f"{place.master_addr} port {place.master_port}; {rank}={place.rank} and {size}={place.world_size} in "
-        f"the environment made this process a rank: unset {rank} for a plain start",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 def _unreachable(place: RankPlace, start_s: float, reason: str) -> LostPeer:
@@ -132,12 +131,11 @@ def _open(place: RankPlace, timeout_s: float) -> Store:
 def call_roll(store: Store, place: RankPlace, timeout_s: float, awaited: list[int] | None = None) -> Store:
     """Return the part of `store` that belongs to this attempt of a job, once all ranks are here. Collective.
 
-    torchrun restarts all ranks when one fails, and its store lives on: keys of the dead ranks (addresses,
-    counts) would be taken for those of the living. A count of restarts does not identify an attempt, because
-    each agent counts separately: a node whose own ranks did not fail has counted one less. So rank 0 names
-    the attempt; each other rank leaves a new token and waits for the answer to it, which only a living rank 0
-    gives, and removes those that are here from `awaited`. Raises MissingRanksError if a rank is missing after
-    `timeout_s`.
+    torchrun restarts all ranks when one fails, and its store lives on: keys of dead ranks would be taken for
+    keys of the living. A count of restarts does not identify an attempt, because each agent counts
+    separately. So rank 0 names the attempt; each other rank leaves a new token and waits for the answer to
+    it, which only a living rank 0 gives. Ranks that are here are removed from `awaited`. Raises
+    MissingRanksError if a rank is missing after `timeout_s`.
     """
     rank, world_size = place.rank, place.world_size
     if world_size == 1:
@@ -145,7 +143,13 @@ def call_roll(store: Store, place: RankPlace, timeout_s: float, awaited: list[in
     if rank == 0:
         absent = list(range(1, world_size)) if awaited is None else awaited
         attempt = _admit_ranks(store, absent, time.monotonic() + timeout_s)
-        problem = "" if not absent else _missing(store, attempt, absent, place, timeout_s)
+        problem = ""
+        if absent:
+            here = [rank for rank in range(1, world_size) if rank not in absent]
+            names = [socket.gethostname(), *(store.get(f"{attempt}/{rank}").decode() for rank in here)]
+            hosts = [f"{host} ({count})" for host, count in Counter(names).items()]
+            more = f" and {len(hosts) - 4} more hosts" if len(hosts) > 4 else ""
+            problem = f"{_absence_line(absent, place, timeout_s)} (came: {', '.join(hosts[:4])}{more})"
         store.set(f"{attempt}/missing", problem)
         if problem:
             raise MissingRanksError(problem)
@@ -194,15 +198,6 @@ def _wait_for_key(store: Store, key: str, timeout_s: float) -> str | None:
         time.sleep(pause)
         pause = min(1.5 * pause, LONGEST_POLL_S)
     return store.get(key).decode()
-
-
-def _missing(store: Store, attempt: str, absent: list[int], place: RankPlace, timeout_s: float) -> str:
-    """Return the line on ranks that did not come, with the hosts of those that did."""
-    here = [rank for rank in range(1, place.world_size) if rank not in absent]
-    hosts = Counter([socket.gethostname(), *(store.get(f"{attempt}/{rank}").decode() for rank in here)])
-    shown = [f"{host} ({count})" for host, count in list(hosts.items())[:4]]
-    more = f" and {len(hosts) - 4} more hosts" if len(hosts) > 4 else ""
-    return f"{_absence_line(absent, place, timeout_s)} (came: {', '.join(shown)}{more})"
 
 
 def _absence_line(absent: list[int], place: RankPlace, timeout_s: float) -> str:

@@ -71,14 +71,12 @@ def launch_facts(dist: DistConfig) -> Launch:
 def run_job(target: str, config: Any, *, out: Path | None) -> int:
     """Run `module:function` as `run(config, ctx: ParallelContext)` on every rank; return the exit code.
 
-    `config` is a dataclass with `parallel` and `dist`. 0: the function returned on all ranks. 2: a user's
-    mistake on a rank, 1: any other failure, both already reported. 128 + n: stopped by signal n (130:
-    Ctrl-C), also after a save; but 0 where a save before a time limit was requested (SIGUSR1), and for a
-    rank of torchrun or SLURM that saved.
+    0: the function returned on all ranks. 2: a user's mistake on a rank, 1: any other failure, both already
+    reported. 128 + n: stopped by signal n (130: Ctrl-C), also after a save; but 0 where a save before a time
+    limit was requested (SIGUSR1), and for a rank of torchrun or SLURM that saved.
 
-    With one rank, the function runs in this process and its exceptions pass through. The layout is checked
-    before (mlm/launch/rules/layout.py). Raises UserError for a port in use, or an `out` that cannot be
-    written.
+    With one rank, the function runs in this process and its exceptions pass through. Raises UserError for a
+    port in use, or an `out` that cannot be written.
     """
     place = read_rank_place(os.environ)
     if place is not None:
@@ -95,7 +93,7 @@ def run_job(target: str, config: Any, *, out: Path | None) -> int:
 
 
 def choose_world_size(parallel: ParallelConfig, launch: Launch) -> int:
-    """Return the ranks of a checked layout: tp * cp * pp * dp, where dp=null takes what is available."""
+    """Return the number of ranks of a checked layout, where dp=null takes what is available."""
     return launch.world_size or parallel.replica * num_replicas(parallel.replica, parallel.dp, launch)
 
 
@@ -227,7 +225,6 @@ def _watch_ranks(ranks: Ranks, relay: Relay, folder: Path) -> list[ProcessEnd]:
 
 
 def _process_ends(pids: Mapping[int, int]) -> list[ProcessEnd]:
-    """Return how the ranks' processes have ended so far; `close` collects them later."""
     ends = []
     for rank, pid in pids.items():
         if end := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):

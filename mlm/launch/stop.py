@@ -60,7 +60,6 @@ def signal_exit_code(number: int) -> int:
 
 
 def interrupt_exit_code(error: KeyboardInterrupt) -> int:
-    """Return the exit code of a command that an interrupt ended at once."""
     return signal_exit_code(error.number if isinstance(error, Stopped) else signal.SIGINT)
 
 
@@ -197,11 +196,10 @@ class StopRequest:
         with StopRequest(announce=ctx.is_main) as stop:
             while step < steps and stop.number is None: ...
 
-    Each rank receives the signal at its own time: the ranks must agree on the step at which to stop.
-    A second SIGINT raises KeyboardInterrupt (exit code 130); a third one kills, even inside a collective.
-    In a launched rank it changes nothing: it may be the first one, passed on, and the launcher counts.
-    On leaving the context the previous handlers are restored. Outside the main thread, where Python allows no
-    handlers, only `request` works.
+    Ranks receive the signal at different times: they must agree on the step at which to stop. A second SIGINT
+    raises KeyboardInterrupt (exit code 130); a third one kills, even inside a collective. In a launched rank
+    it changes nothing: it may be the first one, passed on, and the launcher counts. Outside the main thread,
+    where Python allows no handlers, only `request` works.
     """
 
     def __init__(self, *, announce: bool = False) -> None:

@@ -19,7 +19,6 @@ LONGEST = 100_000  # characters; Linux takes 128 KiB in a variable
 
 @contextmanager
 def record_command_line(words: Sequence[str]) -> Iterator[None]:
-    """Note the words after `mlm`, for this process and those it starts."""
     before = os.environ.get(COMMAND)
     _note({"words": list(words)})
     try:

@@ -297,18 +297,10 @@ def training_session(
 ) -> Iterator[Session]:
     """Report, listen to signals and save until the block ends.
 
-    Args:
-        trainer: its state is reported and saved.
-        out: the run directory.
-        header: rows shown above the numbers.
-        record: JSON values of the record of kind "run" in metrics.jsonl.
-        notes: lines shown before training begins.
-        warnings: problems shown with them.
-        peak: peak of the device that MFU is stated against.
-        tokens_per_step: tokens of the global batch; 0 if the loop counts them.
-        seq_length: tokens of a sequence, or their mean, for FLOP/s.
-        loss_unit: unit of the loss, in words.
-        mirror: receives each checkpoint that is complete.
+    `header` are rows shown above the numbers, `record` JSON values of the record of kind "run" in
+    metrics.jsonl, `notes` and `warnings` lines shown before training begins. MFU is stated against `peak`.
+    `tokens_per_step` of 0 lets the loop count them; `seq_length` may be a mean, for FLOP/s. `mirror` receives
+    each checkpoint that is complete.
     """
     config, ctx = trainer.config, trainer.ctx
     throughput = Throughput(

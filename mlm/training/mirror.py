@@ -189,12 +189,10 @@ class Mirror:
 
     @property
     def checkpoints(self) -> list[str]:
-        """Folders of the checkpoints in their place, the oldest first."""
         return [name_of(read_manifest_head(path)) for path in folders.checkpoints(self.root).values()]
 
     @property
     def aside(self) -> list[str]:
-        """Folders of those set aside."""
         paths = sorted(path for path in self.root.iterdir() if folders.ASIDE.fullmatch(path.name))
         return [name_of(read_manifest_head(path)) for path in paths]
 
@@ -260,7 +258,7 @@ class Mirror:
     def download(self, root: Path, own: Path | None, step: int | None = None) -> None:
         """Have the folder `root` of a run, whose newest is `own`, continue from the checkpoint of a step.
 
-        None is the newest good one, or `own` if that descends from it and the mirror has not gone back since.
+        `step` None is the newest good one, or `own` if it descends from that and the mirror has not gone back.
         Raises CorruptFileError if none is good, UserError if `own` is of another run; OSError.
         """
         past = () if own is None else (read_manifest_head(own).save, *folders.ancestors_of(own))
@@ -351,7 +349,7 @@ class Mirror:
             log.warning("%s: %s; rebuilt from whole folders, the newest is %s", url, why, self.newest)
 
     def _sizes(self, below: str = "") -> dict[str, int]:
-        """Bytes of the objects of the mirror, or of a folder in it, by their path there."""
+        """Bytes of the objects of the mirror, or of a folder in it, by path."""
         url = f"{self.url}{below}"
         return {each.url.removeprefix(f"{url}/"): each.bytes for each in store.list_objects(url)}
 

@@ -45,10 +45,9 @@ EVAL_ROUNDS = 4
 class PipelinedModel:
     """This rank's chunks of a model, in the order a micro-batch passes them.
 
-    `stages` are those of this rank; None splits the layers evenly over all ranks' virtual stages.
-
     Attributes:
-        chunks: one module per virtual stage; the whole model when pp = vp = 1.
+        chunks: one module for each of `stages`; the full model when pp = vp = 1. By default the layers are
+            split evenly over the virtual stages of all ranks.
     """
 
     def __init__(
@@ -113,11 +112,10 @@ class PipelinedModel:
 
     @property
     def is_last(self) -> bool:
-        """True if this rank holds the last stage, which computes losses and logits."""
+        """True if this rank holds the last stage."""
         return self.ctx.pp.rank == self.ctx.pp.size - 1
 
     def instructions(self, micro_batches: int, *, train: bool) -> Sequence[Instruction]:
-        """Actions this rank executes for that many micro-batches."""
         return self._plan(micro_batches, train)[0]
 
     def bubble(self, micro_batches: int) -> float:
@@ -200,7 +198,6 @@ class PipelinedModel:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make floating-point tensors of this dtype in the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -212,7 +209,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def evaluate(
     model: PipelinedModel, objective: Objective[Transformer, B], batches: Iterable[B]
 ) -> tuple[list[float], list[int]]:
-    """(mean of each part of the objective, what it is a mean over) of all data-parallel ranks' batches.
+    """Return means of the objective's metrics over all replicas' batches, and the counts they are means over.
 
     Summed in float64, so that the score does not depend on how samples are assigned. Collective over all
     ranks, and the same on each.

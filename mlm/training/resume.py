@@ -41,9 +41,9 @@ def checkpoints_folder(config: PretrainConfig) -> Path:
 def start_candidates(config: PretrainConfig) -> list[Path]:
     """Return the checkpoints to resume from, the best first; empty for a fresh run.
 
-    The run's own come before what `ckpt` names. A step-… directory stands for itself; a run directory for its
-    checkpoints, of which a damaged one is replaced by its nearest ancestor. Raises UserError when resuming is
-    off, CorruptFileError when there are checkpoints and none is whole.
+    The run's own come before what `ckpt` names, a step-… directory or a run, whose damaged checkpoints are
+    replaced by their nearest ancestor. Raises UserError when resuming is off, CorruptFileError when there are
+    checkpoints and none is whole.
     """
     own = latest_checkpoint(checkpoints_folder(config))
     if own is not None and not config.checkpoint.resume:
@@ -112,10 +112,9 @@ def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> Non
 
 
 def resume(trainer: Trainer) -> Path | None:
-    """Load the newest whole checkpoint and return its path; warn of damaged ones.
+    """Load the newest whole checkpoint and return its path, None for a fresh run; warn of damaged ones.
 
-    None for a fresh run. Collective. Raises CorruptFileError when none is whole, UserError when the
-    checkpoint is of another model: nothing older would be right then.
+    Collective. Raises CorruptFileError when none is whole, UserError when the checkpoint is of another model.
     """
     config, ctx, ranks = trainer.config, trainer.ctx, Ranks.of(trainer.ctx)
 

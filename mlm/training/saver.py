@@ -87,11 +87,9 @@ class Saver(Observer):
             saver.begin()
             saver.finish()  # the last one is awaited, and its failure raised
 
-    At most one save is in flight: `begin` waits for the one before. A failed one is reported loudly and
-    leaves the training and the previous checkpoint as they are; the next is due as usual. Leaving the context
-    waits for a save in flight, unless ranks are lost or the user interrupts.
-
-    Each checkpoint that is complete is passed to `mirror`, which returns at once.
+    At most one save is in flight: `begin` waits for the one before. A failed one is reported and leaves the
+    training and the previous checkpoint as they are. Leaving the context waits for a save in flight, unless
+    ranks are lost or the user interrupts. Complete checkpoints are passed to `mirror`, which returns at once.
 
     A save deletes the last good checkpoint only when the step after it is sound too, as its own weights may
     be what ruins the next (`Trainer.wrong_since`).
@@ -157,7 +155,7 @@ class Saver(Observer):
 
     @property
     def ancestry(self) -> RunAncestry:
-        """The ancestry of the trainer's state, the save in flight included; of rank 0."""
+        """Ancestry of the trainer's state, with the save in flight; known to rank 0."""
         ancestry, pending = self.trainer.ancestry, self._pending
         return ancestry.after(Save(pending.step, pending.save_id)) if pending else ancestry
 

@@ -61,7 +61,7 @@ def training_shards(trainer: Trainer, shards: Sequence[ParameterShard]) -> dict[
 
 
 def stored_shards(trainer: Trainer, shards: Sequence[ParameterShard]) -> list[ParameterShard]:
-    """Return those of `shards` that checkpoints of the run hold: of a run with adapters, what it trains."""
+    """Return the shards that checkpoints of the run hold: with adapters, the trained ones alone."""
     return [s for s in shards if s.is_trained or not trainer.config.lora.rank]
 
 
@@ -89,12 +89,10 @@ def counters(trainer: Trainer) -> dict[str, Any]:
 def load(trainer: Trainer, path: Path) -> Manifest:
     """Continue from a checkpoint directory: weights, moments, loss scale and counters.
 
-    Where it is the start of a run, this begins with its weights at step 0, and with its moments, if it holds
-    some and the run has AdamW.
-
-    Collective over all ranks. Raises ConfigError with a line for each setting of the run's identity that
-    differs, or of the model's function for weights alone; UserError when the tensors do not fit;
-    CorruptFileError when it is damaged.
+    A checkpoint of weights alone starts the run at step 0, with its moments if it holds some and the run has
+    AdamW. Collective. Raises ConfigError with a line for each setting of the run's identity that differs, or
+    of the model's function for weights alone; UserError when the tensors do not fit; CorruptFileError when
+    it is damaged.
     """
     ctx, ranks, config = trainer.ctx, Ranks.of(trainer.ctx), to_dict(trainer.config)
 
@@ -186,9 +184,8 @@ def check_identity(config: PretrainConfig, path: Path, manifest: Manifest) -> No
 
 
 def upcycled_from(config: PretrainConfig, path: Path, manifest: Manifest) -> PretrainConfig | None:
-    """Return the run's settings with the dense model that a checkpoint holds, whose MLPs become experts.
+    """Return the run's settings with the dense model in a checkpoint, whose MLPs become experts; else None.
 
-    None where it does not start so: without experts, or from ones that have some, or from the run's own.
     Raises ConfigError if its MLPs cannot become these experts.
     """
     saved = manifest.state.get("config")
@@ -197,7 +194,7 @@ def upcycled_from(config: PretrainConfig, path: Path, manifest: Manifest) -> Pre
 
 
 def read_ancestry(config: PretrainConfig, path: Path, manifest: Manifest) -> RunAncestry:
-    """The past of a run that continues from a checkpoint: its ancestors, and the allowed changes since."""
+    """Ancestry of a run that continues from a checkpoint: its saves, and the allowed changes since."""
     since = changes_since(config, manifest.state["config"], manifest.step)
     if later := descendants_set_aside(path.parent, path):
         since += ({"step": manifest.step, "key": "rollback", "from": max(later), "to": manifest.step},)

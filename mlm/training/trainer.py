@@ -53,9 +53,9 @@ def build_model(
     *,
     one_shape: bool,
 ) -> PipelinedModel:
-    """This rank's part of the model with its initial weights. Arguments as of `Trainer`.
+    """Build this rank's part of the model with its initial weights.
 
-    `one_shape` is True if all micro-batches have one shape.
+    `one_shape` is True if all micro-batches have one shape; other arguments are as in `Trainer`.
     """
     choose_kernels(config, device, one_shape=one_shape)
     model = PipelinedModel(config.model, config.parallel, config.precision, ctx, config.lora, stages)
@@ -75,17 +75,17 @@ def build_model(
 def fused_grad_embeddings(model: PipelinedModel) -> list[VocabParallelEmbedding]:
     """Token tables whose gradient the loss may add to the sum in its forward pass.
 
-    Not those that FSDP2 shards: it keeps their gradients elsewhere. Not in a family of the user's own, whose
-    loss may be scaled or recomputed. On a CPU the sum of one micro-batch is autograd's bit for bit; over
-    several, a table that the same chunk embeds tokens with gets its terms in another order.
+    FSDP2 keeps gradients of the tables that it shards elsewhere, and losses of user families may be scaled or
+    recomputed. On a CPU the sum of one micro-batch is autograd's bit for bit; over several, a table that the
+    same chunk embeds tokens with gets its terms in another order.
     """
-    tables: list[VocabParallelEmbedding] = []
-    for chunk in model.chunks:
-        stage, config = chunk.stage, chunk.config
-        if stage.is_last and config.kind in KINDS:
-            found = [module for module in chunk.modules() if isinstance(module, VocabParallelEmbedding)]
-            tables += [table for table in found if not hasattr(table, DP_SLICES)]
-    return tables
+    return [
+        module
+        for chunk in model.chunks
+        if chunk.stage.is_last and chunk.config.kind in KINDS
+        for module in chunk.modules()
+        if isinstance(module, VocabParallelEmbedding) and not hasattr(module, DP_SLICES)
+    ]
 
 
 class Trainer(Generic[B]):
@@ -94,24 +94,25 @@ class Trainer(Generic[B]):
     Args:
         config: settings of the run.
         ctx: this rank among all; the model is built on its device.
-        objective: what the model is trained for; None for what it is pretrained for.
-        stages: this rank's stages, one for each chunk; None splits the layers evenly over the pipeline.
-        device: device that kernels are chosen for; None for that of `ctx`. A plan builds on meta for others.
+        objective: training objective; None for pretraining of the family.
+        stages: this rank's pipeline stages, one for each chunk; None splits the layers evenly.
+        device: device to choose kernels for; None for the device of `ctx`. A plan builds on meta for others.
 
     Attributes:
         step: optimizer steps done.
         consumed_samples: samples read so far by the whole job.
-        newest_samples: those of the newest step.
-        history: of which corpora; empty for synthetic data.
-        excluded_samples: sample numbers that the run leaves out, as incidents asked.
+        newest_samples: samples of the newest step.
+        history: corpora that the samples were read from; empty for synthetic data.
+        excluded_samples: sample numbers that incidents exclude from the run.
         is_finite: False if the newest step was not: its state is not worth a checkpoint.
         wrong_since: first of the newest steps that may have gone wrong; None if the newest is sound. No good
             checkpoint from before it is deleted.
         observers: called at each point of a step.
-        split_parts: whose attention masks this process draws where kernels draw them (`DropoutStream`).
-        balances_experts: True if loads of experts are counted and balanced. Not in finetuning, where padding
-            would count, which differs by layout; not of adapters, beside which routers are frozen.
-        ancestry: saves that the run descends from and changes of its settings; of rank 0, which writes them.
+        split_parts: tp ranks whose attention dropout this process draws where kernels draw it
+            (`DropoutStream`).
+        balances_experts: True if loads of experts are counted and balanced: not in finetuning, where padding
+            would count, which differs by layout, and not with adapters, which freeze routers.
+        ancestry: saves that the run descends from and changes of its settings; known to rank 0.
         extra_state: further state of checkpoints, as JSON values.
     """
 
@@ -274,10 +275,7 @@ class Trainer(Generic[B]):
     def compute_gradients(
         self, batches: Sequence[B], objective: Objective[Transformer, B] | None = None
     ) -> Tensor:
-        """`forward_backward` and `reduce_gradients` for those who update nothing; no observer sees them.
-
-        `objective` stands for the trainer's, and gives the same numbers.
-        """
+        """Run `forward_backward` and `reduce_gradients` without an update, unseen by observers."""
         observers, self.observers = self.observers, Observers()
         try:
             parts = self.forward_backward(batches, objective)
@@ -303,7 +301,6 @@ class Trainer(Generic[B]):
 
     @property
     def next_samples(self) -> range:
-        """Numbers of the samples of the next step."""
         whole, ramp = self.config.train.global_batch_size, self.config.train.ramp_batch
         first = first_of_step(self.consumed_samples, 0, whole, self.excluded_samples, ramp)
         return range(first, first + batch_at(first, whole, ramp)[0])
@@ -329,31 +326,25 @@ class Trainer(Generic[B]):
         )
 
     def global_counts(self, batches: Iterable[B]) -> Tensor:
-        """Divisor of each part of the objective over the global batch, such as scored tokens: [k] float."""
+        """Divisors of the objective's metrics over the global batch, such as scored tokens: [k] float."""
         # on the host: labels are not moved yet
         counts = torch.tensor([self.objective.counts(batch) for batch in batches], dtype=torch.float64).sum(0)
         return self._sum_over_dp(counts).clamp_(min=1)  # nothing to score: a loss of 0, not of 0/0
 
     def _sum_over_dp(self, x: Tensor) -> Tensor:
-        """Sum of the replicas' numbers, on the device, in the dtype of parameters."""
         return all_reduce(to_device(x.to(self.wide), self.ctx.device), self.ctx.dp)
 
     def mean_parts(self, outcome: StepOutcome) -> list[float]:
-        """Each part of the objective, mean over the global batch.
-
-        Collective over dp, cp and pp; waits for the device.
-        """
-        parts: list[float] = all_reduce(
-            all_reduce(outcome.parts.clone(), self.ctx.replicas), self.ctx.pp
-        ).tolist()
-        return parts
+        """Means of the objective's metrics over the global batch. Collective; waits for the device."""
+        parts = all_reduce(all_reduce(outcome.parts.clone(), self.ctx.replicas), self.ctx.pp)
+        return list(parts.tolist())
 
     def mean_loss(self, outcome: StepOutcome) -> float:
         """The minimised loss, mean over the global batch, in nats. Collective as `mean_parts`."""
         return sum(self.mean_parts(outcome)[: self.objective.num_losses])
 
     def validate(self, batches: Iterable[B]) -> list[float]:
-        """Mean of each part of the objective over all ranks' batches, whatever the layout and batch size."""
+        """Means of the objective's metrics over all ranks' batches, whatever the layout and batch size."""
         return evaluate(self.model, self.objective, batches)[0]
 
 
@@ -364,8 +355,8 @@ class StopAgreed(Exception):  # noqa: N818, as it is no error
 class StopVote(Observer):
     """Agreement of all ranks on stopping, if any was asked to: begun before the weights' update, read after.
 
-    One process needs no agreement: it hears requests until then; several hear those made before the vote.
-    `ballot` is 0, or the number of a signal, of which the largest is agreed on.
+    A single process obeys requests until the vote is read; several obey requests made before it began.
+    `ballot` returns 0, or the number of a signal; ranks agree on the largest.
     """
 
     def __init__(self, trainer: Trainer[Any], ballot: Callable[[], int]) -> None:
@@ -381,21 +372,17 @@ class StopVote(Observer):
         self.begin()
 
     def begin(self) -> None:
-        """Begin a vote."""
-        mine = torch.tensor([self.ballot()])
-        self.flag = start_all_reduce(mine, self.trainer.ctx.world, dist.ReduceOp.MAX)
+        ballot = torch.tensor([self.ballot()])
+        self.flag = start_all_reduce(ballot, self.trainer.ctx.world, dist.ReduceOp.MAX)
 
     def result(self) -> int:
-        """The same on every rank: 0 unless it was asked of one. May be read again."""
+        """The largest ballot, the same on every rank. May be read again."""
         if self.is_open:
             return self.ballot()
         return 0 if self.flag is None else int(self.flag.wait().item())
 
     def polled(self, batches: Iterable[T]) -> Iterator[T]:
-        """Each batch, of which all ranks have as many; a vote travels while it is computed.
-
-        Raises StopAgreed.
-        """
+        """Yield batches, equally many on all ranks, with a vote during each. Raises StopAgreed."""
         for batch in batches:
             if self.result():
                 raise StopAgreed

@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 
 def dense_config(config: PretrainConfig, saved: Mapping[str, Any]) -> PretrainConfig | None:
-    """Return a run's settings with the dense model that it is upcycled from; None if it is not.
+    """Return a run's settings with the dense model that it is upcycled from; None if it is not upcycled.
 
-    It is where its model has experts and that of the `saved` run spec has none.
+    It is if its model has experts and the model of the `saved` run spec has none.
     """
     model = saved.get("model")
     options = model.get("options") if isinstance(model, Mapping) else None

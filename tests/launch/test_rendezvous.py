@@ -20,6 +20,12 @@ def place(rank: int, world_size: int, port: int = 1) -> RankPlace:
     return RankPlace(rank, world_size, rank, world_size, master_addr="127.0.0.1", master_port=port)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def meet(store: Store, world_size: int) -> list[Store]:
     """All ranks of one attempt, each in a thread."""
     with ThreadPoolExecutor(world_size) as pool:
@@ -130,9 +136,7 @@ def test_ranks_of_another_job_on_the_port_are_not_taken_for_this_ones(
     monkeypatch.delenv(rendezvous.ELASTIC, raising=False)
     monkeypatch.setattr(rendezvous, "START_S", 0.5)
     monkeypatch.setattr(rendezvous, "GRACE_S", 0.5)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ours, theirs = (replace(place(rank, 2, port), job=job) for rank, job in ((0, "1.0"), (1, "2.0")))
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(rendezvous_store, ours, 0.5)
@@ -148,9 +152,7 @@ def test_a_long_wait_names_who_is_awaited_and_what_made_this_a_rank(
 ) -> None:
     monkeypatch.setattr(rendezvous, "ANNOUNCE_S", 0.0)
     monkeypatch.delenv("MLM_LAUNCHED", raising=False)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     monkeypatch.setattr(rendezvous, "START_S", 1.0)
     with pytest.raises(MissingRanksError):
         rendezvous_store(place(0, 3, port), 1.0)

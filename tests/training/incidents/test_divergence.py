@@ -1,6 +1,7 @@
 """Runs that ruin their weights: what stops them, what is left of their checkpoints, and the way back."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,14 +126,14 @@ def test_the_summary_of_a_failed_run_states_the_newest_good_checkpoint(sane: Pat
     assert f"| newest good checkpoint | `{run}/checkpoints/{step_name(4)}` |" in text
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> None:
-    """Write a number into the first weight after a step's update."""
+def plant(monkeypatch: pytest.MonkeyPatch, step: int, change: Callable[[list[torch.Tensor]], object]) -> None:
+    """Change the weights after a step's update."""
     update = Trainer.clip_and_update
 
     def ruin(self: Trainer[Any], parts: torch.Tensor) -> StepOutcome:
         outcome = update(self, parts)
         if self.step == step:
-            self.shards[0].parameter.data.view(-1)[0] = value
+            change([shard.parameter.data for shard in self.shards])
         return outcome
 
     monkeypatch.setattr(Trainer, "clip_and_update", ruin)
@@ -143,7 +144,7 @@ def test_a_planted_number_is_kept_aside_named_and_left(
     run: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
     with monkeypatch.context() as patch:
-        plant(patch, 6, value)
+        plant(patch, 6, lambda weights: weights[0].view(-1)[:1].fill_(value))
         assert pretrain(run, *SANE, "incident.patience=3") == 1
     said = capsys.readouterr().err
     assert "not saved: weights not finite: model." in said
@@ -182,16 +183,8 @@ def test_a_run_that_ends_in_ruin_fails_and_latest_is_the_good_checkpoint(
 def test_weights_that_a_fault_ruins_after_the_last_step_are_not_the_latest(
     run: Path, monkeypatch: pytest.MonkeyPatch, factor: float
 ) -> None:
-    """Of numbers that are finite, whose norms have grown by less than a hundred, or are gone."""
-    update = Trainer.clip_and_update
-
-    def ruin(self: Trainer[Any], parts: torch.Tensor) -> StepOutcome:
-        outcome = update(self, parts)
-        for shard in self.shards if self.step == 6 else ():
-            shard.parameter.data.mul_(factor)
-        return outcome
-
-    monkeypatch.setattr(Trainer, "clip_and_update", ruin)
+    """Finite numbers, whose norms have grown by less than a hundred, or are gone."""
+    plant(monkeypatch, 6, lambda weights: [weight.mul_(factor) for weight in weights])
     code = pretrain(run, *SANE, "train.steps=6")
     good = main(["ckpt", "rollback", str(run)])
     assert (code == 1 or factor == 0.0, good, latest(run)) == (True, 0, step_name(5))
@@ -251,15 +244,7 @@ def test_weights_that_a_fault_doubles_cost_no_good_checkpoint(
     run: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss is 4.3 before and 6.2 after: no step alone is far from the best of so young a run."""
-    update = Trainer.clip_and_update
-
-    def ruin(self: Trainer[Any], parts: torch.Tensor) -> StepOutcome:
-        outcome = update(self, parts)
-        for shard in self.shards if self.step == 5 else ():
-            shard.parameter.data.mul_(2.0)
-        return outcome
-
-    monkeypatch.setattr(Trainer, "clip_and_update", ruin)
+    plant(monkeypatch, 5, lambda weights: [weight.mul_(2.0) for weight in weights])
     assert pretrain(run, *SANE, *MILD, "train.steps=7") == 1
     assert 5 < losses(run)[6] < 7
     assert names(run) == [step_name(4), step_name(7)]

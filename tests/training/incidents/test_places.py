@@ -59,10 +59,10 @@ def writing(module: nn.Module | None, value: float, *place: int) -> Iterator[Non
         handle.remove()
 
 
-def nan_on_rank_1(ctx: ParallelContext, spec: PretrainConfig) -> dict[str, Any]:
+def nan_on_rank_1(ctx: ParallelContext, spec: PretrainConfig, name: str = "mlp.up") -> dict[str, Any]:
     trainer: Trainer = Trainer(spec, ctx)
     module = layer(trainer, 1) if ctx.rank == 1 else None
-    with writing(module and module.mlp.up, NAN, 3, 1, 0):
+    with writing(module and module.get_submodule(name), NAN, 3, 1, 0):
         return found(trainer)
 
 
@@ -76,24 +76,14 @@ def test_a_nan_that_one_rank_writes_names_module_rank_and_position(layout: dict[
     assert all(place == first for place in places)
 
 
-def test_with_sequence_parallelism_positions_are_those_of_the_sample() -> None:
+def test_positions_of_split_sequences_are_those_of_the_sample() -> None:
+    """By sequence parallelism in halves; rank 1 of 2 over cp holds the second and third quarter."""
     spec = config()
     spec = replace(spec, parallel=replace(spec.parallel, tp=2, sequence_parallel=True))
-    first = run_on_ranks(nan_on_norm_of_rank_1, spec, tp=2)[0]["first_not_finite"]
+    first = run_on_ranks(nan_on_rank_1, spec, "mlp_norm", tp=2)[0]["first_not_finite"]
     assert (first["name"], first["ranks"], first["position"]) == ("layers.1.mlp_norm", [1], SEQ // 2 + 3)
-
-
-def test_over_context_ranks_positions_are_those_of_the_sample() -> None:
-    """Rank 1 of 2 holds the second and third quarter of a sequence."""
     first = run_on_ranks(nan_on_rank_1, config(), cp=2)[0]["first_not_finite"]
     assert (first["name"], first["ranks"], first["position"]) == ("layers.1.mlp.up", [1], SEQ // 4 + 3)
-
-
-def nan_on_norm_of_rank_1(ctx: ParallelContext, spec: PretrainConfig) -> dict[str, Any]:
-    trainer: Trainer = Trainer(spec, ctx)
-    module = layer(trainer, 1) if ctx.rank == 1 else None
-    with writing(module and module.mlp_norm, NAN, 3, 1, 0):
-        return found(trainer)
 
 
 def test_corrupt_weights_of_one_replica_are_the_first_place() -> None:
