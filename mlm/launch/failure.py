@@ -203,7 +203,22 @@ def report(
     )
     lost = sorted(failures, key=lambda f: f.time)
     if silent:
-        return _report_death(silent[0], lost, logs, kept), 1
+        death, hint = silent[0], ""
+        why = f"left with exit code {death.exit_code}"
+        if death.exit_code < 0:
+            number = signal.Signals(-death.exit_code)
+            why = f"was killed by signal {number.value} ({number.name})"
+            hint = {
+                signal.SIGKILL: "; often the kernel's out-of-memory killer (see dmesg)",
+                signal.SIGABRT: "; often a collective that timed out or an assertion in C++",
+                signal.SIGBUS: "; often a full /dev/shm or a file truncated while mapped",
+            }.get(number, "")
+        lines = [f"mlm: rank {death.rank} (pid {death.pid}) {why}{hint}{kept}"]
+        lines += [failure.text for failure in lost[:1] if failure.names_peer]
+        log = log_path(logs, death.rank)
+        if last := log.read_text(errors="replace").splitlines()[-10:] if log.exists() else []:
+            lines += ["its last lines:", *(f"  {line}" for line in last)]
+        return "\n".join(lines), 1
     if lost and lost[0].names_peer:
         unheard = sorted(set(range(world_size)) - recorded - {end.rank for end in ends})
         if unheard:
@@ -216,26 +231,6 @@ def report(
     if lost:
         return lost[0].text, lost[0].exit_code
     return f"mlm: a rank failed without leaving a trace{kept}", 1
-
-
-def _report_death(death: ProcessEnd, lost: Sequence[Failure], logs: Path, kept: str) -> str:
-    who = f"rank {death.rank} (pid {death.pid})"
-    if death.exit_code < 0:
-        number = signal.Signals(-death.exit_code)
-        why = f"was killed by signal {number.value} ({number.name})"
-        hint = {
-            signal.SIGKILL: "; often the kernel's out-of-memory killer (see dmesg)",
-            signal.SIGABRT: "; often a collective that timed out or an assertion in C++",
-            signal.SIGBUS: "; often a full /dev/shm or a file truncated while mapped",
-        }.get(number, "")
-    else:
-        why, hint = f"left with exit code {death.exit_code}", ""
-    text = f"mlm: {who} {why}{hint}{kept}"
-    log = log_path(logs, death.rank)
-    last = log.read_text(errors="replace").splitlines()[-10:] if log.exists() else []
-    noticed = [failure.text for failure in lost[:1] if failure.names_peer]
-    heading = ["its last lines:"] if last else []
-    return "\n".join([text, *noticed, *heading, *(f"  {line}" for line in last)])
 
 
 def log_path(logs: Path, rank: int) -> Path:

@@ -115,7 +115,19 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
             logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"out={kept}: cannot make {logs}: {error.strerror}; choose another out") from None
-        job = _write_job(folder, target, config, logs)
+        job, kind = folder / "job.json", type(config)
+        content = {
+            "target": target,
+            "config_class": f"{kind.__module__}:{kind.__qualname__}",
+            "config": to_dict(config),
+            "parent": os.getpid(),
+            "logs": str(logs),
+        }
+        try:
+            job.write_text(json.dumps(content))
+        except OSError as error:
+            fix = "free some space, or set TMPDIR to another folder"
+            raise UserError(f"cannot write {job}: {error.strerror}; {fix}") from None
         cores = available_cores()
         threads = num_threads(dist.threads_per_rank, os.environ, cores=cores, local_ranks=world_size)
         variables = worker_environment(os.environ, threads=threads) | flight_recorder(os.environ, logs)
@@ -231,24 +243,6 @@ def _process_ends(pids: Mapping[int, int]) -> list[ProcessEnd]:
             code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
             ends.append(ProcessEnd(rank, pid, code))
     return ends
-
-
-def _write_job(folder: Path, target: str, config: Any, logs: Path) -> Path:
-    kind, path = type(config), folder / "job.json"
-    job = {
-        "target": target,
-        "config_class": f"{kind.__module__}:{kind.__qualname__}",
-        "config": to_dict(config),
-        "parent": os.getpid(),
-        "logs": str(logs),
-    }
-    try:
-        path.write_text(json.dumps(job))
-    except OSError as error:
-        raise UserError(
-            f"cannot write {path}: {error.strerror}; free some space, or set TMPDIR to another folder"
-        ) from None
-    return path
 
 
 def listen(port: int) -> socket.socket:

@@ -27,17 +27,6 @@ ADA, HOPPER = (8, 9), (9, 0)
 """Compute capabilities from which 8-bit floats are multiplied, and cuDNN's attention comes first."""
 ATTENTION = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
 """Kernels of attention, the fastest first, and PyTorch's names of them."""
-MISSING = {
-    "No available kernel": "attention={attention} serves no such attention on this GPU; use attention=auto",
-    "FlashAttention only supports": (
-        "attention={attention}: this GPU has no flash kernel for packed sequences; use attention=auto"
-    ),
-    "does not have a deterministic implementation": (
-        "deterministic={deterministic}: PyTorch has no kernel that repeats every bit for this run; use "
-        "deterministic=false"
-    ),
-}
-"""Words of PyTorch's errors for a kernel that it lacks, and what to say instead."""
 
 
 def choose_kernels(config: PretrainConfig, device: torch.device, *, one_shape: bool = True) -> None:
@@ -116,13 +105,6 @@ def attention_of_any_shape(device: torch.device) -> Iterator[None]:
     finally:
         cuda.enable_cudnn_sdp(True)
         _key_compiled_code()
-
-
-def kernel_problem(error: Exception, config: PretrainConfig) -> str | None:
-    """The problem of PyTorch's error for a kernel that it lacks, and its fix; None for other errors."""
-    problem = next((problem for words, problem in MISSING.items() if words in str(error)), None)
-    deterministic = str(config.deterministic).lower()
-    return problem and problem.format(attention=config.attention, deterministic=deterministic)
 
 
 def should_compile(choice: bool | None, device: torch.device) -> bool:

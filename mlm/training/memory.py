@@ -1,4 +1,4 @@
-"""Memory of a process: reuse of large blocks; errors for a lack of memory or of a kernel."""
+"""Memory of a process: reuse of large blocks; errors of PyTorch for a lack of memory or of a kernel."""
 
 import ctypes
 import sys
@@ -8,10 +8,20 @@ from contextlib import contextmanager
 import torch
 
 from mlm.runs.config import PretrainConfig
-from mlm.training.kernels import kernel_problem
 from mlm.util.errors import UserError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+MISSING = {
+    "No available kernel": "attention={attention} serves no such attention on this GPU; use attention=auto",
+    "FlashAttention only supports": (
+        "attention={attention}: this GPU has no flash kernel for packed sequences; use attention=auto"
+    ),
+    "does not have a deterministic implementation": (
+        "deterministic={deterministic}: PyTorch has no kernel that repeats every bit for this run; use "
+        "deterministic=false"
+    ),
+}
+"""Words of PyTorch's errors for a kernel that it lacks, and what to say instead."""
 
 
 def _glibc() -> ctypes.CDLL | None:
@@ -45,26 +55,6 @@ def trim_memory() -> None:
         libc.malloc_trim(0)
 
 
-def memory_problem(error: Exception, config: PretrainConfig, length: str) -> str | None:
-    """The problem of an error for lack of memory and its fix; None for other errors."""
-    on_gpu = isinstance(error, torch.OutOfMemoryError)
-    if not on_gpu and not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
-        return None
-    size, parallel = config.train.micro_batch_size, config.parallel
-    remedies = {
-        "lower it": size > 1,
-        "set recompute=full": parallel.recompute != "full",
-        "set sequence_parallel=true": parallel.tp > 1 and not parallel.sequence_parallel,
-        "set zero=3 and raise dp": parallel.zero < 3,
-    }
-    helping = [remedy for remedy, helps in remedies.items() if helps]
-    return (
-        f"train.micro_batch_size={size} is too much for the memory of "
-        f"{'the GPU' if on_gpu else 'this host'}: "
-        f"{', '.join([*helping, 'raise tp or pp', f'or lower {length}'])}"
-    )
-
-
 @contextmanager
 def torch_errors_as_user_errors(config: PretrainConfig, length: str) -> Iterator[None]:
     """Turn errors of PyTorch and Python for lack of memory, or of a kernel, into a UserError with a fix.
@@ -74,8 +64,26 @@ def torch_errors_as_user_errors(config: PretrainConfig, length: str) -> Iterator
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        problem = memory_problem(error, config, length) or kernel_problem(error, config)
-        if problem is None:
-            raise
-        reason = f" ({str(error).splitlines()[0]})" if str(error) else ""
+        text, on_gpu = str(error), isinstance(error, torch.OutOfMemoryError)
+        if on_gpu or isinstance(error, MemoryError) or "can't allocate memory" in text:
+            size, parallel = config.train.micro_batch_size, config.parallel
+            remedies = {
+                "lower it": size > 1,
+                "set recompute=full": parallel.recompute != "full",
+                "set sequence_parallel=true": parallel.tp > 1 and not parallel.sequence_parallel,
+                "set zero=3 and raise dp": parallel.zero < 3,
+            }
+            helping = [remedy for remedy, helps in remedies.items() if helps]
+            problem = (
+                f"train.micro_batch_size={size} is too much for the memory of "
+                f"{'the GPU' if on_gpu else 'this host'}: "
+                f"{', '.join([*helping, 'raise tp or pp', f'or lower {length}'])}"
+            )
+        else:
+            template = next((problem for words, problem in MISSING.items() if words in text), None)
+            if template is None:
+                raise
+            deterministic = str(config.deterministic).lower()
+            problem = template.format(attention=config.attention, deterministic=deterministic)
+        reason = f" ({text.splitlines()[0]})" if text else ""
         raise UserError(f"{problem}{reason}") from error

@@ -102,7 +102,12 @@ def load(trainer: Trainer, path: Path) -> Manifest:
         manifest = read_manifest(path)
         check_identity(trainer.config, path, manifest)
         dense = upcycled_from(trainer.config, path, manifest)
-        check_base(trainer, path, manifest)
+        base, saved = trainer.extra_state.get(LORA), manifest.state.get(LORA)
+        if base is not None and isinstance(saved, dict) and base["digest"] != saved.get("digest"):
+            raise UserError(
+                f"ckpt={trainer.config.ckpt or base['base']}: {path} holds adapters of another base "
+                f"({saved.get('digest')}); set ckpt={saved.get('base')}, or another out=…"
+            )
         steps = manifest.state.get("applied_steps") if trainer.config.optimizer.kind == "adamw" else None
         return is_weights_only(manifest.state), None if dense is None else to_dict(dense), steps
 
@@ -153,16 +158,6 @@ def read_history(state: Mapping[str, Any]) -> BlendSegments:
     if not state["data"]["segments"]:
         raise ValueError("its segments are empty")
     return decode(state["data"]["segments"], int(state["consumed_samples"]))
-
-
-def check_base(trainer: Trainer, path: Path, manifest: Manifest) -> None:
-    """Raise UserError if adapters in a checkpoint are of another base than that of the run."""
-    mine, theirs = trainer.extra_state.get(LORA), manifest.state.get(LORA)
-    if mine is not None and isinstance(theirs, dict) and mine["digest"] != theirs.get("digest"):
-        raise UserError(
-            f"ckpt={trainer.config.ckpt or mine['base']}: {path} holds adapters of another base "
-            f"({theirs.get('digest')}); set ckpt={theirs.get('base')}, or another out=…"
-        )
 
 
 def check_identity(config: PretrainConfig, path: Path, manifest: Manifest) -> None:

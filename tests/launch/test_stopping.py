@@ -38,15 +38,6 @@ def test_a_signal_that_reaches_the_ranks_themselves_lets_all_save(
     assert (command.returncode, error.count("\n")) == (143, 1)
 
 
-@pytest.mark.slow
-def test_a_signal_to_every_process_ends_a_command_that_saves_nothing(tmp_path: Path, start: Start) -> None:
-    command = start("wait", tmp_path, JOB_SAVES_NOTHING="1")
-    for pid in [*(rank["pid"] for rank in told(tmp_path)), command.pid]:
-        os.kill(pid, signal.SIGTERM)
-    _, error = command.communicate(timeout=DEADLINE_S)
-    assert (command.returncode, error) == (143, "mlm: SIGTERM: stopped at once\n")
-
-
 def test_a_rank_that_dies_of_the_signal_before_a_time_limit_and_saves_nothing_fails(
     tmp_path: Path, start: Start
 ) -> None:

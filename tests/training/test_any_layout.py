@@ -166,16 +166,6 @@ def loaded(trainer: Trainer, path: Path, expected: list[Tensor]) -> list[str]:
     return problems + ([] if counters == COUNTERS else [f"counters {counters}"])
 
 
-@pytest.mark.parametrize("tp", PADDED)
-def test_the_vocabulary_is_padded_by_tp_in_equal_parts(tp: int) -> None:
-    assert run_on_ranks(rows_of_table, spec_of(ParallelConfig(tp=tp)), tp=tp) == [PADDED[tp] // tp] * tp
-
-
-def rows_of_table(ctx: ParallelContext, spec: PretrainConfig) -> int:
-    (rows,) = (s.parameter.shape[0] for s in Trainer(spec, ctx).shards if s.name == "token.weight")
-    return rows
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_files_hold_each_element_once_as_the_safetensors_library_reads_them(
     saved: dict[str, Path], layout: str
@@ -195,22 +185,3 @@ def test_files_hold_each_element_once_as_the_safetensors_library_reads_them(
     parameters = (VOCAB + POSITIONS) * h + LAYERS * (12 * h * h + 13 * h) + 2 * h
     assert stored == 3 * parameters
     assert all(torch.equal(x, known(name, tuple(x.shape))) for name, x in whole.items())
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_tied_table_is_stored_once(saved: dict[str, Path], layout: str) -> None:
-    """One entry of 50,257 rows, cut over tp (and dp) alone, however many stages hold it."""
-    tensors = read_manifest(saved[layout]).tensors
-    tables = [name for name, entry in tensors.items() if VOCAB in entry.shape]
-    assert tables == [
-        "model.token.weight",
-        "optimizer.exp_avg.token.weight",
-        "optimizer.exp_avg_sq.token.weight",
-    ]
-    parallel = LAYOUTS[layout]
-    cuts = parallel.tp * ((parallel.dp or 1) if parallel.zero else 1)
-    for name in tables:
-        chunks = sorted((c.region.offset[0], c.region.size[0]) for c in tensors[name].chunks)
-        ends = [begin + rows for begin, rows in chunks]
-        assert [begin for begin, _ in chunks] == [0, *ends[:-1]]
-        assert (ends[-1], len(chunks)) == (VOCAB, cuts)

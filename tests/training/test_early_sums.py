@@ -147,21 +147,17 @@ def early_names(ctx: ParallelContext, spec: PretrainConfig) -> list[str]:
     return [names[table] for table in trainer.fused_grad_embeddings]
 
 
-def test_sharded_tables_stay_with_fsdp() -> None:
-    """It keeps gradients elsewhere than in `grad`."""
+def test_sharded_tables_stay_with_fsdp_and_losses_of_user_families_with_autograd(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FSDP2 keeps gradients elsewhere than in `grad`; user families may scale a loss, or recompute it."""
     sharded, whole = (
         run_on_ranks(early_names, spec_of("llama", "fp32", dp=2, zero=zero), dp=2) for zero in (2, 0)
     )
     assert sharded == [[], []]
     assert "output" in whole[0]
-
-
-def test_losses_of_own_families_stay_with_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may scale the loss, or compute it twice."""
-    spec, ctx = spec_of("llama", "fp32"), ParallelContext()
-    assert "output" in early_names(ctx, spec)
     monkeypatch.setattr(of_trainer, "KINDS", {})
-    assert early_names(ctx, spec) == []
+    assert early_names(ParallelContext(), spec_of("llama", "fp32")) == []
 
 
 def bytes_of_tables(overrides: str, micro_batches: int, device: torch.device) -> int:

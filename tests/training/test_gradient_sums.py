@@ -103,14 +103,6 @@ def test_a_compiled_layer_adds_where_the_sum_is() -> None:
     torch.testing.assert_close(*results)
 
 
-def test_totals_are_of_linear_layers_alone() -> None:
-    """The token table's gradient is a product of the loss, and norms have none."""
-    trainer: Trainer[Batch] = Trainer(replace(SPEC, fuse_accumulation=True), ParallelContext())
-    (gradients,) = trainer.gradients
-    kinds = {type(layer).__name__ for layer in gradients.fused_layers}
-    assert kinds == {"ColumnParallelLinear", "RowParallelLinear"}
-
-
 def test_reductions_begin_before_the_last_weight_gradient_that_was_put_off() -> None:
     """zb_h1: most buckets of weights do, and none in earlier micro-batches."""
     for events, sums, expected in run_on_ranks(order_of_events, dp=2):

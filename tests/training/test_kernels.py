@@ -28,13 +28,12 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.training import pipelined
 from mlm.training.kernels import (
-    MISSING,
     attention_of_any_shape,
     choose_attention,
     choose_kernels,
     should_compile,
 )
-from mlm.training.memory import torch_errors_as_user_errors
+from mlm.training.memory import MISSING, torch_errors_as_user_errors
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 from tests.operators import Operators

@@ -176,12 +176,6 @@ def test_a_training_run_that_lost_its_moments_is_rejected(out: Path, tmp_path: P
         resume(Trainer(spec(tmp_path / "cut"), shape_context()))
 
 
-def test_a_second_run_in_the_folder_is_rejected(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlm.training.resume.WAIT_S", 0.1)
-    with single_writer(out / "checkpoints"), pytest.raises(UserError, match="checkpoints: in use by process"):
-        claim(spec(out), shape_context(), ExitStack())
-
-
 def test_the_folder_is_found_taken_before_any_rank_starts(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlm.training.preflight.single_writer", lambda path: single_writer(path, wait_s=0.0))
     with single_writer(out / "checkpoints"):

@@ -93,27 +93,13 @@ def test_a_checkpoint_holds_its_step_whatever_training_does_meanwhile(
     assert steps_of(other, 2) == straight
 
 
-LAYOUTS = [
-    ParallelConfig(tp=2, sequence_parallel=True),
-    ParallelConfig(pp=2, pipeline="zb_h1"),
-    ParallelConfig(dp=2, zero=2),
-    ParallelConfig(dp=2, zero=3),
-]
-
-
-@pytest.mark.parametrize("parallel", slow_but({0}, LAYOUTS), ids=str)
-def test_a_checkpoint_holds_its_step_at_every_kind_of_layout(
-    tmp_path: Path, parallel: ParallelConfig
-) -> None:
-    sizes = {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp or 1}
-    for straight, resumed in run_on_ranks(save_and_resume, tmp_path, parallel, **sizes):
+def test_a_checkpoint_of_sharded_replicas_holds_its_step(tmp_path: Path) -> None:
+    for straight, resumed in run_on_ranks(save_and_resume, tmp_path, dp=2):
         assert resumed == straight
 
 
-def save_and_resume(
-    ctx: ParallelContext, out: Path, parallel: ParallelConfig
-) -> tuple[list[float], list[float]]:
-    trainer = Trainer(replace(spec(), parallel=parallel), ctx)
+def save_and_resume(ctx: ParallelContext, out: Path) -> tuple[list[float], list[float]]:
+    trainer = Trainer(replace(spec(), parallel=ParallelConfig(dp=2, zero=3)), ctx)
     saver, _ = saver_of(trainer, out)
     steps_of(trainer, 1)
     with slowed(saver._file), saver:

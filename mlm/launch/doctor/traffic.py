@@ -87,18 +87,20 @@ def bandwidth(axis: Axis, device: torch.device) -> float:
 
 
 def measure(ctx: ParallelContext) -> dict[str, Any]:
-    """Return for each axis its size, wrong operations and bytes a second, as JSON values. Collective."""
+    """Return for each axis its ranks, wrong operations and bytes a second, as JSON values. Collective."""
     if ctx.device.type == "cuda":
         torch.cuda.set_device(ctx.device)  # of this thread
-    results = dict[str, Any]()
-    used = (ctx.tp, ctx.cp, ctx.dp, ctx.pp, ctx.experts.ep, ctx.experts.replicas)
+    axes = (ctx.tp, ctx.cp, ctx.dp, ctx.pp, ctx.experts.ep, ctx.experts.replicas)
     # each with the device whose memory it communicates
-    for axis, device in (*((axis, ctx.device) for axis in used), (ctx.world, CPU)):
-        if axis is None or axis.size == 1:
-            continue
-        wrong = wrong_operations(axis, device)
-        results[axis.name] = {"ranks": list(axis.ranks), "wrong": wrong, "rate": bandwidth(axis, device)}
-    return results
+    return {
+        axis.name: {
+            "ranks": list(axis.ranks),
+            "wrong": wrong_operations(axis, device),
+            "rate": bandwidth(axis, device),
+        }
+        for axis, device in (*((axis, ctx.device) for axis in axes), (ctx.world, CPU))
+        if axis is not None and axis.size > 1
+    }
 
 
 def check_traffic(ctx: ParallelContext, control: Control, timeout_s: float) -> list[dict[str, Any]]:
@@ -111,14 +113,14 @@ def check_traffic(ctx: ParallelContext, control: Control, timeout_s: float) -> l
     pool = ThreadPoolExecutor(1)
     work = pool.submit(measure, ctx)
     try:
-        mine: dict[str, Any] = work.result(timeout_s)
+        measured: dict[str, Any] = work.result(timeout_s)
     except WaitTimeoutError:
         waits = [f"{wait.op} over {wait.axis}" for wait in ctx.watch.waits.values()]
-        mine = {"stuck": waits[-1] if waits else "a communication of the device"}
+        measured = {"stuck": waits[-1] if waits else "a communication of the device"}
     except RuntimeError as error:  # a lost peer
-        mine = {"stuck": str(error).splitlines()[0]}
+        measured = {"stuck": str(error).splitlines()[0]}
     pool.shutdown(wait=False)
-    return control.all_gather("communication", mine)
+    return control.all_gather("communication", measured)
 
 
 def judge(measured: Sequence[dict[str, Any]]) -> list[list[Finding]]:

@@ -44,7 +44,6 @@ def checked_by(layout_rules: Iterable[LayoutRule], rules: Iterable[Rule]) -> Cal
 
 
 def devices_exist(config: Any, launch: Launch) -> Problem | None:
-    """The problem of a device or backend that this host does not have."""
     device, backend = config.dist.device, config.dist.backend
     if device == "cuda" and launch.local_devices is None:
         return Absent(("dist.device",), f"dist.device=cuda, but {NO_GPU}", NO_GPU_FIX)
@@ -58,17 +57,14 @@ def devices_exist(config: Any, launch: Launch) -> Problem | None:
 
 
 def checkpoint_exists(config: Any, _: Launch) -> Problem | None:
-    """The problem of a `ckpt` that is no file, folder or id of a model."""
     return files_present.model(config.ckpt)
 
 
 def tokenizer_exists(config: Any, _: Launch) -> Problem | None:
-    """The problem of a `tokenizer` that is not there."""
     return files_present.tokenizer("tokenizer", config.tokenizer)
 
 
 def loss_scale_can_fall(config: Any, _: Launch) -> Problem | None:
-    """The problem of a loss scale that starts below its floor."""
     low, first = config.precision.min_loss_scale, config.precision.initial_loss_scale
     if low <= first:
         return None
@@ -87,7 +83,6 @@ def lr_falls(config: Any, _: Launch) -> Problem | None:
 
 
 def lowest_problem(config: Any) -> Problem | None:
-    """The problem of a lowest learning rate above the peak."""
     low, peak = config.schedule.min_lr, config.optimizer.lr
     if low <= peak:
         return None

@@ -58,14 +58,11 @@ class LayoutValues(dict[str, Any]):
         return " * ".join(f"{self.name(key)}={format_value(self[key])}" for key in keys)
 
     def changed(self, change: Mapping[str, Any]) -> "LayoutValues":
-        """These settings with other values."""
         return LayoutValues({**self, **change}, self.names)
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A broken rule."""
-
     why: str
     """The settings and what they conflict with."""
     note: str = ""

@@ -69,9 +69,7 @@ class DivergenceStop(Observer):
             cause = "replicas differ"
             where = "; ".join(self.incidents.differences) or where
         elif state.first_nonfinite_step:
-            probe = StepProbe(trainer)
-            probe.run(self.incidents.batches)
-            place = probe.gather().first_bad
+            place = StepProbe(trainer).run(self.incidents.batches)[1]["first_not_finite"]
             where = f"the first number that is not finite is in {describe_place(place)}" if place else FINITE
             cause = f"loss or gradients are not finite in precision={config.precision.dtype}"
             if trainer.scaler.dynamic:

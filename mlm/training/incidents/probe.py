@@ -29,6 +29,9 @@ FAR = 10.0
 
 Order = tuple[int, int, int]
 """Position of a tensor in the order of computation: weights, forward, backward, weight gradients."""
+Places = dict[str, dict[str, Any] | None]
+"""Fields of incident.json: first_not_finite, the first number that is not finite (tensor, name, sample,
+position, ranks), and first_outlier, the first activation or gradient with one sample far from the others."""
 
 
 @dataclass
@@ -97,8 +100,8 @@ class StepProbe:
         self.modules = {name: number for number, name in enumerate(leaves)}
         self.parameters = {name: number for number, (name, _) in enumerate(full.named_parameters())}
 
-    def run(self, batches: Sequence[Any]) -> Tensor:
-        """Repeat the step and return this rank's share of its metrics."""
+    def run(self, batches: Sequence[Any]) -> tuple[Tensor, Places]:
+        """Repeat the step; return this rank's share of the metrics, and places, the same on every rank."""
         trainer, last = self.trainer, len(self.parameters)
         for shard in trainer.shards:
             self.look_at_shard(WEIGHT, shard, (0, self.parameters.get(shard.name, last), 0), shard.parameter)
@@ -108,7 +111,11 @@ class StepProbe:
             if shard.parameter.grad is not None:
                 order = (3, -self.parameters.get(shard.name, last), 0)
                 self.look_at_shard(WEIGHT_GRADIENT, shard, order, shard.parameter.grad)
-        return parts
+        rows = sorted(self.rows.values(), key=lambda row: row.order)
+        first_bad = next((row.place() for row in rows if row.bad), None)
+        answers = Ranks.of(trainer.ctx).all_gather([first_bad, first_outlier(rows)])
+        bad, outliers = zip(*answers, strict=True)
+        return parts, {"first_not_finite": earliest_place(bad), "first_outlier": earliest_place(outliers)}
 
     @contextmanager
     def _hooks(self) -> Iterator[None]:
@@ -173,14 +180,6 @@ class StepProbe:
                 row.sample = sample_number(batch, sample, row.position)
         row.bad += bad
 
-    def gather(self) -> "Findings":
-        """Compare what each rank saw. Collective over all ranks."""
-        rows = sorted(self.rows.values(), key=lambda row: row.order)
-        first_bad = next((row.place() for row in rows if row.bad), None)
-        places = Ranks.of(self.trainer.ctx).all_gather([first_bad, first_outlier(rows)])
-        bad, outliers = zip(*places, strict=True)
-        return Findings(earliest_place(bad), earliest_place(outliers))
-
 
 class _NotingObjective:
     """An objective that tells a probe which micro-batch is in its forward pass."""
@@ -212,30 +211,15 @@ def first_outlier(rows: Sequence[TensorRow]) -> dict[str, Any] | None:
     return None
 
 
-@dataclass(frozen=True)
-class Findings:
-    """Places of a repeated step, the same on every rank; JSON values."""
-
-    first_bad: dict[str, Any] | None
-    """First number that is not finite: tensor, name, sample, position, ranks."""
-    outlier: dict[str, Any] | None
-    """First activation or gradient of one sample that is far from those of others."""
-
-    def encode(self) -> dict[str, Any]:
-        """As fields of incident.json."""
-        return {"first_not_finite": self.first_bad, "first_outlier": self.outlier}
-
-    def lines(self) -> list[str]:
-        """Sentences for a reader, the most telling first."""
-        lines = []
-        if self.first_bad is not None:
-            lines.append(f"the first number that is not finite is in {describe_place(self.first_bad)}")
-        if self.outlier is not None:
-            far = self.outlier["deviations"]
-            lines.append(
-                f"the first outlier is {describe_place(self.outlier)}, {far:g} deviations from other samples"
-            )
-        return lines
+def describe_places(places: Places) -> list[str]:
+    """Sentences for a reader, the most telling first."""
+    lines, outlier = [], places["first_outlier"]
+    if (place := places["first_not_finite"]) is not None:
+        lines.append(f"the first number that is not finite is in {describe_place(place)}")
+    if outlier is not None:
+        far = f"{outlier['deviations']:g} deviations from other samples"
+        lines.append(f"the first outlier is {describe_place(outlier)}, {far}")
+    return lines
 
 
 def earliest_place(places: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ from mlm.runs.corpora import train_dataset
 from mlm.training.identity import recorded_changes
 from mlm.training.incidents.config import ReplayConfig, ReplayRun
 from mlm.training.incidents.numbers import StepNumbers, decode, shared_numbers
-from mlm.training.incidents.probe import Findings, StepProbe
+from mlm.training.incidents.probe import Places, StepProbe, describe_places
 from mlm.training.incidents.watcher import FILE, FORMAT
 from mlm.training.memory import reuse_large_blocks
 from mlm.training.observer import Observer, Observers
@@ -145,9 +145,9 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
         with torch.no_grad():
             for target, source in zip(other.shards, trainer.shards, strict=True):
                 target.parameter.copy_(source.parameter)
-        numbers, findings = compute(other, batches)
+        numbers, places = compute(other, batches)
         say(f"precision={second.precision.dtype}: {numbers}")
-        for line in findings.lines():
+        for line in describe_places(places):
             say(f"  {line}")
 
 
@@ -179,15 +179,14 @@ def find_starts(record: dict[str, Any]) -> tuple[list[Save], bool]:
     return [save for save in ancestors[::-1] if save.step >= max(changed, default=0)], not changed
 
 
-def compute(trainer: Trainer, batches: Sequence[Any]) -> tuple[StepNumbers, Findings]:
-    """Compute loss, gradient norm and findings of a step. Collective."""
-    probe = StepProbe(trainer)
-    parts = probe.run(batches)
+def compute(trainer: Trainer, batches: Sequence[Any]) -> tuple[StepNumbers, Places]:
+    """Compute loss, gradient norm and places of a step. Collective."""
+    parts, places = StepProbe(trainer).run(batches)
     norm = gradient_norm(trainer.shards, trainer.ctx) / trainer.scaler.scale
-    return shared_numbers(trainer, parts, norm), probe.gather()
+    return shared_numbers(trainer, parts, norm), places
 
 
-def compare_with_record(record: dict[str, Any], now: StepNumbers, findings: Findings) -> list[str]:
+def compare_with_record(record: dict[str, Any], now: StepNumbers, places: Places) -> list[str]:
     """Return recorded and replayed numbers, with the places if the replay reproduces the incident.
 
     It does where numbers are equal to rounding, or not finite in both.
@@ -198,7 +197,7 @@ def compare_with_record(record: dict[str, Any], now: StepNumbers, findings: Find
     same = "equal bit for bit" if is_number else "not a number again"
     lines = [f"then: {then}", f"now:  {now} ({same if is_equal else 'not equal bit for bit'})"]
     if all(math.isclose(a, b, rel_tol=SAME) if math.isfinite(a) else not math.isfinite(b) for a, b in pairs):
-        return [*lines, *findings.lines()]
+        return [*lines, *describe_places(places)]
     second = record.get("second_pass")
     advice = second["advice"] if second else "suspect the hardware, or versions that changed"
     return [*lines, f"the data do not reproduce it: no sample is to blame; {advice}"]

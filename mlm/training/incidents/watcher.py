@@ -34,7 +34,7 @@ from mlm.tracking.history import replace_nonfinite
 from mlm.tracking.reporter import Reporter
 from mlm.training.incidents.comparisons import SecondPass, compute_again, replica_differences
 from mlm.training.incidents.numbers import StepNumbers, decode, exceeds_limits, shared_numbers, sum_numbers
-from mlm.training.incidents.probe import WEIGHT, StepProbe
+from mlm.training.incidents.probe import WEIGHT, StepProbe, describe_places
 from mlm.training.observer import DeferredCheck, Observer, RewindRequested, StepOutcome
 from mlm.training.resume import rewind, rewind_candidates
 from mlm.training.saver import Saver
@@ -230,12 +230,10 @@ class Incidents(Observer):
             action = "stop" if self.settings.action == "stop" else "computed again"
             details = {"second_pass": again.encode()}
         elif self.has_place(reasons):
-            probe = StepProbe(self.trainer)
-            probe.run(self.batches)
-            findings = probe.gather()
-            if not self.differences or (findings.first_bad or {}).get("tensor") == WEIGHT:
-                reasons.lines += findings.lines()
-                details = findings.encode()
+            _, places = StepProbe(self.trainer).run(self.batches)
+            if not self.differences or (places["first_not_finite"] or {}).get("tensor") == WEIGHT:
+                reasons.lines += describe_places(places)
+                details = dict(places)
         folder = self.write(reasons, details, numbers)
         text = f"step {step}: incident: {reasons.text(folder)}"
         ends = "exhausted" in reasons.kinds and action != "rewind"  # DivergenceStop ends the run

@@ -30,12 +30,10 @@ def batches_of(trainer: Trainer) -> list[MicroBatch]:
         return next(loader)
 
 
-def found(trainer: Trainer, plant: Callable[[Trainer], None] = lambda trainer: None) -> dict[str, Any]:
+def found(trainer: Trainer, plant: Callable[[Trainer], None] = lambda trainer: None) -> Any:
     """The findings of a step with a planted error."""
     plant(trainer)
-    probe = StepProbe(trainer)
-    probe.run(batches_of(trainer))
-    return probe.gather().encode()
+    return StepProbe(trainer).run(batches_of(trainer))[1]
 
 
 def layer(trainer: Trainer, number: int) -> nn.Module | None:
