@@ -28,10 +28,10 @@ from mlm.util.results import folder_problem, is_stream
 
 TABLE_ENDINGS = (".json", ".csv")
 MOST_TRIED = 128  # distance up to which a valid number of GPUs is looked for
-MODEL_RULES = tuple(rule for rule in TRAIN_RULES if not OPTIONS.keys() & set(rule.reads))
+MODEL_RULES = tuple(rule for rule in TRAIN_RULES if not OPTIONS.keys() & set(rule.inputs))
 """Rules that no search can keep by another layout."""
 DRY_RUN_RULES = tuple(
-    rule for rule in TRAIN_RULES if rule not in RANK_RULES or set(rule.reads) == {"pp", "vp"}
+    rule for rule in TRAIN_RULES if rule not in RANK_RULES or set(rule.inputs) == {"pp", "vp"}
 )
 """Conditions of a layout on as many ranks as it asks for."""
 ANYWHERE = Launch(None, None)

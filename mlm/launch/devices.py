@@ -31,7 +31,7 @@ def count_gpus() -> int:
 
 
 def first_gpu(device: str) -> Gpu | None:
-    """Return the GPU that dist.device means; None for the processor, and where there is none."""
+    """Return the GPU that dist.device means; None for the processor, or without a GPU."""
     if device == "cpu" or not count_gpus():
         return None
     return Gpu(_cuda().get_device_name(), _cuda().get_device_capability())

@@ -225,7 +225,7 @@ def _watch_ranks(ranks: Ranks, relay: Relay, folder: Path) -> list[ProcessEnd]:
                 failures = load_failures(folder)
                 reported = {failure.rank for failure in failures} | {end.rank for end in ends}
                 # a failure has a cause of its own, or all reported or ended: a silent rank is suspected
-                is_explained = not all(each.lost_peer for each in failures) or reported >= set(pids)
+                is_explained = not all(failure.lost_peer for failure in failures) or reported >= set(pids)
                 is_over = is_explained or time.monotonic() >= limit
             else:
                 is_over = len(ends) == len(pids)

@@ -96,7 +96,7 @@ def handling(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
 
 @contextmanager
 def interrupt_held() -> Iterator[None]:
-    """Let Ctrl-C wait while inside: libraries that clean up replace it by an error of theirs."""
+    """Let Ctrl-C wait while inside: libraries that clean up replace it by another error."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

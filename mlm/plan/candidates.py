@@ -114,7 +114,7 @@ def first_violation(rules: Iterable[LayoutRule], values: LayoutValues, launch: L
 
 def _last_read(rule: LayoutRule) -> str:
     """The last field that a rule reads; the first of all if it reads none."""
-    read = [name for name in OPTIONS if BATCH_NAMES.get(name, name) in rule.reads]
+    read = [name for name in OPTIONS if BATCH_NAMES.get(name, name) in rule.inputs]
     return read[-1] if read else next(iter(OPTIONS))
 
 

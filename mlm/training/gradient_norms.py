@@ -18,8 +18,8 @@ from mlm.training.observer import Observer, StepOutcome
 class GradientNorms(Observer):
     """Reports the gradient norm of each layer, the embedding and the head, before clipping.
 
-    Their squares sum up to that of the step's `grad_norm`. A table that embedding and head share counts in
-    the embedding. All ranks send one message for all layers.
+    Their squares sum up to the square of `grad_norm`. A table that embedding and head share counts in the
+    embedding. All ranks send one message for all layers.
     """
 
     every: Annotated[int, POSITIVE] = 100

@@ -59,29 +59,28 @@ RECORDED = tuple(key for key in leaves(PretrainConfig) if key not in {*IDENTITY,
 """All others: changes are allowed, logged and recorded in the checkpoint."""
 
 FUNCTION_KEYS = tuple(
-    f"model.{each.name}"
-    for each in fields(ModelConfig)
-    if each.name not in ("hidden_dropout", "attention_dropout", "init_std", "vocab_multiple")
+    f"model.{setting.name}"
+    for setting in fields(ModelConfig)
+    if setting.name not in ("hidden_dropout", "attention_dropout", "init_std", "vocab_multiple")
 )
-"""Keys that the function a model computes depends on: those of weights that a fresh run begins with."""
+"""Keys of the function that a model computes, which a fresh run with given weights may not change."""
 SAMPLE_KEYS = ("data.masked_lm_prob", "data.short_seq_prob", "data.max_ngram")
 """Keys that count only for families whose samples they shape."""
 
 
 @dataclass(frozen=True)
 class RunAncestry:
-    """RunAncestry that a run continues; checkpoints carry it."""
+    """Saves that a run descends from, and changes of its settings; checkpoints carry it."""
 
     lineage: Lineage = field(default_factory=Lineage)
     changes: tuple[dict[str, Any], ...] = ()
     """Allowed changes so far: step, key, from, to."""
 
     def encode(self) -> dict[str, Any]:
-        """As JSON values."""
         return {**self.lineage.encode(), "changes": list(self.changes)}
 
     def after(self, save: Save) -> "RunAncestry":
-        """The past of the next checkpoint."""
+        """Return the ancestry of the checkpoint after `save`."""
         return replace(self, lineage=replace(self.lineage, ancestors=self.lineage.after(save)))
 
 
@@ -108,9 +107,9 @@ def identity_errors(
     """
     now, then = current_settings(config), flat_settings(saved)
     if isinstance(then.get(OPTIONS), Mapping):  # compared one by one, defaults filled in
-        for each in (now, then):
-            options = {**family_of(config.model.kind).options, **each.pop(OPTIONS)}
-            each |= {f"{OPTIONS}.{name}": value for name, value in options.items()}
+        for settings in (now, then):
+            options = {**family_of(config.model.kind).options, **settings.pop(OPTIONS)}
+            settings |= {f"{OPTIONS}.{name}": value for name, value in options.items()}
     return [
         f"{key}={format_value(now[key])}: {run} was trained with {format_value(then[key])}; "
         f"set {key}={format_value(then[key])}, or another {source}=…"
@@ -120,7 +119,7 @@ def identity_errors(
 
 
 def function_errors(config: PretrainConfig, saved: Mapping[str, Any], path: str) -> list[str]:
-    """The problem of a model that is another function than that of the weights it would begin with."""
+    """The problem of a model whose function is not the one that its given weights were trained for."""
     now, then = current_settings(config), flat_settings(saved)
     other = {key: then[key] for key in FUNCTION_KEYS if key in then and now[key] != then[key]}
     if len(other) < 2:
@@ -136,7 +135,7 @@ def function_errors(config: PretrainConfig, saved: Mapping[str, Any], path: str)
 
 
 def _matters(key: str, config: PretrainConfig) -> bool:
-    """True if the run depends on the key at all: masking is BERT's, an end of documents that of switches."""
+    """True if the run depends on the key: masking counts for BERT, an end of documents with switches."""
     if key in SAMPLE_KEYS:
         return key in family_of(config.model.kind).data_keys
     if key == "data.eod_id":
@@ -155,13 +154,14 @@ def changes_since(config: PretrainConfig, saved: Mapping[str, Any], step: int) -
 
 
 def changes_line(changes: tuple[dict[str, Any], ...]) -> str:
-    """Changes as one line."""
-    each = ", ".join(f"{c['key']} {format_value(c['from'])} → {format_value(c['to'])}" for c in changes)
-    return f"changed at step {changes[0]['step']:,}: {each}"
+    pairs = [f"{c['key']} {format_value(c['from'])} → {format_value(c['to'])}" for c in changes]
+    return f"changed at step {changes[0]['step']:,}: {', '.join(pairs)}"
 
 
 def recorded_changes(state: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """The changes that a checkpoint records."""
+    """Return the changes that the state of a checkpoint records."""
     lineage = state.get(LINEAGE)
     changes = lineage.get("changes") if isinstance(lineage, dict) else None
-    return tuple(each for each in changes if isinstance(each, dict)) if isinstance(changes, list) else ()
+    return (
+        tuple(change for change in changes if isinstance(change, dict)) if isinstance(changes, list) else ()
+    )

@@ -1,6 +1,6 @@
 """The training loop, with what reports and saves around it, and the list of its observers.
 
-What pretraining and finetuning do differently is in their subclasses of `Loop`.
+Pretraining and finetuning derive from `Loop`.
 """
 
 import math
@@ -340,7 +340,7 @@ def resume_command(command: str, out: Path, config: Any) -> list[str]:
 
 
 def user_code(config: Any) -> list[str]:
-    """The settings that name the user's own code: a saved import path is followed only if typed again."""
+    """Settings that name user code, as words: a saved import path is followed only if typed again."""
     spec: type = type(config)
     values = values_of(config)
     named = {key: values[key] for key, leaf in leaves(spec).items() if leaf.shipped is not None}

@@ -182,7 +182,7 @@ class Mirror:
         self._writer = os.urandom(8).hex()
         self._folder = tempfile.TemporaryDirectory(prefix="mlm-mirror-", ignore_cleanup_errors=True)
         self.root = Path(self._folder.name)
-        """Folder like that of the run's checkpoints: manifests, and sparse files of the sizes stored."""
+        """A folder of checkpoints: manifests, and sparse files of the sizes in the store."""
         self._load()
         self.stored = {*self.checkpoints, *self.aside}
         """Folders of all that mirror.json lists."""
@@ -202,7 +202,7 @@ class Mirror:
         return next(reversed(self.checkpoints), None)
 
     def choose_step(self, step: int | None, setting: str) -> int:
-        """Return the step to continue from: that of `setting`, or None for the newest good one."""
+        """Return the step to continue from; `step` None chooses the newest good one."""
         if not (paths := folders.candidates(self.root)):
             fix = "restore one, or name the prefix of a run's checkpoint.mirror"
             raise CorruptFileError(f"{self.url}: holds no whole checkpoint; {fix}")
@@ -351,10 +351,10 @@ class Mirror:
     def _sizes(self, below: str = "") -> dict[str, int]:
         """Bytes of the objects of the mirror, or of a folder in it, by path."""
         url = f"{self.url}{below}"
-        return {each.url.removeprefix(f"{url}/"): each.bytes for each in store.list_objects(url)}
+        return {entry.url.removeprefix(f"{url}/"): entry.bytes for entry in store.list_objects(url)}
 
     def _listing(self) -> tuple[str | None, list[str], list[str]]:
-        """Writer, checkpoints and those set aside by mirror.json; None and none if there is none."""
+        """Writer, checkpoints and set-aside checkpoints by mirror.json; None, [], [] without it."""
         if (content := store.read_object(f"{self.url}/{LISTING}", MAX_LISTING)) is None:
             return None, [], []
         try:

@@ -1,7 +1,7 @@
 """Observers: what watches a run without being part of its step.
 
 Logging, saving, incidents, profiles and sample prompts are observers, and so is what
-`train.observers=[my_module:MyObserver]` names (named_observers.py). A run calls those of its list
+`train.observers=[my_module:MyObserver]` names (named_observers.py). A run calls its list
 (`Loop.observers`) in order, on every rank, at these points of a step:
 
     phase("data")             the micro-batches are read
@@ -67,7 +67,7 @@ class RewindRequested(Exception):  # noqa: N818, as it is no error
 
 
 class Observer(PlanObserver):
-    """Watches a run. All methods do nothing; override those of interest."""
+    """Watches a run. All methods do nothing by default."""
 
     def on_run_start(self, trainer: Any, reporter: Reporter) -> None:
         """Training continues from step `trainer.step`: the run begins, or has returned to a checkpoint.
@@ -120,8 +120,7 @@ class Observers(Observer):
             getattr(observer, name)(*arguments)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context that enters those of all."""
-        contexts = [each for observer in self.list if (each := observer.phase(name)) is not NOTHING]
+        contexts = [context for observer in self.list if (context := observer.phase(name)) is not NOTHING]
         return _enter_all(contexts) if contexts else NOTHING
 
     def before_update(self, parts: Tensor, grad_norm: Tensor) -> DeferredCheck | None:
@@ -135,7 +134,7 @@ class Observers(Observer):
 
         def decide() -> bool | None:
             decisions = [check.decide() for check in checks]
-            return None if all(each is None for each in decisions) else False not in decisions
+            return None if all(decision is None for decision in decisions) else False not in decisions
 
         return DeferredCheck(torch.stack([check.hold for check in checks]).amax(), decide)
 

@@ -148,7 +148,7 @@ class PipelinedModel:
         """Run forward and backward of a step's micro-batches.
 
         Returns the last stage's outputs, `scale` times each part of the objective; nothing on other ranks.
-        `stream` gives a micro-batch's dropout, `gradients` accumulate those of each chunk.
+        `stream` returns a micro-batch's dropout; `gradients` accumulates the gradients of each chunk.
         """
 
         def forward(chunk: Transformer, batch: B, x: Tensor | None) -> Tensor:
@@ -165,9 +165,9 @@ class PipelinedModel:
 
         forward(chunk, micro-batch, hidden states of the stage before or None) gives a chunk's output.
         """
-        some = 1 if self.ctx.pp.size == 1 else EVAL_ROUNDS * self.ctx.pp.size
+        group_size = 1 if self.ctx.pp.size == 1 else EVAL_ROUNDS * self.ctx.pp.size
         remaining, stages = iter(self.polled(batches)), self._stages(forward)
-        while group := list(islice(remaining, some)):
+        while group := list(islice(remaining, group_size)):
             with self.casts.held(trains=False), attention_of_any_shape(self.ctx.device):
                 results = run_plan(stages, self.instructions(len(group), train=False), group)
             if self.is_last:

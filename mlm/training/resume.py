@@ -54,7 +54,7 @@ def start_candidates(config: PretrainConfig) -> list[Path]:
     if own is not None:
         return _with_ancestors(own)
     if config.ckpt is None or config.lora.rank or model_folder(config.ckpt) is not None:
-        return []  # beside adapters ckpt is the base, which they are not saved with
+        return []  # with adapters ckpt is the base, which is not saved with them
     checkpoint = resolve(config.ckpt)
     return [checkpoint] if checkpoint == Path(config.ckpt) else _with_ancestors(checkpoint)
 

@@ -36,7 +36,7 @@ def dense_config(config: PretrainConfig, saved: Mapping[str, Any]) -> PretrainCo
 def start_from_dense(
     model: ModelConfig, shards: Sequence[ParameterShard], fill: Callable[[list[ParameterShard]], T]
 ) -> T:
-    """Fill the parameters of a mixture from a dense model, but those of routers; return what `fill` does.
+    """Fill a mixture's parameters, routers aside, from a dense model; return the result of `fill`.
 
     `fill` fills parameters of the dense model.
     """

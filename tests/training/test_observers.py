@@ -109,7 +109,7 @@ def test_an_observer_takes_fields_and_a_resumed_run_has_them(
         PretrainConfig, read_manifest(tmp_path / "checkpoints" / "step-00000002").state["config"]
     )
     assert saved.train.observers == ({"use": f"{__name__}:Counts", "every": 2},)
-    assert user_code(saved) == [f'train.observers=[{{use:"{__name__}:Counts",every:2}}]']
+    assert user_code(saved) == [f'train.observers=[{{every:2,use:"{__name__}:Counts"}}]']
     assert main(["pretrain", f"resume={tmp_path}", "train.steps=4"]) == 2
     typed = capsys.readouterr().err.partition("if you trust it, type '")[2].partition("' or set")[0]
     assert main(["pretrain", f"resume={tmp_path}", "train.steps=4", typed]) == 0

@@ -35,7 +35,7 @@ class Finding:
     result: str
     remedy: str = ""
     ranks: tuple[int, ...] = ()
-    """Of a result over all ranks, the ranks with this status; empty if all of them are ok."""
+    """Ranks with this status, in a row over all ranks; empty if all of them are ok."""
 
 
 def finding(check: str, result: str, remedy: str, *, fails: bool = False, warns: bool = False) -> Finding:

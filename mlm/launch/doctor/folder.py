@@ -94,7 +94,7 @@ def check_folder(folder: Path, control: Control) -> list[Finding]:
 
 
 def _check_sharing(trial: Path, control: Control) -> Finding:
-    """All ranks must see the file of rank 0, and rank 0 those of all."""
+    """All ranks must see the file of rank 0, and rank 0 the files of all."""
     where, problem, remedy = trial.parent, "", SHARE
     if not wait_for_content(trial / "first", b"first"):
         problem = f"{where} does not show what rank 0 wrote there within {SEEN_S:g} s"
@@ -206,8 +206,7 @@ def trial_path(folder: Path, rank: int) -> Path:
 def check_start(out: str, ctx: ParallelContext) -> None:
     """Raise UserError on every rank unless all have the same versions and share the folder `out`.
 
-    Each rank writes a file there and looks for that of rank 0. Addresses and the port were checked at the
-    rendezvous. Collective.
+    Each rank writes a file there and looks for rank 0's. The rendezvous has checked addresses. Collective.
     """
     if ctx.world_size == 1:
         return

@@ -1,6 +1,6 @@
 """Rules of a layout: conditions between ranks (tp, cp, pp, vp, dp), schedule, ZeRO, batches and model.
 
-A rule reads settings by their keys as typed (`tp`, `model.num_heads`) and returns what is wrong;
+A rule reads settings by their keys as typed (`tp`, `model.num_heads`) and returns what is wrong, if anything;
 nearest.py finds the nearest settings that fix it. Letters: p = pp, v = vp, d = dp, m micro-batches per
 replica.
 """
@@ -83,13 +83,32 @@ class Violation:
 class LayoutRule:
     """A condition between the settings of a layout."""
 
-    reads: tuple[str, ...]
+    inputs: tuple[str, ...]
     """Keys it depends on; skipped when one of them is out of range."""
-    moves: tuple[str, ...]
+    adjustable: tuple[str, ...]
     """Keys that a fix changes, the likeliest first."""
     violation: Callable[[LayoutValues, Launch], Violation | None]
-    only_here: bool = False
+    local_only: bool = False
     """True if starting elsewhere fixes it too: the fixes of other problems need not keep it when broken."""
+
+
+Broken = Violation | str | None
+"""The answer of a rule: nothing, why it is broken, or more than that."""
+
+
+def rule(
+    inputs: str, adjustable: str, *, local_only: bool = False
+) -> Callable[[Callable[[LayoutValues, Launch], Broken]], LayoutRule]:
+    """Make a rule of a function that checks a layout; keys are separated by spaces."""
+
+    def make(check: Callable[[LayoutValues, Launch], Broken]) -> LayoutRule:
+        def violation(values: LayoutValues, launch: Launch) -> Violation | None:
+            broken = check(values, launch)
+            return Violation(broken) if isinstance(broken, str) else broken
+
+        return LayoutRule(tuple(inputs.split()), tuple(adjustable.split()), violation, local_only)
+
+    return make
 
 
 def num_replicas(replica: int, dp: int | None, launch: Launch) -> int:
@@ -129,24 +148,24 @@ def batch_quantum(values: LayoutValues, launch: Launch) -> int:
     return int(replicas * values["train.micro_batch_size"] * (values["pp"] if interleaved else 1))
 
 
-def _heads_divide_hidden(values: LayoutValues, _: Launch) -> Violation | None:
+@rule("model.num_heads model.hidden_size", "model.num_heads")
+def _heads_divide_hidden(values: LayoutValues, _: Launch) -> Broken:
     if values["model.hidden_size"] % values["model.num_heads"] == 0:
         return None
-    return Violation(f"{values.typed('model.num_heads')} does not divide {values.typed('model.hidden_size')}")
+    return f"{values.typed('model.num_heads')} does not divide {values.typed('model.hidden_size')}"
 
 
-def _tp_fits_kv_heads(values: LayoutValues, _: Launch) -> Violation | None:
+@rule("tp model.num_heads model.options", "tp")
+def _tp_fits_kv_heads(values: LayoutValues, _: Launch) -> Broken:
     heads, tp = (values.get("model.options") or {}).get("num_kv_heads"), values["tp"]
     if type(heads) is not int or heads <= 0 or values["model.num_heads"] % tp:  # num_heads has its own rule
         return None
     if heads % tp == 0 or tp % heads == 0:
         return None
-    return Violation(
-        f"of {values.typed('tp')} and model.options.num_kv_heads={heads} neither divides the other"
-    )
+    return f"of {values.typed('tp')} and model.options.num_kv_heads={heads} neither divides the other"
 
 
-def _tp_divides(key: str, values: LayoutValues, _: Launch) -> Violation | None:
+def _tp_divides(key: str, values: LayoutValues, _: Launch) -> Broken:
     # ffn_hidden_size=null is 4 * hidden_size: divided where the heads are
     if values[key] is None or values[key] % values["tp"] == 0:
         return None
@@ -155,7 +174,8 @@ def _tp_divides(key: str, values: LayoutValues, _: Launch) -> Violation | None:
     return Violation(f"{values.typed('tp')} does not divide {values.typed(key)}", note=listed)
 
 
-def _sequence_fits(values: LayoutValues, _: Launch) -> Violation | None:
+@rule("data.seq_length model.max_positions", "data.seq_length")
+def _sequence_fits(values: LayoutValues, _: Launch) -> Broken:
     length, positions = values["data.seq_length"], values["model.max_positions"]
     if length <= positions:
         return None
@@ -165,12 +185,13 @@ def _sequence_fits(values: LayoutValues, _: Launch) -> Violation | None:
     )
 
 
-def _tp_divides_sequence(values: LayoutValues, _: Launch) -> Violation | None:
+@rule("data.seq_length model.max_positions cp tp sequence_parallel", "data.seq_length sequence_parallel")
+def _tp_divides_sequence(values: LayoutValues, _: Launch) -> Broken:
     tokens = values["data.seq_length"] // values["cp"]  # of one cp rank
     if not values["sequence_parallel"] or tokens % values["tp"] == 0:
         return None
     ranks = values.typed(*(("cp", "tp") if values["cp"] > 1 else ("tp",)))
-    return Violation(
+    return (
         f"{values.typed('sequence_parallel')} splits sequences, but {ranks} does not divide "
         f"{values.typed('data.seq_length')}"
     )
@@ -182,111 +203,121 @@ def overlapped_tokens(values: LayoutValues) -> int:
     return int(tokens // values["tp"] if values["sequence_parallel"] else tokens)
 
 
-def _parts_divide_sequence(values: LayoutValues, _: Launch) -> Violation | None:
+@rule("data.seq_length cp tp sequence_parallel tp_overlap", "tp_overlap")
+def _parts_divide_sequence(values: LayoutValues, _: Launch) -> Broken:
     tokens, parts = overlapped_tokens(values), values["tp_overlap"]
     if values["tp"] == 1 or tokens % parts == 0:
         return None
-    return Violation(f"{values.typed('tp_overlap')} does not divide a rank's {tokens} tokens of a sequence")
+    return f"{values.typed('tp_overlap')} does not divide a rank's {tokens} tokens of a sequence"
 
 
-def _cp_divides_sequence(values: LayoutValues, _: Launch) -> Violation | None:
+@rule("data.seq_length model.max_positions cp tp sequence_parallel", "data.seq_length cp")
+def _cp_divides_sequence(values: LayoutValues, _: Launch) -> Broken:
     cp = values["cp"]
     if cp == 1 or values["data.seq_length"] % (2 * cp) == 0:
         return None
-    return Violation(
+    return (
         f"{values.typed('cp')} splits sequences into {2 * cp} pieces, but {2 * cp} does not divide "
         f"{values.typed('data.seq_length')}"
     )
 
 
-def _sequences_are_whole(values: LayoutValues, _: Launch) -> Violation | None:
+@rule("cp", "cp")
+def _sequences_are_whole(values: LayoutValues, _: Launch) -> Broken:
     if values["cp"] == 1:
         return None
-    return Violation(f"{values.typed('cp')} splits the sequences of pretraining and `mlm eval loss` alone")
+    return f"{values.typed('cp')} splits the sequences of pretraining and `mlm eval loss` alone"
 
 
 def num_experts(values: LayoutValues) -> int:
-    """Experts of a layer; 0 for a dense model, or one whose number is no number."""
+    """Experts of a layer; 0 for a dense model, or a setting that is not a number."""
     experts = (values.get("model.options") or {}).get("num_experts", 0)
     return experts if type(experts) is int and experts > 0 else 0
 
 
-def _ep_divides_experts(values: LayoutValues, _: Launch) -> Violation | None:
+@rule("ep model.options", "ep")
+def _ep_divides_experts(values: LayoutValues, _: Launch) -> Broken:
     experts, ep = num_experts(values), values.get("ep", 1)
     if ep == 1 or (experts and experts % ep == 0):
         return None
-    return Violation(f"{values.typed('ep')} cannot split model.options.num_experts={experts} evenly")
+    return f"{values.typed('ep')} cannot split model.options.num_experts={experts} evenly"
 
 
-def _ep_divides_replicas(values: LayoutValues, launch: Launch) -> Violation | None:
+@rule("tp cp pp dp ep expert_tp", "ep")
+def _ep_divides_replicas(values: LayoutValues, launch: Launch) -> Broken:
     keys = ("tp", "cp", "dp") if values.get("expert_tp") == 1 else ("cp", "dp")
     folded = values.changed({"dp": num_replicas(replica_size(values), values["dp"], launch)})
     ranks = math.prod(folded[key] for key in keys)
     if ranks % values.get("ep", 1) == 0:
         return None
     typed = f"{folded.typed(*keys)} = {ranks} ranks"
-    return Violation(f"{values.typed('ep')} does not divide {typed}, which it is folded of")
+    return f"{values.typed('ep')} does not divide {typed}, which it is folded of"
 
 
-def _experts_fit_tp(values: LayoutValues, _: Launch) -> Violation | None:
+@rule("tp expert_tp sequence_parallel model.options", "expert_tp sequence_parallel")
+def _experts_fit_tp(values: LayoutValues, _: Launch) -> Broken:
     tp, expert_tp = values["tp"], values.get("expert_tp")
     if expert_tp not in (None, 1, tp):
-        return Violation(f"{values.typed('expert_tp')} is neither 1 nor {values.typed('tp')}")
+        return f"{values.typed('expert_tp')} is neither 1 nor {values.typed('tp')}"
     if num_experts(values) and expert_tp == 1 < tp and not values.get("sequence_parallel", False):
-        return Violation(
+        return (
             f"{values.typed('expert_tp')} lets each of {values.typed('tp')} ranks send its own tokens, which "
             "sequence_parallel=false leaves them none of"
         )
     return None
 
 
-def _tp_divides_experts(values: LayoutValues, _: Launch) -> Violation | None:
+@rule("tp expert_tp model.options", "tp")
+def _tp_divides_experts(values: LayoutValues, _: Launch) -> Broken:
     options, tp = values.get("model.options") or {}, values["tp"]
     width = options.get("expert_ffn_size", 0)
     shared = options.get("shared_experts", 0)
     if not num_experts(values) or type(width) is not int or width <= 0 or type(shared) is not int:
         return None
     if values.get("expert_tp") != 1 and width % tp:
-        return Violation(f"{values.typed('tp')} does not divide model.options.expert_ffn_size={width}")
+        return f"{values.typed('tp')} does not divide model.options.expert_ffn_size={width}"
     if shared * width % tp:
-        return Violation(f"{values.typed('tp')} does not divide the {shared * width} of the shared experts")
+        return f"{values.typed('tp')} does not divide the {shared * width} of the shared experts"
     return None
 
 
-def _layers_fill_stages(values: LayoutValues, _: Launch) -> Violation | None:
+@rule("pp vp model.num_layers", "vp pp")
+def _layers_fill_stages(values: LayoutValues, _: Launch) -> Broken:
     layers, pp, vp = values["model.num_layers"], values["pp"], values["vp"]
     stages = f"{values.typed('pp', 'vp')} = {pp * vp} stages" if vp > 1 else f"{values.typed('pp')} stages"
     if pp * vp > layers:
-        return Violation(f"{stages} are more than {values.typed('model.num_layers')}")
+        return f"{stages} are more than {values.typed('model.num_layers')}"
     if vp > 1 and layers % (pp * vp):
-        return Violation(f"{stages} do not divide {values.typed('model.num_layers')}, as vp > 1 needs")
+        return f"{stages} do not divide {values.typed('model.num_layers')}, as vp > 1 needs"
     return None
 
 
-def _chunks_interleave(values: LayoutValues, _: Launch) -> Violation | None:
+@rule("pp vp", "vp pp")
+def _chunks_interleave(values: LayoutValues, _: Launch) -> Broken:
     if values["vp"] == 1 or values["pp"] > 1:
         return None
-    return Violation(
-        f"{values.typed('vp')} interleaves the stages of a pipeline, but {values.typed('pp')} makes none"
-    )
+    return f"{values.typed('vp')} interleaves the stages of a pipeline, but {values.typed('pp')} makes none"
 
 
-def _schedule_interleaves(values: LayoutValues, _: Launch) -> Violation | None:
+@rule("vp pipeline", "pipeline vp")
+def _schedule_interleaves(values: LayoutValues, _: Launch) -> Broken:
     if values["vp"] == 1 or values["pipeline"] != "zb_h1":
         return None
-    return Violation(f"{values.typed('pipeline')} has one stage per rank, but {values.typed('vp')}")
+    return f"{values.typed('pipeline')} has one stage per rank, but {values.typed('vp')}"
 
 
-def _weights_stay_gathered(values: LayoutValues, _: Launch) -> Violation | None:
+@rule("pp zero", "zero")
+def _weights_stay_gathered(values: LayoutValues, _: Launch) -> Broken:
     if values["zero"] != 3 or values["pp"] == 1:
         return None
-    return Violation(
+    return (
         f"{values.typed('zero')} would gather the weights again for each micro-batch of a pipeline "
         f"({values.typed('pp')})"
     )
 
 
-def _replicas_fill_world(values: LayoutValues, launch: Launch) -> Violation | None:
+@rule("tp cp pp", "tp cp pp")
+def _replicas_fill_world(values: LayoutValues, launch: Launch) -> Broken:
     replica, world_size = replica_size(values), launch.world_size
     if world_size is None or world_size % replica == 0:
         return None
@@ -296,7 +327,8 @@ def _replicas_fill_world(values: LayoutValues, launch: Launch) -> Violation | No
     )
 
 
-def _dp_fills_world(values: LayoutValues, launch: Launch) -> Violation | None:
+@rule("tp cp pp dp", "dp")
+def _dp_fills_world(values: LayoutValues, launch: Launch) -> Broken:
     replica, dp, world_size = replica_size(values), values["dp"], launch.world_size
     if world_size is None or dp is None or world_size % replica or replica * dp == world_size:
         return None
@@ -307,7 +339,8 @@ def _dp_fills_world(values: LayoutValues, launch: Launch) -> Violation | None:
     )
 
 
-def _host_has_ranks(values: LayoutValues, launch: Launch) -> Violation | None:
+@rule("tp cp pp dp", "dp cp tp pp", local_only=True)
+def _host_has_ranks(values: LayoutValues, launch: Launch) -> Broken:
     replica, most = replica_size(values), launch.most_ranks
     dp = num_replicas(replica, values["dp"], launch)
     if launch.world_size is not None or replica * dp <= most:
@@ -328,75 +361,53 @@ def _weights_fit(values: LayoutValues) -> bool:
     return TRAINED_BYTES * 12 * layers * hidden**2 <= host_memory()
 
 
-def _batches_divide(values: LayoutValues, launch: Launch) -> Violation | None:
+@rule("tp cp pp dp vp pipeline train.global_batch_size train.micro_batch_size", "train.global_batch_size")
+def _batches_divide(values: LayoutValues, launch: Launch) -> Broken:
     size, micro = values["train.global_batch_size"], values["train.micro_batch_size"]
     quantum, dp = batch_quantum(values, launch), num_replicas(replica_size(values), values["dp"], launch)
     if size % quantum == 0:
         return None
     groups = ("pp",) if quantum > dp * micro else ()  # interleaving takes micro-batches in groups of pp
     typed = values.changed({"dp": dp}).typed("dp", "train.micro_batch_size", *groups)
-    return Violation(f"{values.typed('train.global_batch_size')} is not a multiple of {typed} = {quantum}")
+    return f"{values.typed('train.global_batch_size')} is not a multiple of {typed} = {quantum}"
 
 
-_RANKS = ("tp", "cp", "pp", "dp")
-_SEQUENCE = ("data.seq_length", "model.max_positions")
 SPLIT_RULES = (
-    LayoutRule(("tp", "model.num_heads"), ("tp",), partial(_tp_divides, "model.num_heads")),
-    LayoutRule(("tp", "model.ffn_hidden_size"), ("tp",), partial(_tp_divides, "model.ffn_hidden_size")),
-    LayoutRule(("tp", "model.num_heads", "model.options"), ("tp",), _tp_fits_kv_heads),
-    LayoutRule(("pp", "vp", "model.num_layers"), ("vp", "pp"), _layers_fill_stages),
-    LayoutRule(("tp", "expert_tp", "model.options"), ("tp",), _tp_divides_experts),
-    LayoutRule(("ep", "model.options"), ("ep",), _ep_divides_experts),
-    LayoutRule(
-        ("tp", "expert_tp", "sequence_parallel", "model.options"),
-        ("expert_tp", "sequence_parallel"),
-        _experts_fit_tp,
-    ),
+    rule("tp model.num_heads", "tp")(partial(_tp_divides, "model.num_heads")),
+    rule("tp model.ffn_hidden_size", "tp")(partial(_tp_divides, "model.ffn_hidden_size")),
+    _tp_fits_kv_heads,
+    _layers_fill_stages,
+    _tp_divides_experts,
+    _ep_divides_experts,
+    _experts_fit_tp,
 )
 """Conditions of a model's shape."""
 RANK_RULES = (
-    LayoutRule(("pp", "vp"), ("vp", "pp"), _chunks_interleave),
-    LayoutRule(("tp", "cp", "pp"), ("tp", "cp", "pp"), _replicas_fill_world),
-    LayoutRule(_RANKS, ("dp",), _dp_fills_world),
-    LayoutRule((*_RANKS, "ep", "expert_tp"), ("ep",), _ep_divides_replicas),
-    LayoutRule(_RANKS, ("dp", "cp", "tp", "pp"), _host_has_ranks, only_here=True),
+    _chunks_interleave,
+    _replicas_fill_world,
+    _dp_fills_world,
+    _ep_divides_replicas,
+    _host_has_ranks,
 )
 """Conditions of the ranks, for commands that read the model's shape from a checkpoint later."""
-WHOLE_SEQUENCE = LayoutRule(("cp",), ("cp",), _sequences_are_whole)
+WHOLE_SEQUENCE = _sequences_are_whole
 """Condition of commands other than pretraining and the evaluation of its loss."""
-CONTEXT_FITS = LayoutRule(
-    (*_SEQUENCE, "cp", "tp", "sequence_parallel"), ("data.seq_length", "cp"), _cp_divides_sequence
-)
+CONTEXT_FITS = _cp_divides_sequence
 """Condition of sequences that ranks split."""
 READER_RULES = (*RANK_RULES, WHOLE_SEQUENCE)
 """Conditions of commands that compute with a trained model."""
-SCHEDULE_RULES = (
-    LayoutRule(("vp", "pipeline"), ("pipeline", "vp"), _schedule_interleaves),
-    LayoutRule(("pp", "zero"), ("zero",), _weights_stay_gathered),
-)
+SCHEDULE_RULES = (_schedule_interleaves, _weights_stay_gathered)
 """Conditions of a training step."""
 FINETUNE_LAYOUT_RULES = (*READER_RULES, *SCHEDULE_RULES)
 TRAIN_RULES = (
-    LayoutRule(("model.num_heads", "model.hidden_size"), ("model.num_heads",), _heads_divide_hidden),
+    _heads_divide_hidden,
     *SPLIT_RULES,
     *RANK_RULES,
     *SCHEDULE_RULES,
-    LayoutRule(_SEQUENCE, ("data.seq_length",), _sequence_fits),
+    _sequence_fits,
     CONTEXT_FITS,
-    LayoutRule(
-        (*_SEQUENCE, "cp", "tp", "sequence_parallel"),
-        ("data.seq_length", "sequence_parallel"),
-        _tp_divides_sequence,
-    ),
-    LayoutRule(
-        ("data.seq_length", "cp", "tp", "sequence_parallel", "tp_overlap"),
-        ("tp_overlap",),
-        _parts_divide_sequence,
-    ),
-    LayoutRule(
-        (*_RANKS, "vp", "pipeline", "train.global_batch_size", "train.micro_batch_size"),
-        ("train.global_batch_size",),
-        _batches_divide,
-    ),
+    _tp_divides_sequence,
+    _parts_divide_sequence,
+    _batches_divide,
 )
 """All conditions of a training run."""

@@ -45,11 +45,11 @@ def layout_problems(
 
     `names` maps keys to the names they were typed under, `fix_names` to those under which a fix sets them.
     """
-    sound = [rule for rule in rules if not set(rule.reads) & set(out_of_range)]
+    sound = [rule for rule in rules if not set(rule.inputs) & set(out_of_range)]
     settings = LayoutValues(values, names)
     broken = [rule for rule in sound if rule.violation(settings, launch)]
-    elsewhere = [rule for rule in broken if rule.only_here]
-    rest = [rule for rule in broken if not rule.only_here]
+    elsewhere = [rule for rule in broken if rule.local_only]
+    rest = [rule for rule in broken if not rule.local_only]
     kept = [rule for rule in sound if rule not in elsewhere]
     fix_names = fix_names or {}
     return [
@@ -68,7 +68,7 @@ class LayoutFixes:
     fix_names: Mapping[str, str]
 
     def __post_init__(self) -> None:
-        self.read = {key for rule in self.rules for key in rule.reads}
+        self.read = {key for rule in self.rules for key in rule.inputs}
 
     def problems(self, broken: list[LayoutRule]) -> list[Problem]:
         """The problem of each of these rules, which do not hold."""
@@ -79,7 +79,7 @@ class LayoutFixes:
             assert violation is not None
             named = ({self.fix_names.get(key, key): value for key, value in c.items()} for c in changes)
             fix = violation.fix(" or ".join(map(format_settings, named)), alone=alone)
-            problems.append(Problem(map(self.values.name, rule.reads), violation.why, fix))
+            problems.append(Problem(map(self.values.name, rule.inputs), violation.why, fix))
         return problems
 
     def _fixes(self, broken: list[LayoutRule]) -> tuple[list[list[Change]], bool]:
@@ -91,9 +91,9 @@ class LayoutFixes:
             fixes.append(
                 [
                     change
-                    for key in rule.moves
+                    for key in rule.adjustable
                     for change in self._changes(
-                        key, self.values, [*others, *(other for other in broken if key in other.moves)]
+                        key, self.values, [*others, *(other for other in broken if key in other.adjustable)]
                     )
                 ][:2]
             )
@@ -102,19 +102,19 @@ class LayoutFixes:
             return fixes, True
         layout = self._repaired({}) or self._repaired(ONE_RANK)
         assert layout, "one rank with a batch, a sequence and heads that fit is always valid"
-        shares = [{key: layout[key] for key in rule.reads if key in layout} for rule in broken]
+        shares = [{key: layout[key] for key in rule.inputs if key in layout} for rule in broken]
         shares[0] |= {key: value for key, value in layout.items() if key not in _merged(shares)}
         return [[share] for share in shares], len(broken) == 1
 
     def _repaired(self, start: Change) -> Change | None:
         """Apply the nearest change of each broken rule in turn; None if this leads to no valid layout."""
-        movable = dict.fromkeys(key for rule in self.rules for key in rule.moves if key in self.values)
+        movable = dict.fromkeys(key for rule in self.rules for key in rule.adjustable if key in self.values)
         layout = self.values.changed({key: value for key, value in start.items() if key in movable})
         for _ in range(MOST_CHANGES):
             broken = self._broken(layout)
             if not broken:
                 return {key: layout[key] for key in movable if layout[key] != self.values[key]}
-            keys = [key for key in broken[0].moves if key in movable]
+            keys = [key for key in broken[0].adjustable if key in movable]
             changes = [change for key in keys for change in self._changes(key, layout, broken[:1])]
             if not changes:  # the rule's likeliest key makes room for the next one
                 key = next((key for key in keys if key in {*ONE_RANK, "dp"} and (layout[key] or 1) > 1), None)

@@ -102,7 +102,7 @@ def replica_differences(trainer: Trainer) -> list[str]:
 
 
 def minority_ranks(values: Sequence[float], ranks: Sequence[int]) -> list[int]:
-    """Return the ranks whose value is not that of most; all of them where no value has a majority."""
+    """Return the ranks whose value differs from the majority's; all of them where there is none."""
     common, count = Counter(values).most_common(1)[0]
     if 2 * count <= len(values):
         return list(ranks)

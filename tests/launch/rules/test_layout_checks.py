@@ -25,39 +25,31 @@ def overlap_problem(setting: str, tokens: int, fix: str) -> str:
     "overrides",
     thinned(
         [
-            ["pp=5"],  # stages need not be equal
-            ["pp=12"],
-            ["pp=3", "vp=2", "train.global_batch_size=48"],
-            ["pp=2", "vp=6"],
-            ["pp=4", "pipeline=zb_h1", "train.global_batch_size=8"],  # fewer micro-batches than stages
-            ["pp=1", "pipeline=zb_h1"],
-            ["pp=4", "pipeline=gpipe"],
-            ["pp=2", "vp=2", "pipeline=gpipe"],
-            ["pp=2", "zero=2"],
-            ["zero=3", "dp=1"],
-            ["zero=3", "dp=2"],
-            ["tp=4", "sequence_parallel=true"],
-            ["tp=1", "sequence_parallel=true", "data.seq_length=127"],
-            ["tp=4", "sequence_parallel=false", "data.seq_length=127"],
-            ["cp=64"],
-            ["tp=4", "sequence_parallel=true", "tp_overlap=32"],
-            ["tp=1", "tp_overlap=3"],
-            ["cp=2", "tp=4", "pp=2", "dp=1", "zero=2", "sequence_parallel=true"],
-            [
-                "tp=2",
-                "pp=3",
-                "vp=2",
-                "dp=2",
-                "zero=2",
-                "sequence_parallel=true",
-                "train.global_batch_size=48",
-            ],
+            "pp=5",  # stages need not be equal
+            "pp=12",
+            "pp=3 vp=2 train.global_batch_size=48",
+            "pp=2 vp=6",
+            "pp=4 pipeline=zb_h1 train.global_batch_size=8",  # fewer micro-batches than stages
+            "pp=1 pipeline=zb_h1",
+            "pp=4 pipeline=gpipe",
+            "pp=2 vp=2 pipeline=gpipe",
+            "pp=2 zero=2",
+            "zero=3 dp=1",
+            "zero=3 dp=2",
+            "tp=4 sequence_parallel=true",
+            "tp=1 sequence_parallel=true data.seq_length=127",
+            "tp=4 sequence_parallel=false data.seq_length=127",
+            "cp=64",
+            "tp=4 sequence_parallel=true tp_overlap=32",
+            "tp=1 tp_overlap=3",
+            "cp=2 tp=4 pp=2 dp=1 zero=2 sequence_parallel=true",
+            "tp=2 pp=3 vp=2 dp=2 zero=2 sequence_parallel=true train.global_batch_size=48",
         ],
         4,
     ),
 )
-def test_layout_that_runs_has_no_problem(overrides: list[str]) -> None:
-    assert problems_of(*overrides) == []
+def test_layout_that_runs_has_no_problem(overrides: str) -> None:
+    assert problems_of(*overrides.split()) == []
 
 
 @pytest.mark.parametrize(
@@ -65,50 +57,50 @@ def test_layout_that_runs_has_no_problem(overrides: list[str]) -> None:
     thinned(
         [
             (
-                ["cp=3"],
+                "cp=3",
                 "cp=3 splits sequences into 6 pieces, but 6 does not divide data.seq_length=128; use "
                 "data.seq_length=126 or cp=1",
             ),
             (
-                ["cp=2", "tp=4", "sequence_parallel=true", "data.seq_length=12"],
+                "cp=2 tp=4 sequence_parallel=true data.seq_length=12",
                 "sequence_parallel=true splits sequences, but cp=2 * tp=4 does not divide "
                 "data.seq_length=12; use data.seq_length=8 or data.seq_length=16",
             ),
-            (["pp=13"], "pp=13 stages are more than model.num_layers=12; use pp=12"),
+            ("pp=13", "pp=13 stages are more than model.num_layers=12; use pp=12"),
             (
-                ["pp=4", "vp=4", "train.global_batch_size=96"],
+                "pp=4 vp=4 train.global_batch_size=96",
                 "pp=4 * vp=4 = 16 stages are more than model.num_layers=12; use vp=3 or pp=3",
             ),
             (
-                ["pp=4", "vp=2"],
+                "pp=4 vp=2",
                 "pp=4 * vp=2 = 8 stages do not divide model.num_layers=12, as vp > 1 needs; use vp=1 or vp=3",
             ),
-            (["vp=2"], "vp=2 interleaves the stages of a pipeline, but pp=1 makes none; use vp=1 or pp=2"),
+            ("vp=2", "vp=2 interleaves the stages of a pipeline, but pp=1 makes none; use vp=1 or pp=2"),
             (
-                ["pp=2", "vp=2", "pipeline=zb_h1"],
+                "pp=2 vp=2 pipeline=zb_h1",
                 "pipeline=zb_h1 has one stage per rank, but vp=2; use pipeline=1f1b or vp=1",
             ),
             (
-                ["pp=2", "zero=3"],
+                "pp=2 zero=3",
                 "zero=3 would gather the weights again for each micro-batch of a pipeline (pp=2); use zero=2",
             ),
             (
-                ["tp=4", "sequence_parallel=true", "data.seq_length=126"],
+                "tp=4 sequence_parallel=true data.seq_length=126",
                 "sequence_parallel=true splits sequences, but tp=4 does not divide data.seq_length=126; "
                 "use data.seq_length=124 or data.seq_length=128",
             ),
             (
-                ["tp=4", "sequence_parallel=true", "data.seq_length=3"],
+                "tp=4 sequence_parallel=true data.seq_length=3",
                 "sequence_parallel=true splits sequences, but tp=4 does not divide data.seq_length=3; "
                 "use data.seq_length=4 or sequence_parallel=false",
             ),
-            (["tp=2", "tp_overlap=3"], overlap_problem("tp_overlap=3", 128, "tp_overlap=2 or tp_overlap=4")),
+            ("tp=2 tp_overlap=3", overlap_problem("tp_overlap=3", 128, "tp_overlap=2 or tp_overlap=4")),
             (
-                ["cp=2", "tp=4", "sequence_parallel=true", "tp_overlap=100"],
+                "cp=2 tp=4 sequence_parallel=true tp_overlap=100",
                 overlap_problem("tp_overlap=100", 16, "tp_overlap=16"),
             ),
             (
-                ["pp=3", "vp=2", "dp=2", "train.global_batch_size=64"],
+                "pp=3 vp=2 dp=2 train.global_batch_size=64",
                 "train.global_batch_size=64 is not a multiple of dp=2 * train.micro_batch_size=8 * pp=3 = "
                 "48; use train.global_batch_size=48 or train.global_batch_size=96",
             ),
@@ -116,40 +108,40 @@ def test_layout_that_runs_has_no_problem(overrides: list[str]) -> None:
         2,
     ),
 )
-def test_problem_names_value_and_remedy(overrides: list[str], problem: str) -> None:
-    assert problems_of(*overrides) == [problem]
+def test_problem_names_value_and_remedy(overrides: str, problem: str) -> None:
+    assert problems_of(*overrides.split()) == [problem]
 
 
 @pytest.mark.parametrize(
     "overrides, world_size, problem",
     [
         (
-            ["tp=4"],
+            "tp=4",
             6,
             "tp=4 * pp=1 = 4 does not divide the 6 ranks started; "
             "use tp=2 train.global_batch_size=504, or start a multiple of 4 ranks",
         ),
         (
-            ["tp=2", "pp=3"],
+            "tp=2 pp=3",
             8,
             "tp=2 * pp=3 = 6 does not divide the 8 ranks started; "
             "use pp=2 or pp=4, or start a multiple of 6 ranks",
         ),
         (
-            ["cp=2", "dp=2"],
+            "cp=2 dp=2",
             8,
             "tp=1 * cp=2 * pp=1 * dp=2 = 4 ranks, not the 8 ranks started; use dp=4 or dp=null, or start "
             "4 ranks",
         ),
         (
-            ["tp=2", "dp=2"],
+            "tp=2 dp=2",
             8,
             "tp=2 * pp=1 * dp=2 = 4 ranks, not the 8 ranks started; use dp=4 or dp=null, or start 4 ranks",
         ),
     ],
 )
-def test_world_of_a_launcher_must_be_filled(overrides: list[str], world_size: int, problem: str) -> None:
-    assert problems_of(*overrides, world_size=world_size) == [problem]
+def test_world_of_a_launcher_must_be_filled(overrides: str, world_size: int, problem: str) -> None:
+    assert problems_of(*overrides.split(), world_size=world_size) == [problem]
 
 
 def test_alternatives_of_one_problem_break_no_other_rule() -> None:
