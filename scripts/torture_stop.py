@@ -50,7 +50,7 @@ PHASES = {
     "scoring": "mlm.training.pipelined:PipelinedModel.evaluate:1",
     "prompts": "mlm.cli.pretrain.samples:PromptSampler.logits:2",
     "saving": "mlm.checkpoint.native.save_load:save_checkpoint:1",
-    "predicting": "mlm.finetune.scoring:score_split:1",
+    "predicting": "mlm.finetune.scoring:Scorer.score_and_write:1",
 }
 
 

@@ -17,11 +17,11 @@ from mlm.finetune.registry import check_installed, task_type
 from mlm.finetune.results import DATA_COLUMNS, DATA_PATH, resolve_best
 from mlm.finetune.scoring import (
     Scored,
+    Scorer,
     label_probabilities,
     make_objective,
     one_label_warning,
     prediction_files,
-    score_split,
 )
 from mlm.finetune.splits import TaskSplit, held_out_part, read_split
 from mlm.inference.trained import load_trained, open_for_layout, result_identity
@@ -132,8 +132,12 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     begin, start, task = time.monotonic(), read_start(config), config.task
     trained = load_trained(start.source, config.parallel, config.precision, ctx)
     kind = task_type(task.kind)
-    objective = make_objective(task, ctx, trained.model.dtype)
-    batcher = make_batcher(trained.model, config.batch_size, start.max_length, kind.batcher)
+    scorer = Scorer(
+        model=trained.model,
+        objective=make_objective(task, ctx, trained.model.dtype),
+        task=task,
+        batcher=make_batcher(trained.model, config.batch_size, start.max_length, kind.batcher),
+    )
     out = result_path(config, start)
     place = result_path(replace(config, out=None), start) if is_stream(out) else out
     scores = []
@@ -142,7 +146,7 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
         folder = None if tokenized.split.has_labels else place.parent / "predictions"
         if config.predictions is not None:
             folder = Path(config.predictions)
-        scores.append(score_split(task, tokenized, trained.model, objective, batcher, folder))
+        scores.append(scorer.score_and_write(tokenized, folder))
     if not ctx.is_main:
         return
     result = {

@@ -15,7 +15,7 @@ from mlm.finetune.batches import make_batcher
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.registry import check_task, task_type
 from mlm.finetune.rows import RowError, TaskRow
-from mlm.finetune.scoring import Finetuning, compute_predictions, label_probabilities
+from mlm.finetune.scoring import Finetuning, Scorer, label_probabilities
 from mlm.finetune.splits import TaskSplit, tokenize
 from mlm.inference.trained import LoadedModel
 from mlm.models.family import family_of
@@ -45,7 +45,8 @@ def predict(
     tokenized = tokenize(task, split, tokenizer, causal=causal, max_length=length)
     objective = Finetuning(task_type(task.kind), ctx, trained.model.dtype)
     batcher = make_batcher(trained.model, batch_size, length)
-    predictions = compute_predictions(trained.model, objective, task, tokenized, batcher)
+    scorer = Scorer(model=trained.model, objective=objective, task=task, batcher=batcher)
+    predictions = scorer.predict(tokenized)
     if not task_type(task.kind).gives_probabilities:
         return [prediction.value for prediction in predictions]
     return [

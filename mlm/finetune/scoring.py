@@ -127,34 +127,78 @@ def compute_outputs(
     return [part.reshape(-1, 2) if spans else part for part in np.split(outputs, ends[:-1])]
 
 
-def evaluate(
-    model: PipelinedModel,
-    objective: Objective,
-    task: TaskConfig,
-    tokenized: TokenizedSplit,
-    batcher: Batcher,
-    *,
-    shown: bool = False,
-) -> tuple[dict[str, float], list[Prediction]]:
-    """Return (metrics, empty without labels; a prediction per row) of a split. The same on every rank.
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """Metrics and predictions of a split."""
 
-    Conversations have no predictions.
+    tokenized: TokenizedSplit
+    metrics: dict[str, float]
+    """Empty for a split without labels."""
+    files: tuple[str, ...]
+    """Files of predictions, on the main rank."""
+    predictions: Sequence[Prediction] = ()
+    """One per row."""
 
-    Collective over all ranks. `shown` draws a bar. Raises CheckFailedError if the model's outputs are not
-    finite.
-    """
-    split, examples = tokenized.split, tokenized.examples
-    if isinstance(objective, AnswerLoss):
-        values = objective.scores(mean_parts(model, objective, batcher.all_batches(examples))[0])  # type: ignore[arg-type]
-        if not math.isfinite(values["loss"]):
-            raise CheckFailedError(
-                f"the loss of split {split.name}, {split.source}, is not finite{NOT_FINITE}"
-            )
-        return {name: values[name] for name in task.metrics}, []
-    with progress_bar(f"scoring {split.name}", len(examples), shown=shown) as advance:
-        predictions = compute_predictions(model, objective, task, tokenized, batcher, advance)
-    metrics = task_type(task.kind).score(task, split.rows, predictions) if split.has_labels else {}
-    return metrics, predictions
+
+@dataclass(frozen=True, kw_only=True)
+class Scorer:
+    """Scores splits of a task. Methods are collective over all ranks and return the same on each."""
+
+    model: PipelinedModel
+    objective: Objective
+    task: TaskConfig
+    batcher: Batcher
+
+    def score(
+        self, tokenized: TokenizedSplit, *, shown: bool = False
+    ) -> tuple[dict[str, float], list[Prediction]]:
+        """Return (metrics, empty without labels; a prediction per row, none of conversations) of a split.
+
+        `shown` draws a bar. Raises CheckFailedError if the model's outputs are not finite.
+        """
+        split, task, objective = tokenized.split, self.task, self.objective
+        if isinstance(objective, AnswerLoss):
+            batches = self.batcher.all_batches(tokenized.examples)
+            values = objective.scores(mean_parts(self.model, objective, batches)[0])  # type: ignore[arg-type]
+            if not math.isfinite(values["loss"]):
+                problem = f"the loss of split {split.name}, {split.source}, is not finite"
+                raise CheckFailedError(f"{problem}{NOT_FINITE}")
+            return {name: values[name] for name in task.metrics}, []
+        with progress_bar(f"scoring {split.name}", len(tokenized.examples), shown=shown) as advance:
+            predictions = self.predict(tokenized, advance)
+        metrics = task_type(task.kind).score(task, split.rows, predictions) if split.has_labels else {}
+        return metrics, predictions
+
+    def predict(
+        self, tokenized: TokenizedSplit, advance: Callable[[int], None] = lambda count: None
+    ) -> list[Prediction]:
+        """Return a prediction per row. Raises CheckFailedError if the model's outputs are not finite."""
+        split, examples, objective = tokenized.split, tokenized.examples, self.objective
+        assert isinstance(objective, Finetuning), "conversations have no predictions"
+        outputs = compute_outputs(self.model, objective, examples, self.batcher, advance)
+        for example, output in zip(examples, outputs, strict=True):
+            if not np.isfinite(output).all():
+                precision = next(name for name, dtype in DTYPES.items() if dtype == self.model.dtype)
+                place = split.places[example.row]  # the first; rows are not to blame
+                raise CheckFailedError(
+                    f"the model's outputs of {place} are not finite in precision={precision}{NOT_FINITE}"
+                )
+        kind, predictions = task_type(self.task.kind), list[Prediction]()
+        # every row has examples, in the order of the rows
+        for row, pairs in groupby(zip(examples, outputs, strict=True), key=lambda pair: pair[0].row):
+            predictions.append(kind.predict(self.task, split.rows[row], *zip(*pairs, strict=True)))
+        return predictions
+
+    def score_and_write(self, tokenized: TokenizedSplit, folder: Path | None) -> Scored:
+        """Score a split; the main rank writes its predictions to `folder`. Raises UserError."""
+        is_main = self.model.ctx.is_main
+        metrics, predictions = self.score(tokenized, shown=is_main)
+        files: list[Path] = []
+        if folder is not None and is_main:
+            with writing_to(str(folder)):
+                files = write_predictions(self.task, tokenized.split, predictions, folder)
+        names = tuple(map(str, files))
+        return Scored(tokenized=tokenized, metrics=metrics, files=names, predictions=predictions)
 
 
 def one_label_warning(task: TaskConfig, split: TaskSplit, predictions: Sequence[Prediction]) -> str | None:
@@ -169,70 +213,11 @@ def one_label_warning(task: TaskConfig, split: TaskSplit, predictions: Sequence[
     )
 
 
-def compute_predictions(
-    model: PipelinedModel,
-    objective: Finetuning,
-    task: TaskConfig,
-    tokenized: TokenizedSplit,
-    batcher: Batcher,
-    advance: Callable[[int], None] = lambda count: None,
-) -> list[Prediction]:
-    """Return a prediction per row of a split, the same on every rank. Collective over all ranks.
-
-    Raises CheckFailedError if the model's outputs are not finite.
-    """
-    split, examples = tokenized.split, tokenized.examples
-    outputs = compute_outputs(model, objective, examples, batcher, advance)
-    for example, output in zip(examples, outputs, strict=True):
-        if not np.isfinite(output).all():
-            precision = next(name for name, dtype in DTYPES.items() if dtype == model.dtype)
-            place = split.places[example.row]  # the first; rows are not to blame
-            raise CheckFailedError(
-                f"the model's outputs of {place} are not finite in precision={precision}{NOT_FINITE}"
-            )
-    kind, predictions = task_type(task.kind), list[Prediction]()
-    # every row has examples, in the order of the rows
-    for row, pairs in groupby(zip(examples, outputs, strict=True), key=lambda pair: pair[0].row):
-        predictions.append(kind.predict(task, split.rows[row], *zip(*pairs, strict=True)))
-    return predictions
-
-
 def label_probabilities(task: TaskConfig, prediction: Prediction) -> dict[str, float]:
     """Return the softmax of a prediction's scores, in float64, by the name of the label."""
     outputs = np.array(prediction.scores, dtype=np.float64)
     weights = np.exp(outputs - outputs.max())
     return dict(zip(task.labels, (weights / weights.sum()).tolist(), strict=True))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scored:
-    """Metrics and predictions of a split."""
-
-    tokenized: TokenizedSplit
-    metrics: dict[str, float]
-    """Empty for a split without labels."""
-    files: tuple[str, ...]
-    """Files of predictions, on the main rank."""
-    predictions: Sequence[Prediction] = ()
-    """One per row."""
-
-
-def score_split(
-    task: TaskConfig,
-    tokenized: TokenizedSplit,
-    model: PipelinedModel,
-    objective: Objective,
-    batcher: Batcher,
-    folder: Path | None,
-) -> Scored:
-    """Score a split, and write its predictions to `folder`. Collective over all ranks. Raises UserError."""
-    is_main = model.ctx.is_main
-    metrics, predictions = evaluate(model, objective, task, tokenized, batcher, shown=is_main)
-    files: list[Path] = []
-    if folder is not None and is_main:
-        with writing_to(str(folder)):
-            files = write_predictions(task, tokenized.split, predictions, folder)
-    return Scored(tokenized=tokenized, metrics=metrics, files=tuple(map(str, files)), predictions=predictions)
 
 
 def write_predictions(

@@ -49,7 +49,7 @@ from mlm.finetune.results import (
     report,
     save_best,
 )
-from mlm.finetune.scoring import Objective, evaluate, make_objective, one_label_warning, score_split
+from mlm.finetune.scoring import Objective, Scorer, make_objective, one_label_warning
 from mlm.finetune.splits import TaskSplit, TokenizedSplit
 from mlm.inference.trained import open_for_layout
 from mlm.launch.doctor.folder import check_start
@@ -184,6 +184,12 @@ class FinetuneLoop(Loop):
     """Examples trained on since the last logged step."""
 
     @property
+    def scorer(self) -> Scorer:
+        objective = cast(Objective, self.trainer.objective)
+        task, model = self.config.task, self.trainer.model
+        return Scorer(model=model, objective=objective, task=task, batcher=self.batcher)
+
+    @property
     def validate_every(self) -> int:
         return self.config.train.validate_every or self.order.steps_per_epoch
 
@@ -225,15 +231,12 @@ class FinetuneLoop(Loop):
         }
 
     def score(self) -> None:
-        trainer, task = self.trainer, self.config.task
-        objective = cast(Objective, trainer.objective)
+        trainer, task, scorer = self.trainer, self.config.task, self.scorer
         shown = trainer.ctx.is_main and self.config.log.live == "off"  # a live panel has the terminal
         scores: Scores = {}
         for tokenized in self.material.validations:
             split = tokenized.split
-            scores[split.name], predictions = evaluate(
-                trainer.model, objective, task, tokenized, self.batcher, shown=shown
-            )
+            scores[split.name], predictions = scorer.score(tokenized, shown=shown)
             if warning := one_label_warning(task, split, predictions):
                 self.reporter.problem(warning)
         is_best = self.progress.add(trainer.step, scores, task_type(task.kind).errors)
@@ -392,8 +395,7 @@ def finish(loop: FinetuneLoop, settings: Settings, begun: float) -> Result:
     assert progress.best_step is not None
     if tests:
         load_weights(stored_shards(trainer, trainer.shards), best, trainer.ctx)
-    model, objective, folder = trainer.model, cast(Objective, trainer.objective), out / "predictions"
-    scored = [score_split(task, test, model, objective, loop.batcher, folder) for test in tests]
+    scored = [loop.scorer.score_and_write(test, out / "predictions") for test in tests]
     result = Result(
         task=task.name,
         seed=config.seed,

@@ -14,8 +14,8 @@ from mlm.finetune import training
 from mlm.finetune.classification import Classification
 from mlm.finetune.config import FinetuneCheckpointConfig
 from mlm.finetune.rows import TaskRow
-from mlm.finetune.scoring import one_label_warning
-from mlm.finetune.splits import TaskSplit
+from mlm.finetune.scoring import Scorer, one_label_warning
+from mlm.finetune.splits import TaskSplit, TokenizedSplit
 from mlm.finetune.task_type import Prediction
 from mlm.parallel.mesh import ParallelContext
 from tests.finetune.runs import (
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scoring(monkeypatch: pytest.MonkeyPatch, *accuracies: float) -> None:
     """Let validations come out so, one after the other; all after them are 0."""
     found = iter(accuracies)
-    monkeypatch.setattr(training, "evaluate", lambda *a, **k: ({"accuracy": next(found, 0.0), "f1": 1.0}, []))
+    monkeypatch.setattr(Scorer, "score", lambda *a, **k: ({"accuracy": next(found, 0.0), "f1": 1.0}, []))
 
 
 class TestBest:
@@ -85,11 +85,11 @@ class TestBest:
     ) -> None:
         made = {"one": iter([0.1, 0.2, 0.1]), "two": iter([0.9, 0.1, 0.95])}
 
-        def scored(model: Any, objective: Any, task: Any, evaluation: Any, *a: Any, **k: Any) -> Any:
-            value = next(made[evaluation.split.name])
+        def scored(self: Scorer, tokenized: TokenizedSplit, **options: Any) -> Any:
+            value = next(made[tokenized.split.name])
             return {"accuracy": value, "macro_f1": 1 - value}, []
 
-        monkeypatch.setattr(training, "evaluate", scored)
+        monkeypatch.setattr(Scorer, "score", scored)
         data = write_data(tmp_path / "data", "classification")
         for name in made:
             (data / f"{name}.jsonl").write_bytes((data / "validation.jsonl").read_bytes())

@@ -10,6 +10,7 @@ from mlm.checkpoint.native.folders import checkpoints
 from mlm.checkpoint.native.run_state import FINETUNING
 from mlm.finetune import training
 from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig
+from mlm.finetune.scoring import Scorer
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.trainer import Trainer
 from tests.finetune.runs import finetune, finetuning, losses, read, weights, write_data, write_model
@@ -112,7 +113,7 @@ def test_repeated_steps_that_score_less_keep_the_best_checkpoint_and_its_scores(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, scores = tmp_path / "out", iter([1.0, 2.0, 9.0, 1.5, 1.5, 1.5, 1.5])
-    monkeypatch.setattr(training, "evaluate", lambda *args, **kwargs: ({"accuracy": next(scores)}, []))
+    monkeypatch.setattr(Scorer, "score", lambda *args, **kwargs: ({"accuracy": next(scores)}, []))
     config = config_of(folder, out=str(out), checkpoint=FinetuneCheckpointConfig(save_every=2))
     dies(config, monkeypatch, training, "save_best", 3)
     result = finetune(config)
