@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from mlm.finetune.examples import InputText
-from mlm.finetune.splits import TokenizedSplit, tokenize
+from mlm.finetune.splits import tokenize
 from mlm.util.errors import UserError
 from tests.finetune.material import bert, gpt2, pairs, sentence, shipped, split_of, their_bert
-
-ARTICLE = "The cat sat near the river . It was old . Who saw it ? The dog ran on ."
 
 
 def rows_of_pairs(count: int, longest: int) -> list[dict[str, Any]]:
@@ -89,34 +87,13 @@ def test_special_tokens_written_out_are_letters(tmp_path: Path) -> None:
     assert (tokens.count(bert().sep_id), tokens.count(bert().cls_id)) == (2, 1)
 
 
-# ----- RACE
-
-
-def race_row(question: str, article: str = ARTICLE, label: str = "C") -> dict[str, Any]:
-    options = ["a cat", "the old dog .", "nobody", "it was not said"]
-    return {
-        "example_id": "high1.txt",
-        "article": article,
-        "question": question,
-        "options": options,
-        "answer": label,
-    }
-
-
-def race(folder: Path, rows: list[dict[str, Any]], **how: Any) -> TokenizedSplit:
-    task = shipped("race")
-    how = {"causal": False, "max_length": 512} | how
-    return tokenize(task, split_of(folder, task, rows), gpt2() if how["causal"] else bert(), **how)
-
-
-LONG = " ".join([ARTICLE] * 700)  # more than 10,000 words
-
-
 def test_gpt2_reads_the_question_and_its_option_last(tmp_path: Path) -> None:
-    row = race_row("Who saw it ?", article=LONG)
-    (example,) = race(tmp_path, [row], causal=True, max_length=64).examples
+    task, options = shipped("race"), ["a cat", "the old dog .", "nobody", "it was not said"]
+    row = {"example_id": "high1.txt", "article": "The cat sat near the river . " * 700, "answer": "C"}
+    split = split_of(tmp_path, task, [row | {"question": "Who saw it ?", "options": options}])
+    (example,) = tokenize(task, split, gpt2(), causal=True, max_length=64).examples
     eod = gpt2().eod_id
-    for text, option in zip(example.texts, row["options"], strict=True):
+    for text, option in zip(example.texts, options, strict=True):
         asked = gpt2().encode(f"Who saw it ? {option}".replace(" . ", ". "))
         assert len(text) == 64
         assert text.tokens.tolist()[-len(asked) - 2 :] == [eod, *asked, eod]

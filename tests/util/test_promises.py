@@ -212,14 +212,10 @@ def test_a_link_is_unharmed(name: str, leaf: Leaf, tmp_path: Path) -> None:
     assert (tmp_path / "to-result").is_symlink()
 
 
-def key_to_write(name: str) -> Leaf | None:
-    return next((leaf for n, leaf in (*FILES, *FOLDERS) if n == name), None)
-
-
 @pytest.mark.parametrize(("name", "leaf"), INPUTS, ids=ids(INPUTS))
 def test_an_input_is_unharmed(name: str, leaf: Leaf, tmp_path: Path) -> None:
     """A command's input is neither replaced by its result, even if mlm wrote it, nor made its folder."""
-    target = key_to_write(name)
+    target = next((leaf for n, leaf in (*FILES, *FOLDERS) if n == name), None)
     if target is None:
         pytest.skip("writes nothing that a key names")
     (tmp_path / "in").mkdir()
