@@ -359,7 +359,7 @@ class Model:
         """
         _check_batch_size(batch_size)
         rows = texts if isinstance(texts, list) else [texts]
-        answers = predict(self.trained, self.tokenizer, rows, batch_size=batch_size, ctx=self.ctx)
+        answers = predict(self.trained, self.tokenizer, rows, batch_size=batch_size)
         return answers if isinstance(texts, list) else answers[0]
 
     def _check_predicts_tokens(self, *, causal: bool = False) -> None:

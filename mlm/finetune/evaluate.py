@@ -9,7 +9,6 @@ from typing import Any
 from mlm.checkpoint.native.run_state import FINETUNING
 from mlm.config.build import to_dict
 from mlm.convert.source import Checkpoint
-from mlm.finetune.batches import make_batcher
 from mlm.finetune.chat import Preferences
 from mlm.finetune.config import REFERENCE_FREE, EvalTaskConfig, TaskConfig
 from mlm.finetune.inputs import Start, read_start, tokenize_split
@@ -19,7 +18,6 @@ from mlm.finetune.scoring import (
     Scored,
     Scorer,
     label_probabilities,
-    make_objective,
     one_label_warning,
     prediction_files,
 )
@@ -131,13 +129,7 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     """Score the splits; rank 0 prints a table and writes a JSON receipt. Raises UserError."""
     begin, start, task = time.monotonic(), read_start(config), config.task
     trained = load_trained(start.source, config.parallel, config.precision, ctx)
-    kind = task_type(task.kind)
-    scorer = Scorer(
-        model=trained.model,
-        objective=make_objective(task, ctx, trained.model.dtype),
-        task=task,
-        batcher=make_batcher(trained.model, config.batch_size, start.max_length, kind.batcher),
-    )
+    scorer = Scorer.of(trained.model, task, batch_size=config.batch_size, max_length=start.max_length)
     out = result_path(config, start)
     place = result_path(replace(config, out=None), start) if is_stream(out) else out
     scores = []

@@ -11,21 +11,17 @@ from mlm.config.build import from_dict
 from mlm.convert.huggingface.mapping import label_entries
 from mlm.convert.source import ModelFolder
 from mlm.data.tokenizer import Tokenizer
-from mlm.finetune.batches import make_batcher
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.registry import check_task, task_type
 from mlm.finetune.rows import RowError, TaskRow
-from mlm.finetune.scoring import Finetuning, Scorer, label_probabilities
+from mlm.finetune.scoring import Scorer, label_probabilities
 from mlm.finetune.splits import TaskSplit, tokenize
 from mlm.inference.trained import LoadedModel
 from mlm.models.family import family_of
-from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import ConfigError, CorruptFileError, UserError, type_of
 
 
-def predict(
-    trained: LoadedModel, tokenizer: Tokenizer, rows: Sequence[Any], *, batch_size: int, ctx: ParallelContext
-) -> list[Any]:
+def predict(trained: LoadedModel, tokenizer: Tokenizer, rows: Sequence[Any], *, batch_size: int) -> list[Any]:
     """Return the model's answer to each row, the same on every rank. Collective over all ranks.
 
     A row is a text, a tuple of texts in the order of the task's columns, or a mapping by column. An answer
@@ -43,9 +39,7 @@ def predict(
     length = min(task.max_length, model.max_positions)
     causal, split = family_of(model.kind).causal, split_of(task, rows)
     tokenized = tokenize(task, split, tokenizer, causal=causal, max_length=length)
-    objective = Finetuning(task_type(task.kind), ctx, trained.model.dtype)
-    batcher = make_batcher(trained.model, batch_size, length)
-    scorer = Scorer(model=trained.model, objective=objective, task=task, batcher=batcher)
+    scorer = Scorer.of(trained.model, task, batch_size=batch_size, max_length=length)
     predictions = scorer.predict(tokenized)
     if not task_type(task.kind).gives_probabilities:
         return [prediction.value for prediction in predictions]

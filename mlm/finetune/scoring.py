@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mlm.finetune.batches import Batcher, TaskBatch
+from mlm.finetune.batches import Batcher, TaskBatch, make_batcher
 from mlm.finetune.chat import Preferences
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example
@@ -94,39 +94,6 @@ def make_objective(task: TaskConfig, ctx: ParallelContext, dtype: torch.dtype) -
     return AnswerLoss(ctx, dtype) if kind.is_chat else Finetuning(kind, ctx, dtype)
 
 
-def compute_outputs(
-    model: PipelinedModel,
-    objective: Finetuning,
-    examples: Sequence[Example],
-    batcher: Batcher,
-    advance: Callable[[int], None] = lambda count: None,
-) -> list[Output]:
-    """Return the head's outputs for each example in float32; the same on every rank.
-
-    Every example goes through the model exactly once. Collective over all ranks. `advance` receives the
-    number of further examples done.
-    """
-    spans = model.chunks[0].config.head == "span"
-    width = 2 if spans else model.chunks[0].config.num_labels
-    sizes = [width * (len(e.texts[0]) if spans else len(e.texts)) for e in examples]
-    ends = np.cumsum(sizes)
-    flat = torch.zeros(int(ends[-1]), dtype=torch.float64)  # each number is written by one rank
-
-    def forward(chunk: Transformer, batch: TaskBatch, x: Tensor | None) -> Tensor:
-        return chunk.outputs(objective.inputs(chunk, batch), None, x)
-
-    for batch, result in model.evaluate(batcher.all_batches(examples), forward):
-        advance(len(batch.examples) * batcher.size)
-        if model.ctx.tp.rank:
-            continue  # tp ranks have equal outputs
-        rows = iter(result.cpu().double())  # of each text [num_labels], or [S, 2] with padding
-        for number in batch.examples:
-            output = torch.cat([next(rows) for _ in examples[number].texts])
-            flat[ends[number] - sizes[number] : ends[number]] = output.flatten()[: sizes[number]]
-    outputs = all_reduce(flat, model.ctx.world).numpy().astype(np.float32)
-    return [part.reshape(-1, 2) if spans else part for part in np.split(outputs, ends[:-1])]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Scored:
     """Metrics and predictions of a split."""
@@ -148,6 +115,13 @@ class Scorer:
     objective: Objective
     task: TaskConfig
     batcher: Batcher
+
+    @classmethod
+    def of(cls, model: PipelinedModel, task: TaskConfig, *, batch_size: int, max_length: int) -> "Scorer":
+        """Score with micro-batches of `batch_size` texts of `max_length` tokens."""
+        objective = make_objective(task, model.ctx, model.dtype)
+        batcher = make_batcher(model, batch_size, max_length, task_type(task.kind).batcher)
+        return cls(model=model, objective=objective, task=task, batcher=batcher)
 
     def score(
         self, tokenized: TokenizedSplit, *, shown: bool = False
@@ -173,9 +147,8 @@ class Scorer:
         self, tokenized: TokenizedSplit, advance: Callable[[int], None] = lambda count: None
     ) -> list[Prediction]:
         """Return a prediction per row. Raises CheckFailedError if the model's outputs are not finite."""
-        split, examples, objective = tokenized.split, tokenized.examples, self.objective
-        assert isinstance(objective, Finetuning), "conversations have no predictions"
-        outputs = compute_outputs(self.model, objective, examples, self.batcher, advance)
+        split, examples = tokenized.split, tokenized.examples
+        outputs = self.compute_outputs(examples, advance)
         for example, output in zip(examples, outputs, strict=True):
             if not np.isfinite(output).all():
                 precision = next(name for name, dtype in DTYPES.items() if dtype == self.model.dtype)
@@ -188,6 +161,35 @@ class Scorer:
         for row, pairs in groupby(zip(examples, outputs, strict=True), key=lambda pair: pair[0].row):
             predictions.append(kind.predict(self.task, split.rows[row], *zip(*pairs, strict=True)))
         return predictions
+
+    def compute_outputs(
+        self, examples: Sequence[Example], advance: Callable[[int], None] = lambda count: None
+    ) -> list[Output]:
+        """Return the head's outputs for each example in float32.
+
+        Every example goes through the model exactly once. `advance` receives the number of further ones done.
+        """
+        model, objective = self.model, self.objective
+        assert isinstance(objective, Finetuning), "conversations have no predictions"
+        spans = model.chunks[0].config.head == "span"
+        width = 2 if spans else model.chunks[0].config.num_labels
+        sizes = [width * (len(e.texts[0]) if spans else len(e.texts)) for e in examples]
+        ends = np.cumsum(sizes)
+        flat = torch.zeros(int(ends[-1]), dtype=torch.float64)  # each number is written by one rank
+
+        def forward(chunk: Transformer, batch: TaskBatch, x: Tensor | None) -> Tensor:
+            return chunk.outputs(objective.inputs(chunk, batch), None, x)
+
+        for batch, result in model.evaluate(self.batcher.all_batches(examples), forward):
+            advance(len(batch.examples) * self.batcher.size)
+            if model.ctx.tp.rank:
+                continue  # tp ranks have equal outputs
+            rows = iter(result.cpu().double())  # of each text [num_labels], or [S, 2] with padding
+            for number in batch.examples:
+                output = torch.cat([next(rows) for _ in examples[number].texts])
+                flat[ends[number] - sizes[number] : ends[number]] = output.flatten()[: sizes[number]]
+        outputs = all_reduce(flat, model.ctx.world).numpy().astype(np.float32)
+        return [part.reshape(-1, 2) if spans else part for part in np.split(outputs, ends[:-1])]
 
     def score_and_write(self, tokenized: TokenizedSplit, folder: Path | None) -> Scored:
         """Score a split; the main rank writes its predictions to `folder`. Raises UserError."""

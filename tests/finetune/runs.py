@@ -15,7 +15,6 @@ from mlm.checkpoint.native.run_state import TOKENIZER
 from mlm.config.build import to_dict
 from mlm.data.config import DataConfig
 from mlm.finetune import evaluate, training
-from mlm.finetune.batches import make_batcher
 from mlm.finetune.config import (
     EvalTaskConfig,
     FinetuneConfig,
@@ -26,8 +25,7 @@ from mlm.finetune.config import (
     TaskDataConfig,
 )
 from mlm.finetune.inputs import read_start, tokenize_split
-from mlm.finetune.registry import task_type
-from mlm.finetune.scoring import Finetuning, compute_outputs
+from mlm.finetune.scoring import Scorer
 from mlm.finetune.splits import read_split
 from mlm.finetune.task_type import Output
 from mlm.inference.trained import load_trained
@@ -184,8 +182,7 @@ def run_and_look(ctx: ParallelContext, config: FinetuneConfig) -> list[Output]:
     start = read_start(saved)
     examples = tokenize_split(task, read_split(task, "validation", path=config.data.path), start).examples
     model = load_trained(start.source, config.parallel, config.precision, ctx).model
-    objective = Finetuning(task_type(task.kind), ctx, model.dtype)
-    return compute_outputs(model, objective, examples, make_batcher(model, 2, start.max_length))
+    return Scorer.of(model, task, batch_size=2, max_length=start.max_length).compute_outputs(examples)
 
 
 def read(path: Path) -> Any:

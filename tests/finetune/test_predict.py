@@ -222,4 +222,4 @@ def test_a_run_that_answers_messages_is_asked_by_chat() -> None:
     trained: Any = SimpleNamespace(config=config, manifest=manifest, path=Path("run"))
     none: Any = None
     with pytest.raises(ValueError, match=r"run: was finetuned to answer messages; use chat\(messages\)"):
-        module.predict(trained, none, ["x"], batch_size=1, ctx=none)
+        module.predict(trained, none, ["x"], batch_size=1)
