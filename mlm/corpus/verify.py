@@ -33,7 +33,7 @@ class FileCheck:
 
 @dataclass(frozen=True)
 class Expected:
-    """Facts that a corpus is compared with."""
+    """Facts that a corpus is compared with; None where they are unknown."""
 
     receipt: Receipt | None
     vocab_size: int | None

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mlm.data.chat_template import BUILT_IN, TURNS
 from mlm.data.config import DataConfig
-from mlm.data.local_copy import copy_locally
+from mlm.data.stored_corpus import copy_locally
 from mlm.util.errors import Absent, Problem, UserError
 from mlm.util.object_store import is_stored
 from mlm.util.ownership import HUB
@@ -32,9 +32,9 @@ def corpus(data: DataConfig) -> Problem | None:
         if missing is None or len(missing_pair(data.path)) == 1 or not missing_pair(_stem(data.path)):
             return missing
         return Absent.at("data.path", data.path, "no such folder", WRITE_ONE)
-    missing_files = " and ".join(missing_pair(str(training_prefix(data))))
-    problem = f"{missing_files}: not there"
-    return Absent.at("data.path", data.path, problem, WRITE_ONE) if missing_files else None
+    if not (missing_files := missing_pair(str(training_prefix(data)))):
+        return None
+    return Absent.at("data.path", data.path, f"{' and '.join(missing_files)}: not there", WRITE_ONE)
 
 
 def training_prefix(data: DataConfig, path: str | None = None) -> Path:

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.data.local_copy import stored_pointer
-from mlm.data.stored_corpus import StoredTokens, stored_tokens
+from mlm.data.stored_corpus import StoredTokens, stored_pointer, stored_tokens
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import copy_bytes, digest_file, fsync_directory, sampled_digest, sync
 

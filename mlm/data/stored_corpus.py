@@ -1,11 +1,16 @@
-"""Tokens of a corpus in an object store: read by blocks, kept beside its local copy (local_copy.py).
+"""Corpora in an object store: local copies of all but their tokens, which are read by blocks.
 
-All ranks of a host share them, and so does a run that resumes: a block that is not whole is read again.
+A copy is a folder of `data.cache` for one state of a corpus: its index, receipt and tokenizer whole, and in
+place of PREFIX.bin a PREFIX.bin.json that points to the object. Blocks of tokens are kept beside it, for all
+ranks of a host and for a run that resumes. A block that is not whole is read again.
 """
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from functools import cache, partial
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -14,15 +19,75 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from xxhash import xxh3_128_digest
 
-from mlm.data.local_copy import REMAKE, stored_pointer, writing_cache
-from mlm.util.errors import CorruptFileError
-from mlm.util.files import digest_samples, parse_json, read_bounded
-from mlm.util.object_store import StoredObject, read_ranges
+from mlm.data.config import SPLITS
+from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.files import digest_bytes, digest_samples, dump_json, parse_json, read_bounded, write_atomic
+from mlm.util.object_store import (
+    StoredObject,
+    explain_store_errors,
+    list_objects,
+    open_object,
+    read_ranges,
+)
 
+REMAKE = "delete its folder, which is made again"
 BLOCK = 1 << 18  # bytes of a request: 256 KiB, about what a store sends while it answers
 DIGEST = 16  # bytes of a block's digest, which ends its file
 SLACK = 64  # the kept blocks are measured after a process has added this part of their limit
 BYTES = np.dtype("u1")
+
+
+@cache
+def copy_locally(url: str, cache: str, limit: int) -> Path:
+    """Make the local copy of a corpus; return the prefix of its training part. `limit` is in bytes.
+
+    `url` is a folder with train.bin and .idx, or the prefix of a pair; train.bin and .idx stand for their
+    folder. Raises UserError.
+    """
+    folder = url.rstrip("/")
+    objects, part = _corpus_files(folder, SPLITS), SPLITS[0]
+    if not objects:
+        folder, _, part = folder.rpartition("/")
+        objects = _corpus_files(folder, SPLITS if part == SPLITS[0] else (part,))
+    if not objects:
+        problem = f"neither train.bin and train.idx in it, nor {part}.bin and {part}.idx"
+        raise UserError(f"data: {url}: {problem}; name a folder or prefix that holds a corpus")
+    identity = digest_bytes(dump_json({name: asdict(stored) for name, stored in objects.items()}))
+    copy = Path(cache, identity.removeprefix("xxh3:")[:16], folder.rpartition("/")[2])
+    with writing_cache(copy):
+        copy.mkdir(parents=True, exist_ok=True)
+        for name, stored in objects.items():
+            path = copy / name
+            if name.endswith(".bin"):
+                write_atomic(stored_pointer(path), dump_json(asdict(stored) | {"limit": limit}))
+            elif not path.is_file() or path.stat().st_size != stored.bytes:
+                with explain_store_errors(stored.url), open_object(stored.url, stored.etag) as content:
+                    write_atomic(path, partial(shutil.copyfileobj, content))
+    return copy / part
+
+
+@contextmanager
+def writing_cache(folder: Path) -> Iterator[None]:
+    """Turn an OSError of what is written below data.cache into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        problem = f"data.cache: {error.filename or folder}: {error.strerror}"
+        raise UserError(f"{problem}; name a folder with room in it that this user may write") from error
+
+
+def _corpus_files(folder: str, parts: Sequence[str]) -> dict[str, StoredObject]:
+    """Return the files of these parts in a folder, and what lies beside them; none without the first part."""
+    listed = {stored.url.rpartition("/")[2]: stored for stored in list_objects(folder, depth=1)}
+    if not {f"{parts[0]}.bin", f"{parts[0]}.idx"} <= listed.keys():
+        return {}
+    names = {"corpus.json", "tokenizer.json", *(f"{part}{end}" for part in parts for end in (".bin", ".idx"))}
+    return {name: listed[name] for name in sorted(names & listed.keys())}
+
+
+def stored_pointer(bin_path: Path) -> Path:
+    """Return the path of the file that a local copy has in place of a .bin."""
+    return bin_path.with_name(f"{bin_path.name}.json")
 
 
 def stored_tokens(bin_path: Path, dtype: np.dtype[Any] = BYTES) -> "StoredTokens | None":

@@ -42,12 +42,8 @@ def test_token_dtype_changes_at_megatrons_vocabulary(vocab_size: int, name: str)
 def test_max_token_looks_at_the_whole_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlm.data.indexed.CHUNK", 2)
     assert write_corpus(tmp_path / "c", [[1, 900, 2], [5]]).max_token() == 900
-
-
-def test_max_token_rejects_negative_ids(tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "c", [[1, -2]], DTYPES[4])
     with pytest.raises(CorruptFileError, match="token id -2"):
-        corpus.max_token()
+        write_corpus(tmp_path / "d", [[1, -2]], DTYPES[4]).max_token()
 
 
 def test_truncated_bin_names_file_and_both_sizes(tmp_path: Path) -> None:
@@ -63,10 +59,6 @@ def test_truncated_index_is_rejected(tmp_path: Path, size: int) -> None:
     (tmp_path / "c.idx").write_bytes(hand_made_index()[:size])
     with pytest.raises(CorruptFileError, match=r"c\.idx"):
         IndexedDataset(tmp_path / "c")
-
-
-def replaced(content: bytes, at: int, new: bytes) -> bytes:
-    return content[:at] + new + content[at + len(new) :]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +80,8 @@ def replaced(content: bytes, at: int, new: bytes) -> bytes:
 )
 def test_altered_index_is_rejected(tmp_path: Path, at: int, new: bytes, message: str) -> None:
     write_corpus(tmp_path / "c", DOCUMENTS)
-    (tmp_path / "c.idx").write_bytes(replaced(hand_made_index(), at, new))
+    index = hand_made_index()
+    (tmp_path / "c.idx").write_bytes(index[:at] + new + index[at + len(new) :])
     with pytest.raises(CorruptFileError, match=message):
         IndexedDataset(tmp_path / "c")
 
@@ -107,15 +100,6 @@ def test_empty_corpus_is_a_users_mistake(tmp_path: Path, documents: list[list[in
         write_corpus(tmp_path / "c", documents)
 
 
-def test_writer_leaves_nothing_on_an_exception(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ValueError, match="do not fit"),
-        IndexedWriter(tmp_path / "c", token_dtype(9)) as writer,
-    ):
-        writer.add_document(range(-1, 5))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_writer_leaves_the_previous_corpus_alone_on_an_exception(tmp_path: Path) -> None:
     write_corpus(tmp_path / "c", DOCUMENTS)
     with pytest.raises(RuntimeError, match="stop"), IndexedWriter(tmp_path / "c", token_dtype(9)):
@@ -130,6 +114,7 @@ def test_writer_rejects_tokens_that_would_wrap(tmp_path: Path, tokens: list[int]
         IndexedWriter(tmp_path / "c", token_dtype(9)) as writer,
     ):
         writer.add_document(tokens)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_sequences_of_a_document_are_written_as_megatron_packs_them(tmp_path: Path) -> None:

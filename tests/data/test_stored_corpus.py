@@ -15,8 +15,8 @@ from mlm.data.config import DataConfig
 from mlm.data.files_present import corpus, training_prefix
 from mlm.data.gpt import EvalWindows, GPTDataset
 from mlm.data.indexed import IndexedDataset
-from mlm.data.local_copy import copy_locally
 from mlm.data.sampler import Loader
+from mlm.data.stored_corpus import copy_locally
 from mlm.util import files
 from mlm.util.errors import UserError
 from mlm.util.files import sampled_digest

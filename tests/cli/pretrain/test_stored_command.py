@@ -7,7 +7,7 @@ import pytest
 
 from mlm.cli import main
 from mlm.data import receipt, stored_corpus
-from mlm.data.local_copy import copy_locally
+from mlm.data.stored_corpus import copy_locally
 from mlm.util import files
 from tests.cli.pretrain.test_blended_command import TINY
 from tests.slow import slow_but, thinned
