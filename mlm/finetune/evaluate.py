@@ -15,7 +15,7 @@ from mlm.finetune.inputs import Start, read_start, tokenize_split
 from mlm.finetune.registry import check_installed, task_type
 from mlm.finetune.results import DATA_COLUMNS, DATA_PATH, resolve_best
 from mlm.finetune.scoring import (
-    Scored,
+    ScoredSplit,
     Scorer,
     label_probabilities,
     one_label_warning,
@@ -171,7 +171,7 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
         console().print(f"the result there before: {one_line(aside)}")
 
 
-def split_result(task: TaskConfig, scored: Scored) -> dict[str, Any]:
+def split_result(task: TaskConfig, scored: ScoredSplit) -> dict[str, Any]:
     split, tokenized = scored.tokenized.split, scored.tokenized
     kind, labelled = task_type(task.kind), split.has_labels
     thresholds = kind.best_threshold(task, split.rows, scored.predictions) if labelled else {}

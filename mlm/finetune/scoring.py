@@ -95,7 +95,7 @@ def make_objective(task: TaskConfig, ctx: ParallelContext, dtype: torch.dtype) -
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scored:
+class ScoredSplit:
     """Metrics and predictions of a split."""
 
     tokenized: TokenizedSplit
@@ -191,7 +191,7 @@ class Scorer:
         outputs = all_reduce(flat, model.ctx.world).numpy().astype(np.float32)
         return [part.reshape(-1, 2) if spans else part for part in np.split(outputs, ends[:-1])]
 
-    def score_and_write(self, tokenized: TokenizedSplit, folder: Path | None) -> Scored:
+    def score_and_write(self, tokenized: TokenizedSplit, folder: Path | None) -> ScoredSplit:
         """Score a split; the main rank writes its predictions to `folder`. Raises UserError."""
         is_main = self.model.ctx.is_main
         metrics, predictions = self.score(tokenized, shown=is_main)
@@ -200,7 +200,7 @@ class Scorer:
             with writing_to(str(folder)):
                 files = write_predictions(self.task, tokenized.split, predictions, folder)
         names = tuple(map(str, files))
-        return Scored(tokenized=tokenized, metrics=metrics, files=names, predictions=predictions)
+        return ScoredSplit(tokenized=tokenized, metrics=metrics, files=names, predictions=predictions)
 
 
 def one_label_warning(task: TaskConfig, split: TaskSplit, predictions: Sequence[Prediction]) -> str | None:
