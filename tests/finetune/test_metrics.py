@@ -224,7 +224,7 @@ def test_the_error_of_a_score_is_the_spread_over_other_samples(name: str) -> Non
     assert np.mean(errors) == pytest.approx(np.std(scores), rel=0.12)
 
 
-def test_the_errors_of_answers_are_those_of_means(tmp_path: Path) -> None:
+def test_answers_have_the_standard_errors_of_means(tmp_path: Path) -> None:
     task = shipped("squad_v2")
     none = SQUAD | {"answers": {"text": [], "answer_start": []}}
     split = split_of(tmp_path, task, [row | {"id": f"q{n}"} for n, row in enumerate([SQUAD, SQUAD, none])])

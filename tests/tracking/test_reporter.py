@@ -114,16 +114,12 @@ def test_other_ranks_write_and_say_nothing(tmp_path: Path, capfd: pytest.Capture
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    "live, is_terminal, panel", [("auto", True, 1), ("auto", False, 0), ("off", True, 0)]
-)
-def test_the_panel_shows_only_on_a_terminal(
-    tmp_path: Path, live: str, is_terminal: bool, panel: bool
-) -> None:
-    console = terminal(is_terminal=is_terminal)
-    with reporter(tmp_path, console, config=LogConfig(live=live)) as report:  # type: ignore[arg-type]
-        report.step(step_metrics(10))
-    assert ("╭" in shown(console)) == panel
+def test_the_panel_shows_only_on_a_terminal_and_unless_it_is_off(tmp_path: Path) -> None:
+    for is_terminal, config in ((True, LogConfig()), (False, LogConfig()), (True, LogConfig(live="off"))):
+        console = terminal(is_terminal=is_terminal)
+        with reporter(tmp_path, console, config=config) as report:
+            report.step(step_metrics(10))
+        assert ("╭" in shown(console)) == (is_terminal and config.live == "auto")
 
 
 def test_a_crash_gives_the_terminal_back(tmp_path: Path) -> None:

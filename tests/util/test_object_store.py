@@ -65,17 +65,10 @@ def test_an_object_that_stays_truncated_is_an_error(store: Store) -> None:
         write_object(f"{BUCKET}/list", CONTENT)
 
 
-@pytest.mark.parametrize(
-    ("url", "parts"),
-    [
-        (f"{BUCKET}/a@4", (f"{BUCKET}/a", 4)),
-        (f"{BUCKET}/a@4/", (f"{BUCKET}/a@4/", None)),
-        (f"{BUCKET}/a@b", (f"{BUCKET}/a@b", None)),
-        ("runs/a@4", ("runs/a@4", None)),
-    ],
-)
-def test_a_step_is_split_from_the_url_of_a_mirror(url: str, parts: tuple[str, int | None]) -> None:
-    assert split_step(url) == parts
+def test_a_step_is_split_from_the_url_of_a_mirror() -> None:
+    assert split_step(f"{BUCKET}/a@4") == (f"{BUCKET}/a", 4)
+    for url in (f"{BUCKET}/a@4/", f"{BUCKET}/a@b", "runs/a@4"):
+        assert split_step(url) == (url, None)
 
 
 @pytest.mark.parametrize(
