@@ -406,7 +406,8 @@ class Checkpoint(Source):
             return self._reader.read(f"{kind}.{name}", region).float()
 
     def _compute_change(self, name: str) -> WeightChange | None:
-        return change() if (change := self._changes.get(name)) else None
+        change = self._changes.get(name)
+        return None if change is None else change()
 
     @cached_property
     def _changes(self) -> dict[str, Callable[[], WeightChange]]:
