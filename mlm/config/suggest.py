@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import cache
 from math import isqrt
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml  # type: ignore[import-untyped]
 
 from mlm.config.tree import HOISTED, leaves, other_names, sections
 from mlm.util.errors import Problem
+
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,13 @@ class ForeignOption:
     keys: tuple[str, ...] = ()
     everywhere: bool = False
 
+    def has_name(self, name: str) -> bool:
+        """True if it is one of the names, or a flag of Megatron-LM that fits a pattern among them."""
+        return any(
+            name == known or ("*" in known and name in megatron_flags() and fnmatchcase(name, known))
+            for known in self.names
+        )
+
     def answer_to(self, value: str) -> str:
         return self.answer.replace("{value}", value)
 
@@ -33,6 +42,13 @@ def foreign_options() -> list[ForeignOption]:
     return [ForeignOption(**{**entry, "keys": tuple(entry.get("keys", ()))}) for entry in entries]
 
 
+@cache
+def megatron_flags() -> frozenset[str]:
+    """Names of all flags of Megatron-LM's parser."""
+    _, *lines = Path(__file__).with_name("megatron_flags.txt").read_text("utf-8").splitlines()
+    return frozenset(" ".join(lines).split())
+
+
 def plain_name(name: str) -> str:
     """A setting's name as the tables have it: `--Clip-Grad` as clip_grad."""
     return name.lstrip("-+~").lower().replace("-", "_")
@@ -40,11 +56,16 @@ def plain_name(name: str) -> str:
 
 @cache
 def foreign_option(cls: type, name: str) -> ForeignOption | None:
-    """The entry for a name that is no key of this type of run spec; None if there is none."""
+    """The entry for a name that is no key of this type of run spec; None if there is none.
+
+    Patterns do not apply to names of our keys.
+    """
     known, last = leaves(cls), plain_name(name).rpartition(".")[2]
+    is_ours = last in other_names(cls) or any(key.rpartition(".")[2] == last for key in known)
     for option in foreign_options():
         keys = option.keys or ("train.steps",)  # of the commands that train
-        if last in option.names and (option.everywhere or all(key in known for key in keys)):
+        has_name = last in option.names if is_ours else option.has_name(last)
+        if has_name and (option.everywhere or all(key in known for key in keys)):
             return option
     return None
 
@@ -72,6 +93,9 @@ def nearest(
     if len(same) == 1:
         return same[0]
     lowered = {key.lower(): key for key in reversed(known)}
+    # dgx_h100_80g is a dgx_h100, although dgx_a100_80g has more letters of it
+    if extended := [key for key in lowered if word.lower().startswith(f"{key}_")]:
+        return lowered[max(extended, key=len)]
     close = get_close_matches(word.lower(), [key.lower() for key in same] or list(lowered), n=1, cutoff=0.6)
     if close:
         return lowered[close[0]]

@@ -100,27 +100,3 @@ def test_row_of_the_tutorial_is_what_the_command_answers(flags: list[str], ours:
         ]  # or it is a key itself
         meant = " ".join((fix, *keys_meant(PretrainConfig, name)))
         assert any(key in meant for key in named) if named else fix.partition(":")[0] in ours, (flag, fix)
-
-
-OF_OTHERS = {
-    *("activation_checkpointing", "async_tensor_parallel", "async_tp", "beta1", "beta2", "decay_lr", "flash"),
-    *(
-        "fsdp",
-        "gradient_accumulation_steps",
-        "gradient_checkpointing",
-        "init_from",
-        "num_kv_heads",
-        "verbose",
-        "wandb",
-    ),
-    "wandb_log",
-}
-"""Options that are none of Megatron-LM."""
-
-
-def test_every_flag_of_megatron_stands_in_the_tutorial() -> None:
-    listed = {flag.split()[0].lstrip("-").replace("-", "_") for flags, _ in ROWS for flag in flags}
-    ours = leaves(PretrainConfig).keys()
-    training = [entry for entry in foreign_options() if not entry.everywhere and ours >= set(entry.keys)]
-    missing = {name for entry in training for name in entry.names} - listed
-    assert missing == OF_OTHERS
