@@ -1,5 +1,6 @@
 """The nearest valid setting: of a misspelled word, a foreign option, a number that does not divide."""
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ import yaml  # type: ignore[import-untyped]
 
 from mlm.config.tree import HOISTED, leaves, other_names, sections
 from mlm.util.errors import Problem
-
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def nearest(
         return same[0]
     lowered = {key.lower(): key for key in reversed(known)}
     # dgx_h100_80g is a dgx_h100, although dgx_a100_80g has more letters of it
-    if extended := [key for key in lowered if word.lower().startswith(f"{key}_")]:
+    if extended := [key for key in lowered if re.match(rf"{re.escape(key)}_\d", word.lower())]:
         return lowered[max(extended, key=len)]
     close = get_close_matches(word.lower(), [key.lower() for key in same] or list(lowered), n=1, cutoff=0.6)
     if close:

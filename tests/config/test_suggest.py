@@ -23,6 +23,10 @@ def test_nearest_finds_what_was_meant(typed: str, meant: str | None) -> None:
     assert nearest(typed, KEYS) == meant
 
 
+def test_longer_name_of_a_preset_is_nearer_than_a_similar_one() -> None:
+    assert nearest("dgx_h100_80g", ["dgx_a100_80g", "dgx_h100", "dgx_h200"]) == "dgx_h100"
+
+
 @pytest.mark.parametrize("value, expected", [(3, [2, 4]), (100, [16]), (0, [1])])
 def test_around_names_one_below_and_one_above(value: int, expected: list[int]) -> None:
     assert around(value, divisors(16)) == expected
