@@ -32,7 +32,8 @@ COMMANDS = (
             this host; under torchrun or SLURM it joins as one. The run folder `out` gets the composed config,
             checkpoints, metrics.jsonl and curves; the same command again resumes it, and so does resume=RUN,
             or resume= of its checkpoint.mirror (@STEP names one), with the run's own settings and the
-            overrides after it. A run that begins with ckpt=… and names no model takes the checkpoint's.""",
+            overrides after it. A run that begins with ckpt=… and names no model takes the checkpoint's.
+            --from-megatron SCRIPT prints a Megatron-LM command line as settings, and starts nothing.""",
         examples="""
             # The plays of Shakespeare on two cores, layers split over two processes (after `make demo`)
             mlm pretrain experiment=shakespeare
