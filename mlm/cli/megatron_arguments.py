@@ -158,8 +158,9 @@ def translate(flags: Flags, *, is_bert: bool = False) -> Translation:
     if not any(name.startswith("lr_warmup_") for name in flags):
         flags["lr_warmup_iters"] = ["0"]
     result, rest = Translation(), dict(flags)
-    for rule in (family, sizes, experts, layout, lengths, optimizer, data):
-        settings, read = rule(flags, is_bert) if rule is family else rule(flags)
+    rules = [family(flags, is_bert)]
+    rules += [rule(flags) for rule in (sizes, experts, layout, lengths, optimizer, data)]
+    for settings, read in rules:
         result.settings |= settings
         rest = {name: values for name, values in rest.items() if name not in read}
     for name, values in rest.items():
