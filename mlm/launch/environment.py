@@ -18,9 +18,6 @@ from mlm.util.errors import UserError
 THREADS = "OMP_NUM_THREADS"
 LISTENER = "MLM_LISTENER"
 """Environment variable of a launched rank 0: the open socket on which it serves the rendezvous."""
-FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM numbers the batch script, `salloc` shells and the like from here
-SHELLS = ("interactive", "bash", "sh", "zsh")
-"""Names of SLURM jobs that are shells."""
 FIRST_PORT, PORTS = 12_000, 20_000  # below the range from which Linux assigns ports to any process
 
 
@@ -56,13 +53,14 @@ def by_srun(environ: Mapping[str, str]) -> bool:
     only task of a step starts its own ranks as on any host. Nor is the first task of `srun --pty`, which
     alone has a terminal: ranks that are started from its shell inherit its variables, but no terminal.
     """
-    is_shell = "SLURM_PTY_PORT" in environ or environ.get("SLURM_JOB_NAME") in SHELLS
-    if is_shell:
+    shells = ("interactive", "bash", "sh", "zsh")
+    if "SLURM_PTY_PORT" in environ or environ.get("SLURM_JOB_NAME") in shells:
         with suppress(OSError):  # no terminal controls this process
             os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
             return False
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
-    in_step = step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
+    # SLURM numbers the batch script, `salloc` shells and the like from 0xFFFFFFF0 on
+    in_step = step.isdecimal() and int(step) < 0xFFFFFFF0
     return in_step and "SLURM_PROCID" in environ and _number(environ, _slurm_tasks_key(environ), 1) > 1
 
 

@@ -64,8 +64,6 @@ FUNCTION_KEYS = tuple(
     if setting.name not in ("hidden_dropout", "attention_dropout", "init_std", "vocab_multiple")
 )
 """Keys of the function that a model computes, which a fresh run with given weights may not change."""
-SAMPLE_KEYS = ("data.masked_lm_prob", "data.short_seq_prob", "data.max_ngram")
-"""Keys that count only for families whose samples they shape."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ def function_errors(config: PretrainConfig, saved: Mapping[str, Any], path: str)
 
 def _matters(key: str, config: PretrainConfig) -> bool:
     """True if the run depends on the key: masking counts for BERT, an end of documents with switches."""
-    if key in SAMPLE_KEYS:
+    if key in ("data.masked_lm_prob", "data.short_seq_prob", "data.max_ngram"):
         return key in family_of(config.model.kind).data_keys
     if key == "data.eod_id":
         return any(getattr(config.data, switch) for switch in SWITCHES)

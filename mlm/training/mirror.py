@@ -49,8 +49,6 @@ from mlm.util.terminal import progress_bar
 
 LISTING, MAX_LISTING = "mirror.json", 1 << 22  # bytes
 FOLDER = re.compile(r"step-(\d{8,18})-[0-9A-Za-z-]{1,12}")
-LONG_S = 30 * 86400.0
-"""Limit of a wait for rank 0 while it transfers, which an error ends at once."""
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +64,8 @@ def mirroring(config: PretrainConfig, ctx: ParallelContext) -> Iterator[Callable
     if config.checkpoint.mirror is None:
         yield lambda path: None
         return
-    ranks = Ranks(ctx.rank, ctx.world_size, host_group(ctx.world_size, LONG_S))
+    # Others wait up to 30 days for rank 0 to transfer; an error ends the wait at once.
+    ranks = Ranks(ctx.rank, ctx.world_size, host_group(ctx.world_size, 30 * 86400.0))
     uploads = ranks.together(
         lambda: Uploads(config) if ranks.is_main else None,
         lambda error: UserError(f"out={config.out}: {error}"),

@@ -18,6 +18,7 @@ from tests.ranks import run_on_ranks
 from tests.slow import slow_but, thinned
 from tests.training.saving import save
 from tests.training.test_trainer import SEQ, VOCAB, config, steps_of
+from tests.verify.parity_layouts import Layout, parse_layouts
 
 LAYOUTS = [
     ParallelConfig(pp=2),
@@ -70,6 +71,31 @@ def test_a_run_moves_through_layouts(tmp_path: Path) -> None:
     for parallel in [*LAYOUTS, ParallelConfig()]:
         losses += run_on_ranks(two_steps_more, tmp_path, spec_of(parallel), **sizes(parallel))[0]
     alone = steps_of(Trainer(spec_of(ParallelConfig()), shape_context()), len(losses))
+    assert losses == pytest.approx(alone, abs=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    slow_but(
+        {0},
+        [
+            ("dp=2 ep=2", "tp=2 dp=2 ep=2"),
+            (
+                "dp=4 ep=2 zero=3 micro_batches=1",
+                "tp=2 sequence_parallel expert_tp=1 ep=2 micro_batches=4",
+            ),
+            ("tp=2 sequence_parallel expert_tp=1 dp=2 ep=4 zero=2", "dp=2 zero=3"),
+            ("pp=2 dp=2 ep=2", "micro_batches=4"),
+        ],
+    ),
+    ids=str,
+)
+def test_a_run_of_experts_moves_through_layouts(tmp_path: Path, first: str, second: str) -> None:
+    """ep, expert_tp, tp, pp and zero may change at a checkpoint; biases of routers included."""
+    losses = []
+    for layout in parse_layouts(f"{first} moe=sigmoid", f"{second} moe=sigmoid"):
+        losses += run_on_ranks(two_steps_more, tmp_path, layout.config(), **layout.sizes)[0]
+    alone = steps_of(Trainer(Layout(moe="sigmoid", micro_batches=4).config(), shape_context()), 4)
     assert losses == pytest.approx(alone, abs=1e-10)
 
 

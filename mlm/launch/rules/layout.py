@@ -16,7 +16,6 @@ from mlm.util.errors import format_value
 from mlm.util.system import host_memory
 
 MAX_CPU_RANKS = 64  # ranks one plain launch starts on a host without GPUs
-TRAINED_BYTES = 16  # a parameter with its gradient and two moments, in float32
 RANKS_PER_NODE = 8  # of scripts/slurm/pretrain.sbatch
 
 
@@ -358,7 +357,8 @@ def _weights_fit(values: LayoutValues) -> bool:
     layers, hidden = (values.get(f"model.{key}") for key in ("num_layers", "hidden_size"))
     if not isinstance(layers, int) or not isinstance(hidden, int):
         return True
-    return TRAINED_BYTES * 12 * layers * hidden**2 <= host_memory()
+    # 12 h^2 parameters a layer, each with its gradient and two moments in float32
+    return 16 * 12 * layers * hidden**2 <= host_memory()
 
 
 @rule("tp cp pp dp vp pipeline train.global_batch_size train.micro_batch_size", "train.global_batch_size")
@@ -390,12 +390,10 @@ RANK_RULES = (
     _host_has_ranks,
 )
 """Conditions of the ranks, for commands that read the model's shape from a checkpoint later."""
-WHOLE_SEQUENCE = _sequences_are_whole
-"""Condition of commands other than pretraining and the evaluation of its loss."""
 CONTEXT_FITS = _cp_divides_sequence
 """Condition of sequences that ranks split."""
-READER_RULES = (*RANK_RULES, WHOLE_SEQUENCE)
-"""Conditions of commands that compute with a trained model."""
+READER_RULES = (*RANK_RULES, _sequences_are_whole)
+"""Conditions of commands other than pretraining and the evaluation of its loss."""
 SCHEDULE_RULES = (_schedule_interleaves, _weights_stay_gathered)
 """Conditions of a training step."""
 FINETUNE_LAYOUT_RULES = (*READER_RULES, *SCHEDULE_RULES)

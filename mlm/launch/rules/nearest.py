@@ -26,7 +26,6 @@ from mlm.util.errors import Problem, format_settings
 Change = dict[str, Any]
 """Keys to set, with their new values."""
 
-MOST_CHANGES = 24  # on the way to one layout, each for one rule
 HEADS, LAYERS = "model.num_heads", "model.num_layers"
 FALLBACKS = {"pipeline": "1f1b", "zero": 2, "sequence_parallel": False}  # valid with every layout
 ONE_RANK = {"tp": 1, "cp": 1, "pp": 1, "vp": 1, "ep": 1}  # leaves only numbers that other keys fix
@@ -110,7 +109,7 @@ class LayoutFixes:
         """Apply the nearest change of each broken rule in turn; None if this leads to no valid layout."""
         movable = dict.fromkeys(key for rule in self.rules for key in rule.adjustable if key in self.values)
         layout = self.values.changed({key: value for key, value in start.items() if key in movable})
-        for _ in range(MOST_CHANGES):
+        for _ in range(24):  # each change is for one rule
             broken = self._broken(layout)
             if not broken:
                 return {key: layout[key] for key in movable if layout[key] != self.values[key]}

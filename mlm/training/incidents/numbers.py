@@ -30,25 +30,17 @@ from mlm.util.files import whole_number
 
 LEAST_SPREAD = 0.01
 """Least mean of a loss's tail, as a share of its level: a flat loss may change by a hundredth."""
-LEAST_LOG_SPREAD = 0.05
-"""The same for the logarithm of gradient norms, whose changes by a twentieth mean less."""
 LEVEL = 32
 """Steps whose median is the level."""
 FEWEST = 16
 """Steps before there is a level, and excesses before there is a limit; half of a smaller window."""
 FEWEST_PEAKS, SHARE = 4, 16
 """The tail is one in SHARE of the excesses, at least FEWEST_PEAKS."""
-CEILING = math.log(1000)
-"""Excess of a norm that is an outlier whatever the tail; clean runs had 400 times the level."""
 RARE, UNUSUAL, LEAST_RISE = 1e6, 1e4, 0.25
 """Weights are doubtful from a loss that is above the best level by what clean steps reach once in RARE, or
 from two by what they reach once in UNUSUAL, and by LEAST_RISE nats: losses of a model that knows its data by
 heart rise a hundredfold by chance. After one above all of the last losses by LEAST_RISE no good checkpoint is
 deleted."""
-LEAST_UPDATE_RISE = 1.0
-"""Rise of the loss on the samples of an update, if a quarter too, from which the last update is doubtful."""
-RAMP = 8
-"""Steps in which losses that grow do not make the next one usual."""
 DOUBTFUL, LONGEST = 3, 8
 """`IncidentState.count` from which weights are doubtful, and the highest: three usual losses end it."""
 SUSPICION = "suspicion"
@@ -120,8 +112,8 @@ def return_level(excesses: Sequence[float], steps: float, least: float) -> float
 
 
 def least_update_rise(loss: float) -> float:
-    """Return the rise of this loss from which an update is doubtful."""
-    return max(LEAST_UPDATE_RISE, abs(loss) / 4)
+    """Return the rise of this loss from which an update is doubtful: a nat, and a quarter."""
+    return max(1.0, abs(loss) / 4)
 
 
 class PeaksOverThreshold:
@@ -134,7 +126,9 @@ class PeaksOverThreshold:
         self.ordered: list[float] = []
         """The excesses, in ascending order."""
         self.level = math.nan
-        self.levels, self.ceilings = deque[float](maxlen=size), deque([(math.inf,) * 3], maxlen=RAMP)
+        self.levels = deque[float](maxlen=size)
+        self.ceilings = deque([(math.inf,) * 3], maxlen=8)
+        """Of the last steps, in which losses that grow do not make the next one usual."""
 
     def add(self, value: float) -> None:
         """Add the number of a step."""
@@ -196,8 +190,11 @@ class RecentSteps:
         if not steps:
             return math.inf, math.inf
         loss = self.losses.limit(steps, max(LEAST_SPREAD * abs(self.losses.level), TINY))
-        norm = self.norms.limit(steps, LEAST_LOG_SPREAD)
-        return loss, math.exp(min(norm, self.norms.level + CEILING)) if norm < math.inf else norm
+        norm = self.norms.limit(steps, 0.05)  # a change by a twentieth means little
+        if norm < math.inf:
+            # A thousand times the level is an outlier whatever the tail; clean runs had 400 times.
+            norm = math.exp(min(norm, self.norms.level + math.log(1000)))
+        return loss, norm
 
 
 @dataclass

@@ -22,11 +22,6 @@ from mlm.training.kernels import should_compile
 from mlm.training.trainer import Trainer
 
 WEIGHT, INPUT, OUTPUT, GRADIENT, WEIGHT_GRADIENT = "weight", "input", "output", "gradient", "weight gradient"
-FEWEST_SAMPLES = 4
-"""Samples of a rank from which one of them can be an outlier."""
-FAR = 10.0
-"""Robust standard deviations from the others that make a sample an outlier of its step."""
-
 Order = tuple[int, int, int]
 """Position of a tensor in the order of computation: weights, forward, backward, weight gradients."""
 Places = dict[str, dict[str, Any] | None]
@@ -200,13 +195,16 @@ class _NotingObjective:
 
 
 def first_outlier(rows: Sequence[TensorRow]) -> dict[str, Any] | None:
-    """Return the first activation or gradient in which one sample is far from this rank's others."""
+    """Return the first activation or gradient in which one sample of four or more is far from the others.
+
+    Far are ten robust standard deviations.
+    """
     for row in rows:
-        if len(row.norms) < FEWEST_SAMPLES:
+        if len(row.norms) < 4:
             continue
         sample, norm = max(row.norms.items(), key=lambda item: item[1])
         others = [other for number, other in row.norms.items() if number != sample]
-        if (far := deviations(norm, others)) >= FAR:
+        if (far := deviations(norm, others)) >= 10:
             return {**row.place(), "sample": sample, "deviations": round(far, 1)}
     return None
 

@@ -34,8 +34,6 @@ from mlm.training.trainer import Trainer
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
 from mlm.util.files import parse_json, read_bounded
 
-SAME = 0.1
-"""Share by which numbers of another layout or precision may differ from those of the incident."""
 MAX_BYTES = 1 << 22
 REMEDY = "name a folder of out/incidents"
 
@@ -196,7 +194,8 @@ def compare_with_record(record: dict[str, Any], now: StepNumbers, places: Places
     is_equal, is_number = all(a.hex() == b.hex() for a, b in pairs), not any(math.isnan(a) for a, _ in pairs)
     same = "equal bit for bit" if is_number else "not a number again"
     lines = [f"then: {then}", f"now:  {now} ({same if is_equal else 'not equal bit for bit'})"]
-    if all(math.isclose(a, b, rel_tol=SAME) if math.isfinite(a) else not math.isfinite(b) for a, b in pairs):
+    # Numbers of another layout or precision may differ by a tenth.
+    if all(math.isclose(a, b, rel_tol=0.1) if math.isfinite(a) else not math.isfinite(b) for a, b in pairs):
         return [*lines, *describe_places(places)]
     second = record.get("second_pass")
     advice = second["advice"] if second else "suspect the hardware, or versions that changed"

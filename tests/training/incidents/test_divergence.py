@@ -15,7 +15,7 @@ from mlm.cli import main
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.incidents.divergence import DivergenceStop
 from mlm.training.incidents.watcher import describe_way_back, find_newest_good
-from mlm.training.observer import StepOutcome
+from mlm.training.observer import Observer, StepOutcome
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but
@@ -190,12 +190,22 @@ def test_weights_that_a_fault_ruins_after_the_last_step_are_not_the_latest(
     assert (code == 1 or factor == 0.0, good, latest(run)) == (True, 0, step_name(5))
 
 
+class Spike(Observer):
+    """Multiplies all weights by 90 after step 5, and divides them after step 6."""
+
+    def on_run_start(self, trainer: Trainer[Any], reporter: object) -> None:
+        self.trainer = trainer
+
+    @torch.no_grad()
+    def after_step(self, outcome: object) -> None:
+        for shard in self.trainer.shards:
+            shard.parameter.mul_({5: 90.0, 6: 1 / 90}.get(self.trainer.step, 1.0))
+
+
 def test_a_spike_that_recovers_costs_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One step's loss is far above the best; the run ends well, with the checkpoints that are kept."""
     monkeypatch.setenv("MLM_TRUST", "tests")
-    assert (
-        pretrain(run, *SANE, "train.steps=7", "train.observers=[tests.training.incidents.spike:Spike]") == 0
-    )
+    assert pretrain(run, *SANE, "train.steps=7", f"train.observers=[{__name__}:Spike]") == 0
     assert max(losses(run).values()) > 20
     assert names(run) == [step_name(7)]
 
