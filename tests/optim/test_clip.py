@@ -105,18 +105,10 @@ def test_the_norm_leaves_tied_copies_out() -> None:
     assert float(gradient_norm(shards, shape_context())) == pytest.approx(math.sqrt(6))
 
 
-def test_the_norm_of_many_float32_gradients_does_not_drift() -> None:
-    """Two million elements: to 1e-6 of float64's, or clipping would depend on how tensors are cut."""
-    model = torch.nn.Linear(2048, 1024, bias=False)
-    model.weight.grad = torch.randn(1024, 2048, generator=torch.Generator().manual_seed(0))
-    norm = float(gradient_norm(list(parameter_shards(model, Axis("tp"))), shape_context()))
-    assert norm == pytest.approx(float(model.weight.grad.double().norm()), rel=1e-6)
-
-
 def test_the_norm_of_gradients_of_all_sizes_is_that_of_float64() -> None:
-    """Smaller than a piece, with a rest after the last whole piece, and large."""
+    """To 1e-6, or clipping would depend on how tensors are split: less than a piece, a rest, two million."""
     generator = torch.Generator().manual_seed(0)
-    model = torch.nn.ParameterList([torch.nn.Parameter(torch.empty(n)) for n in (1, 1025, 70001, 131072)])
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.empty(n)) for n in (1, 1025, 70001, 1 << 21)])
     for parameter in model:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
     exact = torch.cat([p.grad for p in model if p.grad is not None]).double().norm()

@@ -15,7 +15,6 @@ from mlm.models.lora import add_adapters
 from mlm.optim import muon
 from mlm.optim.adamw import apply, build_optimizer, moment
 from mlm.optim.config import MuonConfig, OptimizerConfig, PrecisionConfig
-from mlm.optim.matrices import assign, matrices_of
 from mlm.optim.muon import MOMENTUM, orthogonalise
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import Axis, ParallelContext, shape_context
@@ -233,19 +232,6 @@ def test_iterations_make_a_matrix_nearly_orthogonal_and_keep_its_bases() -> None
     assert found.diagonal().max() < 1.2
     assert (found - found.diagonal().diag()).abs().max() < 1e-12
     assert s.max() / s.min() > 3
-
-
-def test_owners_share_the_work_and_each_matrix_has_one() -> None:
-    model = build_model(spec_of(family="llama"), shape_context(), None, torch.device("cpu"), one_shape=True)
-    shards = [s for s in parameter_shards(model.chunks[0], Axis("tp")) if s.parameter.dim() == 2]
-    matrices = [m for s in shards if s.name.startswith("layers.") for m in matrices_of(s, per_head=False)]
-    owners = assign(matrices, 2, 2)
-    loads: dict[tuple[int, int], int] = {}
-    for m, owner in zip(matrices, owners, strict=True):
-        loads[owner] = loads.get(owner, 0) + m.cost
-    assert len(owners) == 2 * 7
-    assert sorted(loads) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert max(loads.values()) - min(loads.values()) <= max(m.cost for m in matrices)
 
 
 def owned(ctx: ParallelContext, spec: PretrainConfig) -> int:

@@ -126,18 +126,6 @@ def test_a_norm_on_a_gpu_does_not_cast_its_parameters(norm: type[LayerNorm] | ty
     assert counts[0] - counts[1] == len(list(module.parameters()))
 
 
-def test_no_copy_is_read_after_its_release() -> None:
-    head = MaskedTokenHead(BERT_MODEL, tp=Axis("tp"))
-    double(head)
-    casts = CachedHalfParams(head.modules(), torch.float32)
-    with casts.held(trains=True):
-        assert isinstance(head.transform, PlainLinear)
-        assert head.transform.compute.weight_copy is not None
-        assert head.norm.compute.bias_copy is not None
-    for module in (head.transform, head.norm):
-        assert module.compute.weight_copy is module.compute.bias_copy is None
-
-
 def test_inputs_of_another_dtype_are_multiplied_by_the_parameter_itself() -> None:
     layer = PlainLinear(4, 3, init_std=1.0)
     init_parameters(layer, 1)
@@ -147,11 +135,15 @@ def test_inputs_of_another_dtype_are_multiplied_by_the_parameter_itself() -> Non
         assert torch.equal(layer(x), alone)
 
 
-def test_copies_for_evaluation_have_no_way_back_for_gradients() -> None:
+def test_copies_pass_gradients_in_training_alone_and_end_with_their_release() -> None:
     head = MaskedTokenHead(BERT_MODEL, tp=Axis("tp"))
     double(head)
+    assert isinstance(head.transform, PlainLinear)
     casts = CachedHalfParams(head.modules(), torch.float32)
     for trains in (False, True):
         with casts.held(trains=trains):
+            assert head.transform.compute.weight_copy is not None
             assert head.norm.compute.weight_copy is not None
             assert head.norm.compute.weight_copy.requires_grad is trains
+        for module in (head.transform, head.norm):
+            assert module.compute.weight_copy is module.compute.bias_copy is None

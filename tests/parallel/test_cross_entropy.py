@@ -46,27 +46,39 @@ def table_of(weight: Tensor, tp: Axis) -> VocabParallelEmbedding:
     return table
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("chunk_bytes", thinned([1, 3 * 4 * PADDED, 1 << 20], 2))
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_loss_and_gradients_match_one_process(tp: int, chunk_bytes: int) -> None:
+def test_loss_hits_and_gradients_match_one_process(tp: int, chunk_bytes: int, has_bias: bool) -> None:
     """At tp=4 with 16 padded rows the last shard holds nothing but padding."""
-    run_on_ranks(check_loss_and_gradients, chunk_bytes, tp=tp)
+    run_on_ranks(check_loss_and_gradients, chunk_bytes, has_bias, tp=tp)
 
 
-def check_loss_and_gradients(ctx: ParallelContext, chunk_bytes: int) -> None:
+def check_loss_and_gradients(ctx: ParallelContext, chunk_bytes: int, has_bias: bool) -> None:
+    """The first chunk, of however many rows, has hits that the last has not."""
     hidden, weight, labels = problem()
-    expected = F.cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORE_INDEX, reduction="sum") * 0.25
+    bias = torch.linspace(-1, 1, VOCAB, dtype=torch.float64).mul(has_bias).requires_grad_()
+    logits = hidden @ weight.t() + bias
+    labels[[0, 1, 5]] = logits.argmax(-1)[[0, 1, 5]]
+    expected = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum") * 0.25
     (3 * expected).backward()  # an output gradient that is not 1
-    table = table_of(weight, ctx.tp)
+    table, padding = table_of(weight, ctx.tp), torch.zeros(PADDED - VOCAB, dtype=torch.float64)
+    own_bias = shard_of(torch.cat([bias.detach(), padding]), ctx.tp, 0).requires_grad_()
     x = hidden.detach().clone().requires_grad_()
     scale = torch.tensor(0.25, dtype=torch.float64)
-    loss = linear_cross_entropy(x, labels, table, scale, chunk_bytes)
+    if has_bias:
+        loss, hits = cross_entropy_and_hits(x, labels, table, own_bias, scale, chunk_bytes)
+        assert hits.item() == 0.25 * int((logits.argmax(-1) == labels).sum()) >= 0.75
+    else:
+        loss = linear_cross_entropy(x, labels, table, scale, chunk_bytes)
     (3 * loss).backward()
 
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(x.grad, hidden.grad)
-    padding = torch.zeros(PADDED - VOCAB, HIDDEN, dtype=torch.float64)
-    torch.testing.assert_close(table.weight.grad, shard_of(torch.cat([weight.grad, padding]), ctx.tp, 0))
+    padded = torch.cat([weight.grad, padding.unsqueeze(1).expand(-1, HIDDEN)])
+    torch.testing.assert_close(table.weight.grad, shard_of(padded, ctx.tp, 0))
+    if has_bias:
+        torch.testing.assert_close(own_bias.grad, shard_of(torch.cat([bias.grad, padding]), ctx.tp, 0))
 
 
 def test_no_gradient_of_a_frozen_table_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,33 +91,6 @@ def test_no_gradient_of_a_frozen_table_is_computed(monkeypatch: pytest.MonkeyPat
     (3 * linear_cross_entropy(x, labels, table, torch.ones((), dtype=torch.float64))).backward()
     torch.testing.assert_close(x.grad, hidden.grad)
     assert table.weight.grad is None
-
-
-@pytest.mark.parametrize("chunk_bytes", thinned([1, 3 * 4 * PADDED, 1 << 20], 2))
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_hits_and_the_gradient_of_the_bias_match_one_process(tp: int, chunk_bytes: int) -> None:
-    """The first chunk, of however many rows, has hits that the last has not."""
-    run_on_ranks(check_hits_and_bias, chunk_bytes, tp=tp)
-
-
-def check_hits_and_bias(ctx: ParallelContext, chunk_bytes: int) -> None:
-    hidden, weight, labels = problem()
-    bias = torch.linspace(-1, 1, VOCAB, dtype=torch.float64, requires_grad=True)
-    logits = hidden @ weight.t() + bias
-    labels[[0, 1, 5]] = logits.argmax(-1)[[0, 1, 5]]
-    expected = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum") * 0.25
-    expected.backward()
-    table, padding = table_of(weight, ctx.tp), torch.zeros(PADDED - VOCAB, dtype=torch.float64)
-    mine = shard_of(torch.cat([bias.detach(), padding]), ctx.tp, 0).requires_grad_()
-    x = hidden.detach().clone().requires_grad_()
-    scale = torch.tensor(0.25, dtype=torch.float64)
-    loss, hits = cross_entropy_and_hits(x, labels, table, mine, scale, chunk_bytes)
-    loss.backward()
-
-    torch.testing.assert_close(loss, expected)
-    assert hits.item() == 0.25 * int((logits.argmax(-1) == labels).sum()) >= 0.75
-    torch.testing.assert_close(x.grad, hidden.grad)
-    torch.testing.assert_close(mine.grad, shard_of(torch.cat([bias.grad, padding]), ctx.tp, 0))
 
 
 def test_hidden_states_that_entered_tp_before_are_rejected() -> None:
@@ -134,29 +119,20 @@ def check_entered_twice(ctx: ParallelContext) -> None:
     torch.testing.assert_close(mine.grad, shard_of(hidden.grad, ctx.tp, 0))
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_token_losses_match_one_process(tp: int) -> None:
-    run_on_ranks(check_token_losses, tp=tp)
-
-
-def check_token_losses(ctx: ParallelContext) -> None:
-    hidden, weight, labels = problem()
-    expected = F.cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORE_INDEX, reduction="none")
-    torch.testing.assert_close(token_losses(hidden, labels, table_of(weight, ctx.tp)), expected)
-    torch.testing.assert_close(full_logits(hidden, table_of(weight, ctx.tp)), hidden @ weight.t())
-
-
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_token_scores_match_one_process(tp: int) -> None:
-    run_on_ranks(check_token_scores, tp=tp)
+def test_losses_and_scores_of_tokens_match_one_process(tp: int) -> None:
+    run_on_ranks(check_tokens, tp=tp)
 
 
-def check_token_scores(ctx: ParallelContext) -> None:
+def check_tokens(ctx: ParallelContext) -> None:
     hidden, weight, labels = problem()
+    table, logits = table_of(weight, ctx.tp), hidden @ weight.t()
+    torch.testing.assert_close(full_logits(hidden, table), logits)
+    expected = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    torch.testing.assert_close(token_losses(hidden, labels, table), expected)
     labels[[3, 7]] = 0
-    logits = hidden @ weight.t()
     labels[::2] = logits.argmax(-1)[::2]
-    losses, best = token_scores(hidden, labels, table_of(weight, ctx.tp))
+    losses, best = token_scores(hidden, labels, table)
     torch.testing.assert_close(losses, F.cross_entropy(logits, labels, reduction="none"))
     assert torch.equal(best.bool(), logits.argmax(-1) == labels)
 

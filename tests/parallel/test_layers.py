@@ -15,6 +15,7 @@ from mlm.parallel.sharding import load_full, shard_of
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
 
+Linear = ColumnParallelLinear | RowParallelLinear
 LAYOUTS = [(1, False), (2, False), (4, False), (1, True), (2, True), (4, True)]
 """(tp, sequence_parallel)"""
 OVERLAPPED = [
@@ -33,30 +34,39 @@ OVERLAPPED = [
 @pytest.mark.parametrize(
     ("tp", "sequence", "parts"), thinned([*((*each, 1) for each in LAYOUTS), *OVERLAPPED], 3)
 )
-def test_column_parallel_linear_matches_one_process(tp: int, sequence: bool, parts: int, later: bool) -> None:
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_split_linear_layers_match_one_process(
+    kind: type[Linear], tp: int, sequence: bool, parts: int, later: bool
+) -> None:
     """y, dx, dW and db equal those of an unsplit nn.Linear with the same weights."""
-    run_on_ranks(check_column_parallel_linear, sequence, parts, later, tp=tp)
+    run_on_ranks(check_linear, kind, sequence, parts, later, tp=tp)
 
 
-def check_column_parallel_linear(ctx: ParallelContext, sequence: bool, parts: int, later: bool) -> None:
-    tp = ctx.tp
+def check_linear(ctx: ParallelContext, kind: type[Linear], sequence: bool, parts: int, later: bool) -> None:
+    tp, by_column = ctx.tp, kind is ColumnParallelLinear
     rows = partial(shard_of, axis=tp, dim=0) if sequence else torch.clone
-    dense, x, dy = dense_layer(6, 8)
+    features = partial(shard_of, axis=tp, dim=-1)
+    split_x, split_y = (rows, features) if by_column else (features, rows)
+    dense, x, dy = dense_layer(8, 12)
     y_dense = dense(x)
     y_dense.backward(dy)
-    layer = ColumnParallelLinear(6, 8, tp=tp, sequence_parallel=sequence).double()
+    layer = kind(8, 12, tp=tp, sequence_parallel=sequence).double()
     layer.compute.overlap_chunks = parts
     load_full(layer, {"weight": dense.weight.detach(), "bias": dense.bias.detach()}, tp)
-    x_tp = rows(x.detach()).requires_grad_()
-    y = run_layer(layer, x_tp, shard_of(dy, tp, -1), later)
+    x_tp = split_x(x.detach()).requires_grad_()
+    y = run_layer(layer, x_tp, split_y(dy), later)
 
-    torch.testing.assert_close(y, shard_of(y_dense, tp, -1))
-    torch.testing.assert_close(x_tp.grad, rows(x.grad))  # needs the sum over tp
-    torch.testing.assert_close(layer.weight.grad, shard_of(dense.weight.grad, tp, 0))
-    torch.testing.assert_close(layer.bias.grad, shard_of(dense.bias.grad, tp, 0))
+    torch.testing.assert_close(y, split_y(y_dense))  # by row needs g's sum, and the bias once
+    torch.testing.assert_close(x_tp.grad, split_x(x.grad))  # by column needs the sum over tp
+    torch.testing.assert_close(layer.weight.grad, shard_of(dense.weight.grad, tp, 0 if by_column else 1))
+    if by_column:
+        torch.testing.assert_close(layer.bias.grad, shard_of(dense.bias.grad, tp, 0))
+    else:
+        bias = all_reduce(layer.bias.grad, tp) if sequence else layer.bias.grad  # each has seen its rows
+        torch.testing.assert_close(bias, dense.bias.grad)
 
 
-def run_layer(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, dy: Tensor, later: bool) -> Tensor:
+def run_layer(layer: Linear, x: Tensor, dy: Tensor, later: bool) -> Tensor:
     """Forward and backward; `later` puts the weight's gradient off and runs it at the end."""
     if later:
         layer.compute.deferred = DeferredWeightGrads()
@@ -69,34 +79,6 @@ def run_layer(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, dy: Te
         job()
         assert layer.compute.deferred.take() == []
     return y
-
-
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "deferred"])
-@pytest.mark.parametrize(
-    ("tp", "sequence", "parts"), thinned([*((*each, 1) for each in LAYOUTS), *OVERLAPPED], 3)
-)
-def test_row_parallel_linear_matches_one_process(tp: int, sequence: bool, parts: int, later: bool) -> None:
-    """y, dx, dW and db equal those of an unsplit nn.Linear with the same weights."""
-    run_on_ranks(check_row_parallel_linear, sequence, parts, later, tp=tp)
-
-
-def check_row_parallel_linear(ctx: ParallelContext, sequence: bool, parts: int, later: bool) -> None:
-    tp = ctx.tp
-    rows = partial(shard_of, axis=tp, dim=0) if sequence else torch.clone
-    dense, x, dy = dense_layer(8, 6)
-    y_dense = dense(x)
-    y_dense.backward(dy)
-    layer = RowParallelLinear(8, 6, tp=tp, sequence_parallel=sequence).double()
-    layer.compute.overlap_chunks = parts
-    load_full(layer, {"weight": dense.weight.detach(), "bias": dense.bias.detach()}, tp)
-    x_tp = shard_of(x.detach(), tp, -1).requires_grad_()
-    y = run_layer(layer, x_tp, rows(dy), later)
-
-    torch.testing.assert_close(y, rows(y_dense))  # needs g's sum, and the bias once
-    torch.testing.assert_close(x_tp.grad, shard_of(x.grad, tp, -1))
-    torch.testing.assert_close(layer.weight.grad, shard_of(dense.weight.grad, tp, 1))
-    bias = layer.bias.grad if not sequence else all_reduce(layer.bias.grad, tp)  # each has seen its rows
-    torch.testing.assert_close(bias, dense.bias.grad)
 
 
 def dense_layer(in_features: int, out_features: int) -> tuple[nn.Linear, Tensor, Tensor]:

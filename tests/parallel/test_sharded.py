@@ -1,5 +1,6 @@
 """Parameters cut over dp by FSDP2 against one process that keeps them whole, in float64."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -78,23 +79,25 @@ def check_reload(ctx: ParallelContext, zero: int) -> None:
     assert_gradients_equal(mine, one)
 
 
-@pytest.mark.parametrize("zero", thinned([0, 2, 3], 3))
-@pytest.mark.parametrize("late_weights", [False, True])
-def test_passes_of_a_pipeline_equal_one_process(zero: int, late_weights: bool) -> None:
-    """Several forwards before the first backward, begun at a place in the graph; with `late_weights` the
-    gradients of weights come when all backward passes are over, and no pass reduces."""
-    run_on_ranks(check_pipeline, zero, late_weights, dp=2)
+@pytest.mark.parametrize(
+    ("zero", "late_weights", "reduce"),
+    slow_but({0, 4}, [(0, False, "last"), *product((2, 3), (False, True), ("last", "every"))]),
+)
+def test_passes_of_a_pipeline_equal_one_process(zero: int, late_weights: bool, reduce: ZeroReduce) -> None:
+    """Several forwards before the first backward, begun at a node of the graph; with `late_weights` the
+    gradients of weights come when all backward passes are over: the last of these must not end the step."""
+    run_on_ranks(check_pipeline, zero, late_weights, reduce, dp=2)
 
 
-def check_pipeline(ctx: ParallelContext, zero: int, late_weights: bool) -> None:
-    one, mine = Rank(ParallelContext()), Rank(ctx, zero)
+def check_pipeline(ctx: ParallelContext, zero: int, late_weights: bool, reduce: ZeroReduce) -> None:
+    one, mine = Rank(ParallelContext()), Rank(ctx, zero, reduce=reduce, late_weights=late_weights)
     deferred = defer_weight_grads(mine.model) if late_weights else DeferredWeightGrads()
     for step in range(2):
         one.accumulate(all_samples(ctx, step))
         mine.reducer.start_step()
         edges = [get_gradient_edge(mine.loss(x)) for x in samples_of(step, ctx.dp.rank)]
         for i, edge in enumerate(edges):
-            mine.reducer.sync = i == len(edges) - 1 and not late_weights
+            mine.reducer.sync = i == len(edges) - 1
             torch.autograd.backward(edge, torch.ones_like(SCALE))
         jobs = deferred.take()
         assert bool(jobs) == late_weights
@@ -159,28 +162,3 @@ def forward_through(chunks: list[Rank], sample: Tensor) -> list[tuple[Tensor | N
 def test_a_rank_of_one_is_not_cut() -> None:
     mine = Rank(ParallelContext(), zero=3)
     assert all(s.dp_slice is None for s in mine.shards)
-
-
-@pytest.mark.parametrize("reduce", ["last", "every"])
-def test_gradients_that_settle_after_the_last_pass_are_not_left_out(reduce: ZeroReduce) -> None:
-    """Weight gradients come when all backward passes are over: the last of these must not end the step."""
-    run_on_ranks(check_late_weights, reduce, dp=2)
-
-
-def check_late_weights(ctx: ParallelContext, reduce: ZeroReduce) -> None:
-    one, mine = Rank(ParallelContext()), Rank(ctx, 2, reduce=reduce, late_weights=True)
-    deferred = defer_weight_grads(mine.model)
-    for step in range(2):
-        one.accumulate(all_samples(ctx, step))
-        samples = samples_of(step, ctx.dp.rank)
-        mine.reducer.start_step()
-        for i, sample in enumerate(samples):
-            mine.reducer.sync = i == len(samples) - 1
-            mine.loss(sample).backward()
-        for job in deferred.take():
-            job()
-            mine.reducer.settle()
-        mine.reducer.finish()
-        assert_gradients_equal(mine, one)
-        one.optimizer.step()
-        mine.optimizer.step()

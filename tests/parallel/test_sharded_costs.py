@@ -65,17 +65,22 @@ def check_reductions(ctx: ParallelContext, zero: int) -> None:
         assert len(seen["scatter_flat"]) == LAYERS + 1
 
 
+@pytest.mark.parametrize("reduce", ["last", "every"])
 @pytest.mark.parametrize("zero", [2, 3])
-def test_gradients_are_reduced_in_every_micro_batch_on_request(zero: int) -> None:
-    run_on_ranks(check_reductions_of_every_micro_batch, zero, dp=2)
+def test_messages_of_two_steps(zero: int, reduce: ZeroReduce) -> None:
+    """Weights are gathered once per step (zero=2), or forward and backward of each micro-batch, the root's
+    once for both (zero=3); gradients are scattered once per step, or every micro-batch on request."""
+    gathers = LAYERS + 1 if zero == 2 else MICRO_BATCHES * (2 * LAYERS + 1)
+    scatters = (MICRO_BATCHES if reduce == "every" else 1) * (LAYERS + 1)
+    assert run_on_ranks(messages_of_two_steps, zero, reduce, dp=2) == [(2 * gathers, 2 * scatters)] * 2
 
 
-def check_reductions_of_every_micro_batch(ctx: ParallelContext, zero: int) -> None:
-    mine = Rank(ctx, zero, reduce="every")
+def messages_of_two_steps(ctx: ParallelContext, zero: int, reduce: ZeroReduce) -> tuple[int, int]:
+    mine = Rank(ctx, zero, reduce=reduce)
     with collectives() as seen:
-        mine.accumulate(list(samples_of(0, ctx.dp.rank)))
-    assert len(seen["scatter_flat"]) == MICRO_BATCHES * (LAYERS + 1)
-    assert len(seen["gather_flat"]) == (LAYERS + 1 if zero == 2 else MICRO_BATCHES * (2 * LAYERS + 1))
+        for step in range(2):
+            mine.accumulate(list(samples_of(step, ctx.dp.rank)))
+    return len(seen["gather_flat"]), len(seen["scatter_flat"])
 
 
 @pytest.mark.parametrize("late_weights", [False, True])
@@ -134,20 +139,6 @@ def gradient_bytes(reducer: Reducer) -> int:
                 for grad in filter(torch.is_tensor, grads):
                     held[grad.untyped_storage().data_ptr()] = grad.untyped_storage().nbytes()
     return sum(held.values())
-
-
-@pytest.mark.parametrize(("zero", "per_step"), [(2, LAYERS + 1), (3, MICRO_BATCHES * (2 * LAYERS + 1))])
-def test_weights_are_gathered_once_per_step_or_pass(zero: int, per_step: int) -> None:
-    """zero=2: once per step. zero=3: forward and backward of each micro-batch, the root's once for both."""
-    assert run_on_ranks(gathers_of_two_steps, zero, dp=2) == [2 * per_step] * 2
-
-
-def gathers_of_two_steps(ctx: ParallelContext, zero: int) -> int:
-    mine = Rank(ctx, zero)
-    with collectives() as seen:
-        for step in range(2):
-            mine.accumulate(list(samples_of(step, ctx.dp.rank)))
-        return len(seen["gather_flat"])
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -212,58 +203,36 @@ def state_bytes(ctx: ParallelContext, zero: int) -> int:
     return sum(x.untyped_storage().nbytes() for x in moments)
 
 
-def test_weights_travel_in_the_compute_dtype_and_gradients_in_float32() -> None:
-    run_on_ranks(check_dtypes, dp=2)
+@pytest.mark.parametrize(("zero", "is_late"), [(2, False), (3, False), (2, True), (3, True)])
+def test_bfloat16_weights_travel_and_gradients_are_added_up_in_float32(zero: int, is_late: bool) -> None:
+    """Five equal micro-batches give exactly five times the gradient: bfloat16 cannot hold that sum.
+
+    Or where gradients come after the backward passes and are settled one micro-batch at a time.
+    """
+    run_on_ranks(check_accumulation, zero, is_late, dp=2)
 
 
-def check_dtypes(ctx: ParallelContext) -> None:
-    mine = Rank(ctx, 2, dtype=torch.bfloat16, master=torch.float32)
-    with collectives() as seen:
-        mine.accumulate(list(samples_of(0, ctx.dp.rank)))
-    assert set(seen["gather_flat"]) == {torch.bfloat16}
-    assert set(seen["scatter_flat"]) == {torch.float32}
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-def test_bfloat16_gradients_are_added_up_in_float32(zero: int) -> None:
-    """Five equal micro-batches give exactly five times the gradient: bfloat16 cannot hold that sum."""
-    run_on_ranks(check_accumulation, zero, dp=2)
-
-
-def check_accumulation(ctx: ParallelContext, zero: int) -> None:
+def check_accumulation(ctx: ParallelContext, zero: int, is_late: bool) -> None:
     mine = Rank(ctx, zero, dtype=torch.bfloat16, master=torch.float32)
-    sample = samples_of(0, ctx.dp.rank)[0]
-    mine.accumulate([sample])
-    once = [s.parameter.grad.clone() for s in mine.shards if s.parameter.grad is not None]
-    mine.accumulate([sample] * 5)
-    for s, grad in zip(mine.shards, once, strict=True):
-        assert s.parameter.grad is not None
-        assert s.parameter.grad.dtype == s.parameter.dtype == torch.float32
-        assert torch.equal(s.parameter.grad, 5 * grad), s.name
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-def test_late_bfloat16_weight_gradients_are_added_up_in_float32(zero: int) -> None:
-    """The same where they come after the backward passes and are settled one micro-batch at a time."""
-    run_on_ranks(check_late_accumulation, zero, dp=2)
-
-
-def check_late_accumulation(ctx: ParallelContext, zero: int) -> None:
-    mine = Rank(ctx, zero, dtype=torch.bfloat16, master=torch.float32)
-    deferred = defer_weight_grads(mine.model)
+    deferred = defer_weight_grads(mine.model) if is_late else DeferredWeightGrads()
     sample = samples_of(0, ctx.dp.rank)[0]
     sums = []
-    for count in (1, 5):
-        mine.reducer.start_step()
-        jobs = []
-        for _ in range(count):
-            mine.loss(sample).backward()
-            jobs.append(deferred.take())
-        for late in jobs:
-            for job in late:
-                job()
-            mine.reducer.settle()
-        mine.reducer.finish()
-        sums.append([s.parameter.grad for s in mine.shards])
+    with collectives() as seen:
+        for count in (1, 5):
+            mine.reducer.start_step()
+            jobs = []
+            for i in range(count):
+                mine.reducer.sync = i == count - 1 and not is_late
+                mine.loss(sample).backward()
+                jobs.append(deferred.take())
+            for late in jobs if is_late else ():
+                for job in late:
+                    job()
+                mine.reducer.settle()
+            mine.reducer.finish()
+            sums.append([s.parameter.grad for s in mine.shards])
+    assert set(seen["gather_flat"]) == {torch.bfloat16}
+    assert set(seen["scatter_flat"]) == {torch.float32}
     for s, once, five_times in zip(mine.shards, *sums, strict=True):
+        assert five_times.dtype == s.parameter.dtype == torch.float32
         assert torch.equal(five_times, 5 * once), s.name

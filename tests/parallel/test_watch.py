@@ -30,19 +30,21 @@ def line(watch: Watch, error: Exception, ranks: tuple[int, ...] = (2, 3)) -> str
     return str(lost.value)
 
 
-def test_timeout_names_rank_step_operation_group_limit_and_peer(watch: Watch) -> None:
-    assert line(watch, TIMED_OUT) == (
-        "rank 2: step 17: all_reduce over tp (ranks 2, 3) did not finish in 20 s (dist.timeout_s): "
-        "rank 3 is stuck, gone or waiting for another"
-    )
+STUCK = "did not finish in 20 s (dist.timeout_s): rank 3 is stuck, gone or waiting for another"
 
 
-def test_closed_connection_is_distinguished_from_a_timeout(watch: Watch) -> None:
-    assert line(watch, CLOSED) == "rank 2: step 17: all_reduce over tp (ranks 2, 3) broke: rank 3 is gone"
-
-
-def test_errors_of_the_store_are_lost_peers(watch: Watch) -> None:
-    assert "did not finish" in line(watch, DistStoreError("wait timeout after 20000ms"))
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (TIMED_OUT, STUCK),
+        (DistStoreError("wait timeout after 20000ms"), STUCK),
+        (CLOSED, "broke: rank 3 is gone"),
+    ],
+)
+def test_a_lost_peer_is_named_with_rank_step_operation_and_group(
+    watch: Watch, error: Exception, what: str
+) -> None:
+    assert line(watch, error) == f"rank 2: step 17: all_reduce over tp (ranks 2, 3) {what}"
 
 
 def test_other_errors_pass_unchanged(watch: Watch) -> None:

@@ -2,7 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -224,26 +224,6 @@ def test_micro_batch_is_in_flight_until_its_weight_gradient() -> None:
 def test_wrong_schedule_is_rejected_by_name(schedule: Schedule, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         lower(schedule)
-
-
-@quick
-@given(schedules(), costs, st.data())
-def test_swapping_two_transfers_of_a_rank_is_found(
-    schedule: Schedule, cost: Cost, data: st.DataObject
-) -> None:
-    """Neighbouring ones with the same peer: their order is one the peer relies on."""
-    plan = lower(schedule, cost=cost)
-    swaps = [
-        (rank, i, k)
-        for rank, mine in enumerate(plan.instructions)
-        for (i, one), (k, other) in pairwise((i, t) for i, t in enumerate(mine) if not isinstance(t, Action))
-        if one.peer == other.peer
-    ]
-    if swaps:
-        rank, i, k = data.draw(st.sampled_from(swaps))
-        ranks = [list(mine) for mine in plan.instructions]
-        ranks[rank][i], ranks[rank][k] = ranks[rank][k], ranks[rank][i]
-        assert not completes(ranks, plan.num_stages // len(schedule))
 
 
 @pytest.mark.parametrize("name, p, v, m", slow_but({0}, [("1f1b", 64, 1, 512), ("1f1b", 35, 3, 280)]))

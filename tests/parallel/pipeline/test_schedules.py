@@ -7,7 +7,7 @@ import pytest
 
 from mlm.parallel.pipeline.actions import Action, Cost, Plan
 from mlm.parallel.pipeline.lower import lower
-from mlm.parallel.pipeline.schedules import NAMES, build_schedule, forward_only
+from mlm.parallel.pipeline.schedules import build_schedule, forward_only
 from mlm.util.errors import UserError
 
 SIZES = [(p, m) for p in range(1, 8) for m in (*range(1, 10), 16, 21)]
@@ -49,17 +49,13 @@ def test_zb_h1_puts_weight_gradients_off_by_the_rank() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_bubble_is_p_minus_1_over_m(name: str) -> None:
-    """arXiv:2104.04473, section 2.2.1; also for m < p."""
-    for p, m in SIZES:
-        assert plan(name, p, 1, m).bubble == (p - 1) / m, (p, m)
+def test_bubble_is_p_minus_1_over_v_m(name: str) -> None:
+    """arXiv:2104.04473, sections 2.2.1 and 2.2.2; without chunks also for m < p.
 
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_bubble_with_chunks_is_p_minus_1_over_v_m(name: str) -> None:
-    """arXiv:2104.04473, section 2.2.2. Costs are a chunk's: dividing F and B by v changes no ratio."""
-    for p, v, groups in product(range(1, 6), (2, 3, 4), (1, 2, 3, 5)):
-        m = groups * p
+    Costs are of a chunk: dividing F and B by v changes no ratio.
+    """
+    chunked = [(p, v, groups * p) for p, v, groups in product(range(1, 6), (2, 3, 4), (1, 2, 3, 5))]
+    for p, v, m in [*((p, 1, m) for p, m in SIZES), *chunked]:
         assert plan(name, p, v, m).bubble == (p - 1) / (v * m), (p, v, m)
 
 
@@ -93,13 +89,12 @@ def test_forward_only_idles_p_minus_1_forwards() -> None:
         assert lower(forward_only(p, v, m)).makespan == v * m + p - 1, (p, v, m)
 
 
-def test_gpipe_holds_all_micro_batches() -> None:
-    assert plan("gpipe", 3, 1, 7).peak_in_flight == (7, 7, 7)
-
-
-def test_1f1b_holds_p_minus_r_micro_batches() -> None:
+def test_micro_batches_in_flight() -> None:
+    """All of them; p - r of 1F1B; p on every rank of ZB-H1, pending W included (arXiv:2401.10241, 2.1)."""
     for p, m in SIZES:
+        assert plan("gpipe", p, 1, m).peak_in_flight == (m,) * p, (p, m)
         assert plan("1f1b", p, 1, m).peak_in_flight == tuple(min(p - r, m) for r in range(p)), (p, m)
+        assert plan("zb_h1", p, 1, m).peak_in_flight == (min(p, m),) * p, (p, m)
 
 
 def test_interleaved_1f1b_holds_one_over_p_more_on_rank_0() -> None:
@@ -108,12 +103,6 @@ def test_interleaved_1f1b_holds_one_over_p_more_on_rank_0() -> None:
         peak = plan("1f1b", p, v, 4 * p).peak_in_flight
         assert Fraction(peak[0], p * v) == 1 + Fraction(p - 1, p * v)
         assert peak == tuple((v + 1) * p - 2 * r - 1 for r in range(p))
-
-
-def test_zb_h1_holds_as_much_as_1f1b_at_most() -> None:
-    """Counting micro-batches whose W is pending: p on every rank (arXiv:2401.10241, section 2.1)."""
-    for p, m in SIZES:
-        assert plan("zb_h1", p, 1, m).peak_in_flight == (min(p, m),) * p, (p, m)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +124,3 @@ def test_impossible_schedule_names_setting_and_remedy(
 ) -> None:
     with pytest.raises(UserError, match=message):
         build_schedule(name, stages=p, chunks=v, micro_batches=m)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_fewer_micro_batches_than_ranks_complete(name: str) -> None:
-    assert len(plan(name, 5, 1, 2).timeline) == 5
