@@ -7,10 +7,7 @@ from typing import NamedTuple
 from mlm.config.imports import OwnCodeError
 from mlm.optim.config import OptimizerConfig
 
-TABLES = ("token.*", "position.*", "token_type.*")
-"""Names of the embeddings."""
-HIDDEN = "layers.*"
-"""Names of what the layers hold."""
+EMBEDDINGS = ("token.*", "position.*", "token_type.*")
 SETTINGS: dict[str, Callable[[float], bool]] = {
     "lr": lambda x: x > 0,
     "lr_scale": lambda x: x >= 0,
@@ -49,10 +46,6 @@ def _number(text: str) -> float:
         return float("nan")
 
 
-def is_matrix(name: str, dims: int, config: OptimizerConfig) -> bool:
-    return config.kind == "muon" and dims > 1 and fnmatchcase(name, config.muon.matrices)
-
-
 def rates(
     name: str, dims: int, config: OptimizerConfig, width: float = 1.0, side: str | None = None
 ) -> Rates:
@@ -66,11 +59,11 @@ def rates(
     should follow sqrt(outputs / inputs) (arXiv:2310.17813): the original one does but for constant outputs,
     the other grows as sqrt(W). Decay is of rate times weight_decay, and stays.
     """
-    by_muon = is_matrix(name, dims, config)
+    by_muon = config.kind == "muon" and dims > 1 and fnmatchcase(name, config.muon.matrices)
     lr, decay = config.lr, config.weight_decay if dims > 1 else 0.0
     if config.kind == "muon" and not by_muon:
         lr = config.muon.adamw_lr or lr
-    if config.embedding_lr and any(fnmatchcase(name, table) for table in TABLES):
+    if config.embedding_lr and any(fnmatchcase(name, pattern) for pattern in EMBEDDINGS):
         lr = config.embedding_lr
     scale = lr / config.lr
     for names, given in patterns(config.groups):
@@ -79,7 +72,7 @@ def rates(
             scale *= given.get("lr_scale", 1.0)
             decay = given.get("weight_decay", decay)
             break
-    if dims > 1 and fnmatchcase(name, HIDDEN):
+    if dims > 1 and name.startswith("layers."):
         if not by_muon:
             power = 0.0 if side == "in" else 1.0
         elif config.muon.scale == "match_rms_adamw":

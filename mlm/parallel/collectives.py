@@ -21,10 +21,7 @@ from mlm.parallel.watch import Wait
 
 gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-exchange_flat = dist.all_to_all_single
 """Their names since torch 2.13, and the ones before."""
-STRIDE, WHOLE = 61, 1 << 12
-"""Of messages of more than WHOLE elements `record` reads each STRIDE-th: some of every row."""
 
 
 @dataclass(slots=True)
@@ -74,8 +71,8 @@ def record(x: Tensor, axis: Axis, *, is_sent: bool) -> None:
     if traffic is None or len(traffic) >= 1 << 15 or torch.compiler.is_compiling():
         return
     if x.is_floating_point() and x.element_size() > 1 and x.numel():
-        some = x if x.numel() <= WHOLE else x.reshape(-1)[::STRIDE]
-        traffic.append((is_sent, torch.linalg.vector_norm(some, math.inf)))
+        sample = x if x.numel() <= 1 << 12 else x.reshape(-1)[::61]  # some of every row
+        traffic.append((is_sent, torch.linalg.vector_norm(sample, math.inf)))
 
 
 @torch.no_grad()
@@ -153,7 +150,7 @@ def start_all_to_all(x: Tensor, axis: Axis, given: Sequence[int], taken: Sequenc
     record(x, axis, is_sent=True)
     held, sent = for_transport(out, axis), for_transport(x.contiguous(), axis)
     with _watched("all_to_all", axis):
-        work = exchange_flat(held, sent, list(taken), list(given), group=axis.group, async_op=True)
+        work = dist.all_to_all_single(held, sent, list(taken), list(given), group=axis.group, async_op=True)
     return Pending("all_to_all", axis, out, work, held=held)
 
 
@@ -245,7 +242,7 @@ class _CopyToTP(torch.autograd.Function):
 class _ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return all_reduce(x.detach(), axis)  # the partial sums are ours alone: summed where they are
+        return all_reduce(x.detach(), axis)  # nobody else reads the partial sums: summed in place
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:

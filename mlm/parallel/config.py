@@ -17,8 +17,6 @@ ContextSize = Annotated[
     int, POSITIVE, Aliases("context_parallel", "context_parallel_size", "ring_attention_size")
 ]
 ExpertSize = Annotated[int, POSITIVE, Aliases("expert_model_parallel_size", "expert_parallel_size")]
-ExpertTensorSize = Annotated[int, POSITIVE, Aliases("expert_tensor_parallel_size")]
-DataSize = Annotated[int, POSITIVE, Aliases("data_parallel", "data_parallel_size")]
 Schedule = Literal["1f1b", "gpipe", "zb_h1"]
 Zero = Annotated[Literal[0, 2, 3], Aliases("zero_stage")]
 ZeroReduce = Literal["last", "every"]
@@ -39,14 +37,14 @@ class ParallelConfig:
     ep: ExpertSize = 1
     """Expert-parallel size: ranks that split a layer's experts, folded of the cp * dp replicas (with
     expert_tp=1 of tp * cp * dp). Must divide their number and model.options.num_experts."""
-    expert_tp: ExpertTensorSize | None = None
+    expert_tp: Annotated[int | None, POSITIVE, Aliases("expert_tensor_parallel_size")] = None
     """Ranks that split each expert: null takes tp, 1 leaves experts whole (sequence_parallel=true then lets
     each tp rank send its own tokens)."""
     pp: PipelineSize = 1
     """Pipeline-parallel size, p: ranks that hold consecutive layers. At most model.num_layers."""
     vp: VirtualSize = 1
     """Virtual stages (chunks) per pipeline rank, v; more than 1 interleaves the schedule."""
-    dp: DataSize | None = None
+    dp: Annotated[int | None, POSITIVE, Aliases("data_parallel", "data_parallel_size")] = None
     """Data-parallel size, d: replicas. null takes world size / (tp * cp * pp)."""
     sequence_parallel: bool = False
     """Cut activations outside the tensor-parallel regions along the sequence too (arXiv:2205.05198)."""

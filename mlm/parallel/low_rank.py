@@ -57,8 +57,8 @@ class AdaptedRows:
 
     def place(self, adapted: Sequence[Tensor]) -> Tensor:
         """Put values of adapted parts [..., block, size] in the weight's order, 0 for others: [..., O]."""
-        found, zeros = dict(zip(self.adapted, adapted, strict=True)), torch.zeros_like(adapted[0])
-        return torch.stack([found.get(part, zeros) for part in range(self.parts)], -2).flatten(-3)
+        values, zeros = dict(zip(self.adapted, adapted, strict=True)), torch.zeros_like(adapted[0])
+        return torch.stack([values.get(part, zeros) for part in range(self.parts)], -2).flatten(-3)
 
 
 class LowRankAdapter(nn.Module):
@@ -96,18 +96,18 @@ class LowRankAdapter(nn.Module):
         self.by_column = isinstance(layer, ColumnParallelLinear)
         self.sequence_parallel, self.replicas = layer.sequence_parallel, layer.replicas
         self.reduce_output = layer.reduce_output
-        out, inside = layer.weight.shape
-        self.size, self.columns = out, inside
+        out, in_size = layer.weight.shape
+        self.size, self.columns = out, in_size
         if rows.parts > 1:
             assert layer.fused_rows is not None
             self.size = layer.fused_rows.width
         count = len(rows.adapted)
         self.tp_dims = {"b": 0, "magnitude": 0} if self.by_column else {"a": 1}
         # the variance of peft's uniform A
-        full = inside if self.by_column else inside * self.tp.size
+        full = in_size if self.by_column else in_size * self.tp.size
         self.init_stds = {"a": (3 * full) ** -0.5, "b": 0.0, "magnitude": 0.0}
         self.fused_rows = {"a": FusedRows(count, rank), "b": FusedRows(count, self.size)}
-        self.a = nn.Parameter(torch.empty(count * rank, inside))  # [p r, I], by row [r, I/t]
+        self.a = nn.Parameter(torch.empty(count * rank, in_size))  # [p r, I], by row [r, I/t]
         self.b = nn.Parameter(torch.zeros(out // rows.parts * count, rank))  # [p O / (P t), r], by row [O, r]
         self.magnitude = nn.Parameter(torch.zeros(len(self.b))) if dora else None  # norm of a row less W's
         self.register_buffer("dropout_keys", site_keys([site]), persistent=False)

@@ -207,28 +207,19 @@ def _make_axis(
     name: str, lines: list[list[int]], rank: int, timeout_s: float, watch: Watch, device: torch.device
 ) -> Axis:
     """The axis `name` of this rank; every rank makes every group, in one order."""
-    own = Axis(name, watch=watch)
+    axis, limit, options = Axis(name, watch=watch), timedelta(seconds=timeout_s), None
+    nccl: Any = getattr(dist, "ProcessGroupNCCL", None)  # not in every build
+    if nccl is not None and name == "tp" and device.type == "cuda" and dist.get_backend() == "nccl":
+        # Sums over tp stand in the way of the next layer: their kernels go before those of a layer's weight
+        # gradients, which have the device to themselves otherwise.
+        options = nccl.Options()
+        options.is_high_priority_stream = True
+        options._timeout = limit  # PyTorch warns where it is not the group's
     for line in lines:
         if len(line) > 1:
-            limit = timedelta(seconds=timeout_s)
-            group = dist.new_group(line, timeout=limit, pg_options=_options(name, device, limit))
+            group = dist.new_group(line, timeout=limit, pg_options=options)
             if rank in line:
                 is_gloo = dist.get_backend(group) == "gloo"
                 through_host, swaps = is_gloo and device.type == "cuda", is_gloo and len(line) == 2
-                own = Axis(name, line.index(rank), len(line), group, tuple(line), watch, through_host, swaps)
-    return own
-
-
-def _options(name: str, device: torch.device, limit: timedelta) -> Any:
-    """NCCL's options for an axis; None for its own, and for other backends.
-
-    Sums over tp stand in the way of the next layer: their kernels go before those of a layer's weight
-    gradients, which have the device to themselves otherwise.
-    """
-    nccl = getattr(dist, "ProcessGroupNCCL", None)  # not in every build
-    if nccl is None or name != "tp" or device.type != "cuda" or dist.get_backend() != "nccl":
-        return None
-    options = nccl.Options()
-    options.is_high_priority_stream = True
-    options._timeout = limit  # PyTorch warns where it is not the group's
-    return options
+                axis = Axis(name, line.index(rank), len(line), group, tuple(line), watch, through_host, swaps)
+    return axis

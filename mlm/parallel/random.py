@@ -1,6 +1,6 @@
-"""Random numbers as functions of (seed, place), so that no generator state has to be kept; initial weights.
+"""Random numbers as functions of (seed, name), so that no generator state has to be kept; initial weights.
 
-Dropout masks (dropout.py) are drawn per sample and place, initial weights per parameter: each one's full
+Dropout masks (dropout.py) are drawn per sample and site, initial weights per parameter: each one's full
 tensor is a function of (seed, name), and a rank keeps its slice. Restarting, recomputing an activation or
 another layout then gives the same numbers without saving anything.
 """
@@ -31,14 +31,10 @@ def draw_normal(shape: tuple[int, ...], std: float, seed: int, rows: range | Non
     Drawn in blocks of rows with a seed each, so a rank that holds some rows draws little more than those.
     """
     rows = range(shape[0]) if rows is None else rows
-    row_size = 1
-    for size in shape[1:]:
-        row_size *= size
-    block = max(1, (1 << 18) // max(1, row_size))  # a function of the global shape alone
-    out = torch.empty((len(rows), *shape[1:]))
+    block = max(1, (1 << 18) // max(1, math.prod(shape[1:])))  # a function of the global shape alone
+    out, generator = torch.empty((len(rows), *shape[1:])), torch.Generator()
     if len(rows) == 0:
         return out
-    generator = torch.Generator()
     for index in range(rows.start // block, -(-rows.stop // block)):
         first, last = index * block, min((index + 1) * block, shape[0])
         generator.manual_seed(derive_seed(seed, index))

@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor
 from mlm.parallel.collectives import Pending, for_transport, gather_flat, record, scatter_flat
 from mlm.parallel.config import ZeroReduce
 from mlm.parallel.expert.experts import Experts
-from mlm.parallel.mesh import Axis, ExpertAxes
+from mlm.parallel.mesh import Axis
 from mlm.parallel.pipeline.engine import Reducer
-from mlm.parallel.sharding import DP_SLICES, DataParallelSlice
+from mlm.parallel.sharding import DP_SLICES, DataParallelSlice, replica_axis
 
 
 class ShardedReducer:
@@ -159,10 +159,9 @@ def _assign_slices(model: nn.Module, dp: Axis) -> list[tuple[nn.Parameter, DataP
     """Tell `parameter_shards` what this rank holds: FSDP2's parameters, each with our view of its rows."""
     slices: dict[nn.Parameter, DataParallelSlice] = {}
     for module in model.modules():
-        own = {n: p for n, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
-        axes: ExpertAxes | None = getattr(module, "expert_axes", None)
-        axis = dp if axes is None or axes.replicas is None else axes.replicas
-        for parameter in own.values():
+        sharded = {n: p for n, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
+        axis = replica_axis(module, dp)
+        for parameter in sharded.values():
             if parameter in slices:
                 continue
             rows = nn.Parameter(_local(parameter), requires_grad=parameter.requires_grad)
@@ -171,8 +170,8 @@ def _assign_slices(model: nn.Module, dp: Axis) -> list[tuple[nn.Parameter, DataP
             held = min(share, parameter.shape[0] - first)
             assert rows.shape[0] == held, "FSDP2 splits otherwise than torch.chunk"
             slices[parameter] = DataParallelSlice(rows, tuple(parameter.shape), first, axis)
-        if own:
-            setattr(module, DP_SLICES, {name: slices[p] for name, p in own.items()})
+        if sharded:
+            setattr(module, DP_SLICES, {name: slices[p] for name, p in sharded.items()})
     return list(slices.items())
 
 

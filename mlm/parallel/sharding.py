@@ -33,7 +33,7 @@ class DataParallelSlice:
     parameter: nn.Parameter
     """Those rows, a plain tensor; possibly none."""
     part_shape: tuple[int, ...]
-    """Shape of the whole tensor-parallel part."""
+    """Shape of the full tensor-parallel part."""
     first_row: int
     """Their offset in that part."""
     dp: Axis
@@ -44,7 +44,7 @@ class ParameterShard:
     """A parameter as this rank holds it: the region that optimizer and checkpoints work on."""
 
     name: str
-    """Name in the whole model, for instance layers.3.mlp.up.weight."""
+    """Name in the full model, for instance layers.3.mlp.up.weight."""
     parameter: nn.Parameter
     """This rank's part, a plain tensor; its `grad` is laid out alike."""
     module: nn.Module
@@ -85,8 +85,7 @@ class ParameterShard:
 
     def replica_axis(self, replicas: Axis) -> Axis:
         """The ranks that hold the same part, tp aside: `replicas` of the model, or those of experts."""
-        own = None if self.experts is None else self.experts.replicas
-        return replicas if own is None else own
+        return replica_axis(self.module, replicas)
 
     def is_stored(self, replicas: Axis) -> bool:
         """True on the one rank of all that writes this part: the first of equal `replicas` of the model."""
@@ -99,7 +98,7 @@ class ParameterShard:
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter without padding."""
+        """Shape of the full parameter without padding."""
         shape = list(self.part_shape)
         if self.tp_dim is not None:
             shape[self.tp_dim] *= self.tp.size // self.replicas
@@ -111,7 +110,7 @@ class ParameterShard:
 
     @property
     def offset(self) -> tuple[int, ...]:
-        """Offset of this part in the whole parameter; its end for a part of nothing but padding."""
+        """Offset of this part in the full parameter; its end for a part of nothing but padding."""
         first = [0] * self.parameter.dim()
         if self.tp_dim is not None:
             first[self.tp_dim] = self.tp.rank // self.replicas * self.part_shape[self.tp_dim]
@@ -129,6 +128,12 @@ class ParameterShard:
             return x
         true = min(self.true_size - self.offset[self.tp_dim], x.shape[self.tp_dim])
         return x.narrow(self.tp_dim, 0, true)
+
+
+def replica_axis(module: nn.Module, replicas: Axis) -> Axis:
+    """The ranks that hold the same parameters of a module: `replicas` of the model, or those of experts."""
+    axes: ExpertAxes | None = getattr(module, "expert_axes", None)
+    return replicas if axes is None or axes.replicas is None else axes.replicas
 
 
 def parameter_shards(model: nn.Module, tp: Axis) -> Iterator[ParameterShard]:
@@ -154,16 +159,15 @@ def parameter_shards(model: nn.Module, tp: Axis) -> Iterator[ParameterShard]:
 
 def parameters_by_axis(model: nn.Module, replicas: Axis) -> dict[Axis, list[nn.Parameter]]:
     """The parameters of a model that is replicated over `replicas`, by the axis that replicates each."""
-    found: dict[Axis, list[nn.Parameter]] = {replicas: []}
+    by_axis: dict[Axis, list[nn.Parameter]] = {replicas: []}
     seen: set[nn.Parameter] = set()
     for module in model.modules():
-        axes: ExpertAxes | None = getattr(module, "expert_axes", None)
-        axis = replicas if axes is None or axes.replicas is None else axes.replicas
+        axis = replica_axis(module, replicas)
         for parameter in module.parameters(recurse=False):
             if parameter not in seen:
-                found.setdefault(axis, []).append(parameter)
+                by_axis.setdefault(axis, []).append(parameter)
                 seen.add(parameter)
-    return found
+    return by_axis
 
 
 def shard_of(full: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -176,13 +180,13 @@ def shard_of(full: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 @torch.no_grad()
-def load_full(model: nn.Module, whole: Mapping[str, Tensor], tp: Axis) -> None:
-    """Fill the model's parameters with their slices of whole tensors; padding rows become zero.
+def load_full(model: nn.Module, tensors: Mapping[str, Tensor], tp: Axis) -> None:
+    """Fill the model's parameters with their slices of full tensors; padding rows become zero.
 
     Raises KeyError for a missing name and ValueError for a shape that differs.
     """
     for shard in parameter_shards(model, tp):
-        full = whole[shard.name]
+        full = tensors[shard.name]
         if tuple(full.shape) != shard.global_shape:
             raise ValueError(
                 f"{shard.name} has shape {tuple(full.shape)}, the model needs {shard.global_shape}"

@@ -18,9 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TRANSPORT = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
-SHOWN = 8  # ranks of a group that are listed in full
-FOLLOWED = 1 << 14  # the device's launch queue is full long before the host is so many ahead
-EARLY_S = 1.5  # NCCL aborts the process at its timeout: report the hang before that
 
 
 class LostPeer(RuntimeError):  # noqa: N818 - names the problem
@@ -37,7 +34,7 @@ def is_transport_error(error: BaseException) -> bool:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """`rank 3`, `ranks 2, 3`, or of many ranks the first three, the last and how many they are."""
-    if len(ranks) <= SHOWN:
+    if len(ranks) <= 8:
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     return f"ranks {', '.join(map(str, ranks[:3]))}, … {ranks[-1]}: {len(ranks)} of them"
 
@@ -107,8 +104,8 @@ class Watch:
     """The waits under way, the innermost last."""
     spent: dict[str, float] = field(default_factory=dict)
     """Seconds that this process has waited, by axis. A GPU's waits are its own, and not among them."""
-    followed: deque[Wait] = field(default_factory=lambda: deque(maxlen=FOLLOWED))
-    """Waits of the device, the oldest first."""
+    followed: deque[Wait] = field(default_factory=lambda: deque(maxlen=1 << 14))
+    """Waits of the device, the oldest first; its launch queue is full before the host is so far ahead."""
     traffic: list[tuple[bool, Any]] | None = None
     """Of each message in order: True if this rank sent it, and its largest magnitude (0-d tensor); None: no
     record."""
@@ -124,7 +121,8 @@ class Watch:
 
     def follow(self, op: str, axis: str, ranks: tuple[int, ...], done: Callable[[], bool]) -> None:
         """Keep an eye on a communication that the device waits for, until `done()`."""
-        limit_s = max(self.timeout_s / 2, self.timeout_s - EARLY_S)
+        # NCCL aborts the process at its timeout: report the hang before that
+        limit_s = max(self.timeout_s / 2, self.timeout_s - 1.5)
         wait = Wait(self, op, axis, ranks, limit_s, self.step, time.monotonic(), done)
         self.followed.append(wait)
 
