@@ -116,11 +116,3 @@ def test_neighbours_that_hold_the_same_part_count_it_once() -> None:
     assert [s.offset for s in columns] == [(0, 0), (0, 0), (0, 4), (0, 4)]
     assert {s.global_shape for s in columns} == {(3, 8)}  # true_rows is of rows
     assert [s.is_owner for s in biases] == [True, False, False, False]
-
-
-@pytest.mark.parametrize("rank", range(2))
-def test_padding_is_zero_after_whole_tensors_are_loaded(rank: int) -> None:
-    table = VocabParallelEmbedding(VOCAB, PADDED, HIDDEN, tp=Axis("tp", rank, 2))
-    nn.init.constant_(table.weight, torch.nan)
-    load_full(table, {"weight": torch.ones(VOCAB, HIDDEN)}, Axis("tp", rank, 2))
-    assert table.weight.sum(1).tolist() == [HIDDEN] * (12 - 11 * rank) + [0] * 11 * rank

@@ -60,49 +60,30 @@ def sent(plan: Plan, rank: int, transfer: Send | Receive) -> tuple[int, int, Op,
 
 @quick
 @given(schedules(), costs)
-def test_plan_computes_each_action_once_in_the_schedules_order(schedule: Schedule, cost: Cost) -> None:
+def test_plan_has_each_action_and_transfer_in_its_order_and_completes(schedule: Schedule, cost: Cost) -> None:
+    """Also where each transfer holds up both its ranks."""
     plan = lower(schedule, cost=cost)
     pairs = {(action.op, action.chunk, action.micro_batch) for action in schedule[0]}
     chunks, micro_batches = (1 + max(pair[i] for pair in pairs) for i in (1, 2))
     every = set(product({pair[0] for pair in pairs}, range(chunks), range(micro_batches)))
-    for mine, instructions in zip(schedule, plan.instructions, strict=True):
+    for actions, instructions in zip(schedule, plan.instructions, strict=True):
         computed = tuple(i for i in instructions if isinstance(i, Action))
-        assert computed == mine
+        assert computed == actions
         assert Counter((a.op, a.chunk, a.micro_batch) for a in computed) == dict.fromkeys(every, 1)
-
-
-@quick
-@given(schedules(), costs)
-def test_transfers_go_in_the_order_their_data_is_computed(schedule: Schedule, cost: Cost) -> None:
-    """In the simulation: so the first in a rank's queue is the first that can go."""
-    plan = lower(schedule, cost=cost)
-    ends = {
-        (rank, *sent(plan, rank, Send(span.action, -1))[2:]): span.end
-        for rank, spans in enumerate(plan.timeline)
-        for span in spans
-    }
-    for rank in range(len(schedule)):
-        names = [sent(plan, rank, transfer) for transfer in transfers_of(plan, rank)]
-        computed = [ends[sender, *what] for sender, _, *what in names]
-        assert computed == sorted(computed)
-
-
-@quick
-@given(schedules(), costs)
-def test_sends_follow_their_action_and_receives_precede_it(schedule: Schedule, cost: Cost) -> None:
-    plan = lower(schedule, cost=cost)
-    for instructions in plan.instructions:
         for i, instruction in enumerate(instructions):
             if isinstance(instruction, Send):
                 assert instructions[i - 1] == instruction.action
             if isinstance(instruction, Receive):
                 assert instruction.action in instructions[i:]
-
-
-@quick
-@given(schedules(), costs)
-def test_plan_completes_where_each_transfer_holds_up_both_its_ranks(schedule: Schedule, cost: Cost) -> None:
-    plan = lower(schedule, cost=cost)
+    ends = {
+        (rank, *sent(plan, rank, Send(span.action, -1))[2:]): span.end
+        for rank, spans in enumerate(plan.timeline)
+        for span in spans
+    }
+    for rank in range(len(schedule)):  # transfers in the order in which their data is computed
+        names = [sent(plan, rank, transfer) for transfer in transfers_of(plan, rank)]
+        times = [ends[sender, *what] for sender, _, *what in names]
+        assert times == sorted(times)
     assert completes(plan.instructions, plan.num_stages // len(schedule))
 
 
