@@ -1,1 +1,1 @@
-"""AdamW, schedules, clipping, precision, optimizers of the user's own."""
+"""AdamW, schedules, clipping, precision, custom optimizers."""

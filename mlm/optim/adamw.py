@@ -5,15 +5,17 @@ before the first step.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from inspect import unwrap
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mlm.optim.clip import scale_gradients
 from mlm.optim.config import OptimizerConfig
 from mlm.optim.groups import Rates, rates
-from mlm.optim.muon import MOMENTUM, MatrixUpdates
+from mlm.optim.matrices import buckets
+from mlm.optim.muon import MOMENTUM, iteration_dtype, orthogonalise, shape_scale
 from mlm.optim.user import Groups, check_state, check_step, user_optimizer
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import ParameterShard
@@ -80,16 +82,26 @@ class AdamW(torch.optim.AdamW):
 
 
 class Muon(AdamW):
-    """Muon for the groups with a true `is_matrix`, AdamW for the others; see muon.py."""
+    """Muon (muon.py) for the groups with a true `is_matrix`, AdamW for the others.
+
+    Args:
+        groups: of all parameters.
+        matrices: weights of two or three dimensions, of the groups of matrices.
+        replicas: ranks that hold the same part of the model, or rows of it.
+    """
 
     elementwise = False
 
-    def __init__(self, groups: Groups, updates: MatrixUpdates, config: OptimizerConfig) -> None:
+    def __init__(
+        self, groups: Groups, matrices: Sequence[ParameterShard], replicas: Axis, config: OptimizerConfig
+    ) -> None:
         super().__init__(groups, config)
-        self.updates = updates
+        self.config, self.matrices = config.muon, frozenset(shard.parameter for shard in matrices)
+        self.dtype = iteration_dtype(config.muon, matrices[0].parameter) if matrices else torch.float32
+        self.buckets = buckets(matrices, replicas, self.dtype, per_head=config.muon.per_head)
 
     def moments_of(self, parameter: Tensor) -> tuple[str, ...]:
-        return (MOMENTUM,) if parameter in self.updates.parameters else MOMENTS
+        return (MOMENTUM,) if parameter in self.matrices else MOMENTS
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -97,10 +109,31 @@ class Muon(AdamW):
         super().step()
         if self.found_inf is not None and not self.found_inf.is_meta and self.found_inf.item():
             return
-        groups = [group for group in self.param_groups if group["is_matrix"]]
-        of = {p: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
-        momenta = {p: self.state[p][MOMENTUM] for p in of}
-        self.updates.apply(momenta, of, is_cautious=self.is_cautious, grad_scale=self.grad_scale)
+        group_of = {p: group for group in self.param_groups if group["is_matrix"] for p in group["params"]}
+        for bucket in self.buckets:
+            averages = {shard.parameter: self._average(shard.parameter) for shard in bucket.shards}
+            for p in averages if not self.is_cautious else ():
+                p.mul_(1 - group_of[p]["lr"] * group_of[p]["weight_decay"])
+            orthogonal = bucket.transform(averages, partial(orthogonalise, config=self.config))
+            for matrix, index, rows, update in orthogonal:
+                p, scale = matrix.shard.parameter, shape_scale(matrix.shape, self.config)
+                if self.is_cautious:
+                    x = p[index] if rows is None else p[index][rows]
+                    update = update + x * (x * update >= 0) * (group_of[p]["weight_decay"] / scale)
+                alpha = -group_of[p]["lr"] * scale
+                if rows is None:
+                    p[index].add_(update, alpha=alpha)
+                else:
+                    p[index].index_add_(0, rows, update.to(p.dtype), alpha=alpha)
+
+    def _average(self, p: nn.Parameter) -> Tensor:
+        """Take the gradient into the momentum; return what is made orthogonal."""
+        momentum: Tensor = self.state[p][MOMENTUM]
+        grad, beta = torch.zeros_like(p) if p.grad is None else p.grad, self.config.momentum
+        if self.grad_scale is not None:
+            grad.div_(self.grad_scale)
+        momentum.lerp_(grad, 1 - beta)
+        return (grad.lerp(momentum, beta) if self.config.nesterov else momentum).to(self.dtype)
 
 
 def build_optimizer(
@@ -127,7 +160,7 @@ def build_optimizer(
         for key, members in by_rates.items()
     ]
     if not groups:  # a pipeline stage without adapters counts steps as the others do, by an empty parameter
-        empty = torch.nn.Parameter(first.new_empty(0))
+        empty = nn.Parameter(first.new_empty(0))
         empty.grad = torch.zeros_like(empty)
         groups = [{"params": [empty], **Rates(False, 1.0, 0.0)._asdict()}]
     optimizer: torch.optim.Optimizer
@@ -135,8 +168,7 @@ def build_optimizer(
         optimizer = build([{key: x for key, x in group.items() if key != "is_matrix"} for group in groups])
     elif config.kind == "muon":
         matrices = [shard for key, members in by_rates.items() if key.is_matrix for shard in members]
-        updates = MatrixUpdates(matrices, replicas or Axis("dp"), config.muon)
-        optimizer = Muon(groups, updates, config)
+        optimizer = Muon(groups, matrices, replicas or Axis("dp"), config)
     else:
         optimizer = AdamW(groups, config)
     ensure_state(optimizer)

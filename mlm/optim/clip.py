@@ -58,10 +58,10 @@ def _norms_of_pieces(grads: Sequence[Tensor]) -> list[Tensor]:
     flat = [grad.reshape(-1) for grad in grads if grad.numel() >= SMALL]
     norms = []
     for values in [*flat, torch.cat(small)] if small else flat:
-        whole = len(values) // PIECE * PIECE
-        norms.append(torch.linalg.vector_norm(values[:whole].view(-1, PIECE), dim=1))
-        if whole < len(values):
-            norms.append(torch.linalg.vector_norm(values[whole:]))
+        full = len(values) // PIECE * PIECE
+        norms.append(torch.linalg.vector_norm(values[:full].view(-1, PIECE), dim=1))
+        if full < len(values):
+            norms.append(torch.linalg.vector_norm(values[full:]))
     return norms
 
 

@@ -129,7 +129,7 @@ class Matrix:
 
 
 def matrices_of(shard: ParameterShard, *, per_head: bool) -> list[Matrix]:
-    """The matrices in a weight, maybe a stack; with `per_head` those of each head apart."""
+    """The matrices in a weight, maybe a stack; with `per_head` one for each head."""
     (*stack, _, _), rows = shard.part_shape, shard.global_shape[-2]
     rows_of = getattr(shard.module, "fused_rows", None)
     if isinstance(rows_of, Mapping):

@@ -1,22 +1,18 @@
 """Muon: momentum of a matrix made orthogonal by Newton-Schulz iterations.
 
 Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); decay and scale as in arXiv:2502.16982,
-section 2.2. The order of operations is that of torch.optim.Muon, its format our own (MuonConfig.dtype).
+section 2.2. The order of operations is that of torch.optim.Muon, its format MuonConfig.dtype.
 
 Each matrix is orthogonalised in full, and by one rank (matrices.py): parts of it would give another result.
 """
 
 import math
-from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mlm.optim.auto_precision import CPUINFO, has_fast_bfloat16
 from mlm.optim.config import MuonConfig
-from mlm.optim.matrices import buckets
-from mlm.parallel.mesh import Axis
-from mlm.parallel.sharding import ParameterShard
 
 MOMENTUM = "momentum_buffer"
 """Name of the average of gradients, PyTorch's."""
@@ -72,57 +68,3 @@ def iteration_dtype(config: MuonConfig, parameter: Tensor) -> torch.dtype:
     on_cpu = parameter.device.type == "cpu"
     is_slow = on_cpu and not (CPUINFO.exists() and has_fast_bfloat16(CPUINFO.read_text(errors="replace")))
     return torch.float32 if is_slow else torch.bfloat16
-
-
-class MatrixUpdates:
-    """The updates of all matrices of a rank, and what is exchanged for them.
-
-    Args:
-        shards: weights of two or three dimensions.
-        replicas: ranks that hold the same part of the model, or rows of it.
-    """
-
-    def __init__(self, shards: Sequence[ParameterShard], replicas: Axis, config: MuonConfig) -> None:
-        self.config, self.shards = config, shards
-        self.parameters = frozenset(shard.parameter for shard in shards)
-        self.dtype = iteration_dtype(config, shards[0].parameter) if shards else torch.float32
-        self.buckets = buckets(shards, replicas, self.dtype, per_head=config.per_head)
-
-    def apply(
-        self,
-        momenta: Mapping[nn.Parameter, Tensor],
-        rates: Mapping[nn.Parameter, tuple[float, float]],
-        *,
-        is_cautious: bool,
-        grad_scale: Tensor | None = None,
-    ) -> None:
-        """Take the gradients into `momenta` and move the weights, by (rate, decay) each. Collective.
-
-        Gradients are divided by `grad_scale` (0-d) first, in place.
-        """
-        config = self.config
-        for bucket in self.buckets:
-            parameters = [shard.parameter for shard in bucket.shards]
-            averages = {p: self._average(p, momenta[p], grad_scale) for p in parameters}
-            for shard in bucket.shards if not is_cautious else ():
-                rate, decay = rates[shard.parameter]
-                shard.parameter.mul_(1 - rate * decay)
-            for matrix, index, rows, update in bucket.transform(averages, lambda x: orthogonalise(x, config)):
-                p = matrix.shard.parameter
-                scale = shape_scale(matrix.shape, config)
-                alpha = -rates[p][0] * scale
-                if is_cautious:
-                    x = p[index] if rows is None else p[index][rows]
-                    update = update + x * (x * update >= 0) * (rates[p][1] / scale)
-                if rows is None:
-                    p[index].add_(update, alpha=alpha)
-                else:
-                    p[index].index_add_(0, rows, update.to(p.dtype), alpha=alpha)
-
-    def _average(self, parameter: nn.Parameter, momentum: Tensor, grad_scale: Tensor | None) -> Tensor:
-        grad, beta = parameter.grad, self.config.momentum
-        grad = torch.zeros_like(parameter) if grad is None else grad
-        if grad_scale is not None:
-            grad.div_(grad_scale)
-        momentum.lerp_(grad, 1 - beta)
-        return (grad.lerp(momentum, beta) if self.config.nesterov else momentum).to(self.dtype)

@@ -250,7 +250,7 @@ class _ContextAttention(torch.autograd.Function):
 
 
 def attention_blocks(cp: Axis, tokens: int, window: int = 0) -> tuple[KeyBlock, list[KeyBlock]]:
-    """This rank's own block, and those of other ranks of which its `tokens` see something."""
+    """This rank's own block, and the blocks of other ranks of which its `tokens` see something."""
     half, everything = tokens // 2, slice(None)
     others = []
     for source in range(cp.size):

@@ -195,7 +195,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
     compiled: bool = False
     """True if the loss may be computed by compiled passes (cross_entropy.py)."""
     device_type: str | None = None
-    """Type of device whose sizes of chunks the loss takes; None for that of its tensors."""
+    """Type of device whose sizes of chunks the loss takes; None for its tensors' own."""
     fuses_grad: bool = False
     """True if a forward pass of the loss adds the weight's gradient to `weight.grad`, as its backward pass
     would from a seed of 1; nothing of the table's size is kept in between (`fuse_embedding_grad`). On a CPU

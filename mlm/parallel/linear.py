@@ -9,9 +9,9 @@ under way while the weight's gradient is computed. With sequence parallelism the
 before the product, and again in backward rather than kept, while the input's gradient is computed
 (arXiv:2205.05198, section 4.2.2).
 
-What has no product beside it can be communicated in k parts of the sequence (`overlap_chunks`), each beside
-the product of another: of the gathers before a product and the sums after it only the first and the last are
-then waited for. Where ranks hold rows of their own, a part is of the rows of each.
+Gathers before a product and sums after it have nothing to overlap with, unless they are communicated in k
+parts of the sequence (`overlap_chunks`), each during the product of another. Only the first gather and the
+last sum are then waited for. Where ranks hold different rows, a part is of the rows of each.
 
 Shapes: x [S, …, I] or [S/t, …, I], weight [O, I], y [S, …, O]; t = tensor-parallel size, k parts.
 """
@@ -52,7 +52,7 @@ def linear(
     """
     is_plain = compute.is_plain and x.dtype == weight.dtype and not uses_onednn(x, weight)
     if is_plain and x.is_contiguous():  # of another PyTorch would keep a copy
-        return F.linear(x, weight, bias)  # the same products; a node of ours takes as long as a small one
+        return F.linear(x, weight, bias)  # the same products; a custom node takes as long as a small one
     apply: Callable[..., Tensor] = _Linear.apply if compute.deferred is None else _eager_linear
     copies = compute.weight_copy, None if bias is None else compute.bias_copy
     return apply(x, weight, bias, *copies, compute.deferred, compute.fp8, compute.fused_grad)

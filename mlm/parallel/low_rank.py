@@ -1,8 +1,8 @@
 """Low-rank adapters of frozen linear layers: y = W x + s B A x (arXiv:2106.09685, section 4.1).
 
-What crosses ranks is of width r. Beside a layer split by column, A is replicated and B split like the layer;
-beside one split by row, A is split and B replicated. With sequence parallelism the replicated one sees this
-rank's rows of the sequence, and its gradient is summed over tp like that of a norm.
+Ranks exchange activations of width r. For a layer split by column, A is replicated and B split like the
+layer; for one split by row, A is split and B replicated. With sequence parallelism the replicated one sees
+this rank's rows of the sequence, and its gradient is summed over tp as a norm's is.
 
 A fused weight has an adapter for each part, so that queries and values may have one and keys none.
 
@@ -33,7 +33,7 @@ from mlm.parallel.sharding import shard_of
 
 @dataclass(frozen=True)
 class WeightChange:
-    """Sum that adapters add to a whole weight [O, I], or that of experts, and the new norms of its rows."""
+    """Sum that adapters add to a full weight, [O, I] or of experts, and the new norms of its rows."""
 
     change: Tensor
     magnitude: Tensor | None = None
@@ -65,7 +65,7 @@ class LowRankAdapter(nn.Module):
     """Adds s B A x, of this rank's output features, to the output of a linear layer; 0 at first, as B is.
 
     Args:
-        layer: the layer beside it.
+        layer: the layer that it adapts.
         rank: r.
         scale: s.
         rows: order of the layer's output features.
@@ -115,29 +115,31 @@ class LowRankAdapter(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return `y`, what the layer of this input, weight and bias gives, with the adapter: of its shape."""
-        change = self._change(x)
-        if self.magnitude is None:
-            return y + change
-        wide, norms = weight.to(self.a.dtype), self.in_order(self.magnitude)
-        whole = wide + weight_change(self.a.detach(), self.b.detach(), self.scale, self.rows, self.size)
-        factors = row_factors(wide, whole, norms, Axis("tp") if self.by_column else self.tp).to(y.dtype)
-        added = 0.0 if bias is None else bias.to(y.dtype)
-        return factors * (y - added + change) + added
-
-    def _change(self, x: Tensor) -> Tensor:
         if self.dropout and self.stream is not None:
             x = self._drop(x, self.stream)
+        count = len(self.rows.adapted)
         z = linear(x, self.a) * self.scale  # [S, B, p r]
         if not self.by_column:
-            return linear(self.reduce_output(z), self.b)
-        z = gather_sequence(z, self.tp) if self.sequence_parallel else copy_to_tp(z, self.tp)
-        if self.rows.parts == 1:
-            return linear(z, self.b)
-        blocks = self.b.unflatten(0, (-1, len(self.rows.adapted), self.size))  # [blocks/t, p, size, r]
-        parts = zip(z.chunk(len(self.rows.adapted), -1), blocks.unbind(1), strict=True)
-        return self.rows.place(
-            [linear(each, b.flatten(0, 1)).unflatten(-1, (-1, self.size)) for each, b in parts]
-        )
+            change = linear(self.reduce_output(z), self.b)
+        else:
+            z = gather_sequence(z, self.tp) if self.sequence_parallel else copy_to_tp(z, self.tp)
+            if self.rows.parts == 1:
+                change = linear(z, self.b)
+            else:
+                blocks = self.b.unflatten(0, (-1, count, self.size))  # [blocks/t, p, size, r]
+                products = [
+                    linear(part, b.flatten(0, 1)).unflatten(-1, (-1, self.size))
+                    for part, b in zip(z.chunk(count, -1), blocks.unbind(1), strict=True)
+                ]
+                change = self.rows.place(products)
+        if self.magnitude is None:
+            return y + change
+        weight = weight.to(self.a.dtype)
+        changed = weight + weight_change(self.a.detach(), self.b.detach(), self.scale, self.rows, self.size)
+        norms = self.in_order(self.magnitude)
+        factors = row_factors(weight, changed, norms, Axis("tp") if self.by_column else self.tp).to(y.dtype)
+        offset = 0.0 if bias is None else bias.to(y.dtype)
+        return factors * (y - offset + change) + offset
 
     def in_order(self, magnitude: Tensor) -> Tensor:
         """Return magnitudes, ordered as the rows of B, as the weight's: [O/t], 0 for parts without."""

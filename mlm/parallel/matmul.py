@@ -16,26 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-def _prefer_onednn() -> bool:
-    """True if this is an AMD processor and a PyTorch with both libraries.
-
-    A fact about the machine, not a measurement, so that every rank and every restart decides alike.
-    """
-    if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
-        return False
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return False
-    cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text(errors="replace")
-
-
-_PREFER_ONEDNN = _prefer_onednn()  # read once: torch.compile traces through the function below
-_FUSES_BIAS = (
-    torch.backends.mkldnn.is_available()
-    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+_HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+_CPUINFO = Path("/proc/cpuinfo")
+_PREFER_ONEDNN = (
+    _HAS_ONEDNN
+    and torch.backends.mkl.is_available()
+    and _CPUINFO.exists()
+    and "AuthenticAMD" in _CPUINFO.read_text(errors="replace")
 )
+"""A fact about the machine, not a measurement, so that every rank and every restart decides alike; read once,
+as torch.compile traces through the function below."""
+_FUSES_BIAS = _HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 """True if oneDNN multiplies bfloat16 on this CPU: its operator for linear layers then adds the bias as it
 writes a product, where F.linear fills the output with it first: up to 15 % of its time on a Zen 4."""
 
@@ -57,15 +48,13 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not fuses_bias or torch.compiler.is_compiling():
             return F.linear(x, weight, bias)
     elif torch.compiler.is_compiling():
-        y: Tensor = _opaque_onednn_product(x, weight, bias)
-        return y
+        return _opaque_onednn_product(x, weight, bias)  # type: ignore[no-any-return]
     return _onednn_product(x, weight, bias)
 
 
 def _onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     # the overload by its name: choosing one takes as long as a small product
-    y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-    return y
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 # Inductor lowers oneDNN's operator for constant weights only; inside one of our own it is left alone.
@@ -120,14 +109,14 @@ def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     Where the device can, products of half precision are written in the float32 they are summed in: not
     rounded, and without a pass that casts them.
 
-    oneDNN's operator copies a first operand that is not contiguous, and none of ours is; the second it reads
-    as it lies. So the narrower one goes first, and if that is x, the small result is turned instead. Of two
-    narrow ones the copy takes longer than what is won.
+    oneDNN's operator copies a first operand that is not contiguous, as both are here; the second it reads in
+    any layout. So the narrower one goes first, and if that is x, the small result is transposed instead. Of
+    two narrow ones the copy takes longer than what is won.
     """
-    rows, wide, narrow = dy.shape[0], dy.shape[1], x.shape[1]
-    if dy.dtype == dtype and uses_onednn(dy, x) and max(wide, narrow) <= NARROW:
+    (rows, outputs), inputs = dy.shape, x.shape[1]
+    if dy.dtype == dtype and uses_onednn(dy, x) and max(outputs, inputs) <= NARROW:
         return torch.mm(dy.t(), x)
-    if uses_onednn(dy, x) and rows * wide > rows * narrow + wide * narrow:
+    if uses_onednn(dy, x) and rows * outputs > rows * inputs + outputs * inputs:
         return product(x.t(), dy.t()).t().contiguous().to(dtype)
     if dtype == torch.float32 and dy.dtype != dtype and _WIDE_SUMS.get(dy.device.type, False):
         return torch.mm(dy.t(), x, out_dtype=dtype)
@@ -178,18 +167,17 @@ def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """Runs of `counts` rows times one weight each, transposed: [R, I], [e, O, I] -> [R, O]."""
     most = _rows_for_onednn(x, weight, weight[0].numel())
     if _takes_one_call(x, weight, counts, most):
-        made: Tensor = F.grouped_mm(x, weight.mT, offs=_ends(counts, x.device))
-        return made
+        return F.grouped_mm(x, weight.mT, offs=_ends(counts, x.device))
     y = x.new_empty(x.shape[0], weight.shape[1])
-    for rows, each, out in zip(x.split(counts), weight.mT.unbind(), y.split(counts), strict=True):
-        _write_product(rows, each, out, most)
+    for rows, expert_weight, out in zip(x.split(counts), weight.mT.unbind(), y.split(counts), strict=True):
+        _write_product(rows, expert_weight, out, most)
     return y
 
 
 def grouped_gradients(
     dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `grouped_product`, that of the weight in `dtype` and 0 where there are no rows.
+    """Gradients of `grouped_product`; the weight's in `dtype`, and 0 where there are no rows.
 
     A run's two products follow each other: its rows of dy are still in the cache.
     """
@@ -199,8 +187,8 @@ def grouped_gradients(
         return F.grouped_mm(dy, weight, offs=ends), F.grouped_mm(dy.t(), x, offs=ends).to(dtype)
     dx, dw = torch.empty_like(x), torch.empty(weight.shape, dtype=dtype, device=x.device)
     runs = zip(*(x.split(counts) for x in (dy, x, dx)), weight.unbind(), dw.unbind(), strict=True)
-    for dy_rows, rows, out, each, total in runs:
-        _write_product(dy_rows, each, out, most)
+    for dy_rows, rows, out, expert_weight, total in runs:
+        _write_product(dy_rows, expert_weight, out, most)
         if dtype != dy.dtype or rows.shape[0] >= most:
             total.copy_(weight_gradient(dy_rows, rows, dtype))
         else:

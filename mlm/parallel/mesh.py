@@ -53,7 +53,7 @@ class ExpertAxes:
     ep: Axis = Axis("ep")
     """Ranks that hold different experts and send each other tokens: neighbours among the replicas."""
     tp: Axis = Axis("tp")
-    """Ranks that split each expert: those of tp, or this one alone."""
+    """Ranks that split each expert: the tp ranks, or this one alone."""
     replicas: Axis | None = None
     """Ranks that hold the same experts: their gradients are summed and their state is sharded over them.
     None: those that hold the same part of the model."""
@@ -160,7 +160,7 @@ def build_mesh(
 
 
 def _context(axes: Mapping[str, Axis], *, folds: bool, **others: Any) -> ParallelContext:
-    """The context of a rank's axes; `folds` if those of experts are of tp ranks, too."""
+    """The context of a rank's axes; `folds` if the axes of experts hold tp ranks, too."""
     experts = ExpertAxes(
         ep=axes.get("ep", Axis("ep")),
         tp=Axis("tp") if folds else axes["tp"],

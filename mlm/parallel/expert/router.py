@@ -39,9 +39,9 @@ from mlm.parallel.mesh import Axis
 @dataclass(frozen=True, eq=False)
 class Routing:
     experts: Tensor
-    """[S, B, k] int64, those of the highest score first; E for a choice that is dropped."""
+    """[S, B, k] int64, the highest score first; E for a choice that is dropped."""
     weights: Tensor
-    """[S, B, k] float32 or float64, those of dropped choices included."""
+    """[S, B, k] float32 or float64, of dropped choices too."""
 
 
 class Router(nn.Module):

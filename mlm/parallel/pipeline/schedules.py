@@ -77,13 +77,13 @@ def zb_h1(p: int, m: int) -> Schedule:
     """
     ranks = []
     for r, actions in enumerate(one_f_one_b(p, m)):
-        mine: list[Action] = []
+        order: list[Action] = []
         for action in actions:
-            mine.append(action)
+            order.append(action)
             if action.op is Op.BACKWARD and action.micro_batch >= r:
-                mine.append(Action(Op.WEIGHT, 0, action.micro_batch - r))
-        mine += (Action(Op.WEIGHT, 0, i) for i in range(max(m - r, 0), m))
-        ranks.append(tuple(mine))
+                order.append(Action(Op.WEIGHT, 0, action.micro_batch - r))
+        order += (Action(Op.WEIGHT, 0, i) for i in range(max(m - r, 0), m))
+        ranks.append(tuple(order))
     return tuple(ranks)
 
 
