@@ -36,13 +36,10 @@ def collectives() -> Iterator[dict[str, list[torch.dtype]]]:
         seen[name].append(out.dtype)
         return originals[name](out, *args, **kwargs)
 
-    for name in seen:
-        setattr(sharded, name, partial(note, name))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in seen:
+            patch.setattr(sharded, name, partial(note, name))
         yield seen
-    finally:
-        for name, original in originals.items():
-            setattr(sharded, name, original)
 
 
 @pytest.mark.parametrize("zero", [2, 3])

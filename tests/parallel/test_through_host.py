@@ -5,7 +5,7 @@ already must reach it as copies.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 from unittest.mock import patch
@@ -53,18 +53,12 @@ def transported() -> Iterator[set[int]]:
 
         return call
 
-    patches = []
-    for name in OPERATIONS:
-        module, _, attribute = name.rpartition(".")
-        owner = getattr(collectives, module) if module else collectives
-        patches.append(patch.object(owner, attribute, noted(getattr(owner, attribute))))
-    for one in patches:
-        one.start()
-    try:
+    with ExitStack() as stack:
+        for name in OPERATIONS:
+            module, _, attribute = name.rpartition(".")
+            owner = getattr(collectives, module) if module else collectives
+            stack.enter_context(patch.object(owner, attribute, noted(getattr(owner, attribute))))
         yield seen
-    finally:
-        for one in patches:
-            one.stop()
 
 
 def test_every_operation_gives_the_same_through_host_memory() -> None:
