@@ -76,12 +76,12 @@ class ComputesInHalf(nn.Module):
         """Return a parameter in a dtype: its copy if there is one, but where a compiler fuses the cast."""
         parameter: Tensor = getattr(self, name)
         copy = None if torch.compiler.is_compiling() else getattr(self.compute, f"{name}_copy")
-        return parameter.to(dtype) if copy is None or copy.dtype != dtype else copy
+        return choose_copy(copy, parameter, dtype).to(dtype)
 
 
-def copy_of_dtype(copy: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return the copy if it is of that dtype: inputs of others are multiplied by the parameter itself."""
-    return copy if copy is not None and copy.dtype == dtype else None
+def choose_copy(copy: Tensor | None, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the copy if it is of that dtype, else the parameter: inputs may be of another dtype."""
+    return parameter if copy is None or copy.dtype != dtype else copy
 
 
 class _CastWithGrad(torch.autograd.Function):

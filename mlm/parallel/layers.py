@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mlm.parallel.collectives import reduce_from_tp, scatter_sequence
-from mlm.parallel.compute_state import ComputesInHalf, copy_of_dtype
+from mlm.parallel.compute_state import ComputesInHalf, choose_copy
 from mlm.parallel.linear import column_parallel_linear, linear, row_parallel_linear
 from mlm.parallel.mesh import Axis
 from mlm.parallel.random import init_parameters
@@ -79,8 +79,7 @@ class TensorParallelLayer(ComputesInHalf):
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
         """Return the weight in a dtype, without a gradient's way back."""
-        copy = copy_of_dtype(self.compute.weight_copy, dtype)
-        return self.weight.to(dtype) if copy is None else copy
+        return choose_copy(self.compute.weight_copy, self.weight, dtype).to(dtype)
 
     def reduce_output(self, x: Tensor) -> Tensor:
         """g: sum the partial results `x` over tp."""

@@ -32,7 +32,7 @@ from mlm.parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from mlm.parallel.compute_state import ComputeState, DeferredWeightGrads, copy_of_dtype, skip_compile
+from mlm.parallel.compute_state import ComputeState, DeferredWeightGrads, choose_copy, skip_compile
 from mlm.parallel.matmul import add_weight_gradient, bias_gradient, product, uses_onednn, weight_gradient
 from mlm.parallel.mesh import Axis
 
@@ -125,17 +125,15 @@ class _Linear(torch.autograd.Function):
         fused_grad: Tensor | None,
     ) -> Tensor:
         # the weight as it is kept: a cast of our own is cheaper made twice than saved
-        copy = copy_of_dtype(weight_copy, x.dtype)
-        saved = weight if copy is None else copy
+        saved = choose_copy(weight_copy, weight, x.dtype)
         ctx.save_for_backward(x, saved)
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         ctx.deferred, ctx.fp8, ctx.fused_grad = deferred, fp8, fused_grad
         # recomputation hands a placeholder of the saved weight to backward, whose gradient would be lost
         ctx.leaves = None if deferred is None else [weight]
-        bias_copy = copy_of_dtype(bias_copy, x.dtype)
-        offset = bias if bias_copy is None else bias_copy
         multiply = in_fp8.product if fp8 else product
-        return multiply(x, saved.to(x.dtype), None if offset is None else offset.to(x.dtype))
+        offset = None if bias is None else choose_copy(bias_copy, bias, x.dtype).to(x.dtype)
+        return multiply(x, saved.to(x.dtype), offset)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -171,17 +169,14 @@ class _ColumnParallel(torch.autograd.Function):
         ctx.fused_grad = first.fused_grad if len(computes) == 1 else None
         ctx.leaves = None if ctx.deferred is None else weights
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
-        copies = [copy_of_dtype(compute.weight_copy, x.dtype) for compute in computes]
-        saved = [w if copy is None else copy for copy, w in zip(copies, weights, strict=True)]
-        ctx.save_for_backward(x, *saved)
-        copies = [copy_of_dtype(compute.bias_copy, x.dtype) for compute in computes]
-        offsets = [b if copy is None else copy for copy, b in zip(copies, biases, strict=True)]
+        saved, products = list[Tensor](), list[Product]()
         multiply = in_fp8.product if ctx.fp8 else product
-        products = [
-            partial(multiply, weight=w.to(x.dtype), bias=None if b is None else b.to(x.dtype))
-            for w, b in zip(saved, offsets, strict=True)
-            if w is not None
-        ]
+        for compute, w, b in zip(computes, weights, biases, strict=True):
+            assert w is not None
+            saved.append(choose_copy(compute.weight_copy, w, x.dtype))
+            offset = None if b is None else choose_copy(compute.bias_copy, b, x.dtype).to(x.dtype)
+            products.append(partial(multiply, weight=saved[-1].to(x.dtype), bias=offset))
+        ctx.save_for_backward(x, *saved)
         parts = first.overlap_chunks
         if sequence_parallel and parts > 1 and x.shape[0] % parts == 0:
             return tuple(gathered_products(x, tp, parts, products))
@@ -225,8 +220,7 @@ class _RowParallel(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, tp: Axis, sequence_parallel: bool, compute: ComputeState
     ) -> Tensor:
-        copy = copy_of_dtype(compute.weight_copy, x.dtype)
-        saved = weight if copy is None else copy
+        saved = choose_copy(compute.weight_copy, weight, x.dtype)
         ctx.save_for_backward(x, saved)
         ctx.weight_dtype, ctx.fused_grad, ctx.fp8 = weight.dtype, compute.fused_grad, compute.fp8
         ctx.deferred, ctx.leaves = compute.deferred, None if compute.deferred is None else [weight]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mlm.parallel.compute_state import ComputesInHalf, copy_of_dtype
+from mlm.parallel.compute_state import ComputesInHalf, choose_copy
 from mlm.parallel.layers import split
 from mlm.parallel.matmul import grouped_gradients, grouped_product
 from mlm.parallel.mesh import ExpertAxes
@@ -21,11 +21,10 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, cast: Tensor | None, counts: Sequence[int]) -> Tensor:
-        cast = copy_of_dtype(cast, x.dtype)
-        used = (weight if cast is None else cast).flatten(1, -2)
-        ctx.save_for_backward(x, used)
+        saved = choose_copy(cast, weight, x.dtype).flatten(1, -2)
+        ctx.save_for_backward(x, saved)
         ctx.counts, ctx.weight_shape, ctx.weight_dtype = counts, weight.shape, weight.dtype
-        return grouped_product(x, used.to(x.dtype), counts)
+        return grouped_product(x, saved.to(x.dtype), counts)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
