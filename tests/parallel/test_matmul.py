@@ -1,11 +1,17 @@
-"""Linear products and their gradients against PyTorch's own, whichever library computes them."""
+"""Linear products and their gradients: against PyTorch's own, and in 8-bit floats against exact ones."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from mlm.parallel import matmul
+from mlm.parallel import fp8, matmul
+from mlm.parallel.compute_state import ComputeState
+from mlm.parallel.fp8 import NARROW, WIDE, quantize
+from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.linear import linear
+from mlm.parallel.mesh import ParallelContext
+from tests.ranks import run_on_ranks
 
 
 @pytest.mark.parametrize("onednn", [False, True])
@@ -53,3 +59,90 @@ def test_linear_keeps_its_input_and_no_copy_of_it(lies_whole: bool) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         linear(x, weight)
     assert set(kept) <= {each.untyped_storage().data_ptr() for each in (x, weight)}
+
+
+R, IN, OUT = 32, 64, 48
+
+
+def operand(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+def value(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """An operand's value after quantisation."""
+    narrow, scale = quantize(x, dtype)
+    return narrow.double() * scale.double()
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(NARROW, 3), (WIDE, 2)])
+def test_an_operand_is_rounded_to_its_mantissa(dtype: torch.dtype, bits: int) -> None:
+    """Half a unit of the last place, for normal numbers; the largest magnitude exactly."""
+    x = operand(1000).double()
+    found = value(x, dtype)
+    normal = x.abs() > x.abs().max() * 2.0**-6
+    assert ((found - x).abs() <= x.abs() * 2.0 ** -(bits + 1) * 1.001)[normal].all()
+    assert found.abs().max() == pytest.approx(float(x.abs().max()), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [NARROW, WIDE])
+def test_an_operand_in_bfloat16_is_rounded_once(dtype: torch.dtype) -> None:
+    """Each code is that of the exact quotient; through bfloat16 2 % are its neighbours."""
+    x = operand(4096)
+    found, scale = quantize(x, dtype)
+    assert torch.equal(found.float(), (x.double() / scale.double()).to(dtype).float())
+
+
+def test_the_three_products_are_those_of_the_quantised_operands() -> None:
+    x, weight, dy, bias = operand(R, IN), operand(OUT, IN, seed=1), operand(R, OUT, seed=2), operand(OUT)
+    found = (
+        fp8.product(x, weight, bias),
+        fp8.input_gradient(dy, weight),
+        fp8.weight_gradient(dy, x, torch.float32),
+    )
+    exact = (
+        value(x, NARROW) @ value(weight, NARROW).t() + bias,
+        value(dy, WIDE) @ value(weight, NARROW),
+        value(dy, WIDE).t() @ value(x, NARROW),
+    )
+    for ours, wanted, bits in zip(found, exact, (8, 8, 20), strict=True):
+        torch.testing.assert_close(ours.double(), wanted, rtol=2.0**-bits, atol=2.0**-bits * 30)
+    assert found[2].dtype == torch.float32
+
+
+def test_zeros_stay_zeros_and_infinities_are_seen() -> None:
+    zeros, ones = torch.zeros(16, 16, dtype=torch.bfloat16), torch.ones(16, 16, dtype=torch.bfloat16)
+    assert not fp8.product(zeros, ones).any()
+    ones[0, 0] = torch.inf
+    assert not fp8.product(ones, ones).isfinite().all()
+
+
+def test_split_layers_learn_with_8_bit_products() -> None:
+    """Outputs and gradients of both kinds of layers point where exact ones do."""
+    for found in run_on_ranks(check_layers, tp=2):
+        assert all(0.995 < cosine < 1 - 1e-5 for cosine in found), found
+
+
+def check_layers(ctx: ParallelContext) -> list[float]:
+    found = []
+    for make in (ColumnParallelLinear, RowParallelLinear):
+        gradients = []
+        for in_8_bits in (False, True):
+            layer = make(64, 96, tp=ctx.tp)
+            layer.compute.fp8 = in_8_bits
+            torch.manual_seed(0)
+            x = torch.randn(16, 2, layer.weight.shape[1], dtype=torch.bfloat16, requires_grad=True)
+            y = layer(x)
+            y.backward(torch.randn(y.shape, dtype=y.dtype))
+            assert layer.weight.grad is not None
+            assert x.grad is not None
+            gradients.append((layer.weight.grad, x.grad, y.detach()))
+        for exact, rough in zip(*gradients, strict=True):
+            a, b = exact.double().flatten(), rough.double().flatten()
+            found.append(float(torch.cosine_similarity(a, b, dim=0)))
+    return found
+
+
+def test_plain_linear_maps_stay_as_they_are_unless_asked() -> None:
+    x, weight = operand(R, IN), operand(OUT, IN, seed=1)
+    assert torch.equal(linear(x, weight), matmul.product(x, weight))
+    assert torch.equal(linear(x, weight, compute=ComputeState(fp8=True)), fp8.product(x, weight))
