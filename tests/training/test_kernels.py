@@ -299,16 +299,16 @@ def test_products_of_a_loaded_model_are_of_the_precision_asked_for(
 
 def test_sums_over_tp_go_first_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The builds of PyTorch for CPUs have no NCCL."""
-    monkeypatch.setattr(mesh.dist, "get_backend", lambda: "nccl")
-    monkeypatch.setattr(
-        mesh.dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False
-    )
-    limit = timedelta(seconds=7)
-    found = mesh._options("tp", GPU, limit)
-    assert found.is_high_priority_stream
-    assert found._timeout == limit  # another one than the group's is worth a warning to PyTorch
-    assert mesh._options("dp", GPU, limit) is None
-    assert mesh._options("tp", CPU, limit) is None
+    options: list[Any] = []
+    monkeypatch.setattr(mesh.dist, "get_backend", lambda *_: "nccl")
+    monkeypatch.setattr(mesh.dist, "new_group", lambda *_, pg_options, **__: options.append(pg_options))
+    nccl = SimpleNamespace(Options=SimpleNamespace)
+    monkeypatch.setattr(mesh.dist, "ProcessGroupNCCL", nccl, raising=False)
+    for name, device in (("tp", GPU), ("dp", GPU), ("tp", CPU)):
+        mesh._make_axis(name, [[0, 1]], 0, 7.0, mesh.Watch(), device)
+    assert options[0].is_high_priority_stream
+    assert options[0]._timeout == timedelta(seconds=7)  # PyTorch warns of another than the group's
+    assert options[1:] == [None, None]
 
 
 @pytest.mark.parametrize("words", [*MISSING, "sizes differ"])
