@@ -181,7 +181,6 @@ class TestLogits:
     @pytest.mark.parametrize(
         ("tokens", "problem"),
         [
-            (torch.zeros(3, dtype=torch.int64), r"tokens: int64 \[3\], not int64 \[B, S\]"),
             (torch.zeros(1, 3), r"tokens: float32 \[1, 3\], not int64"),
             (torch.zeros(1, 49, dtype=torch.int64), r"S=49 is more than max_positions=48"),
             (torch.full((1, 3), 331), r"ids must be 0 to 330"),
@@ -189,8 +188,6 @@ class TestLogits:
                 torch.zeros(0, 3, dtype=torch.int64),
                 r"tokens: an empty batch, int64 \[0, 3\]; give a sequence",
             ),
-            ([], "tokens: an empty batch"),
-            ([[]], "tokens: an empty batch"),
             ([1, 2], r"tokens: int64 \[2\], not int64 \[B, S\]"),
             ([[0.5]], r"tokens: float32 \[1, 1\], not int64"),
         ],
@@ -203,9 +200,6 @@ class TestLogits:
     def test_what_are_no_tokens_is_rejected(self, model: mlm.Model, tokens: Any) -> None:
         with pytest.raises((TypeError, ValueError, RuntimeError)):
             model.logits(tokens)
-
-    def test_lists_are_tokens_too(self, model: mlm.Model) -> None:
-        assert torch.equal(model.logits(tokens_of().tolist()), model.logits(tokens_of()))
 
 
 BERTS = list(itertools.product(("bert", "megatron-bert"), ("ForPreTraining", "ForMaskedLM")))
@@ -281,12 +275,9 @@ class TestGenerate:
         ]
         assert model.generate(PROMPTS, max_new_tokens=12, **options) == want
 
-    def test_one_prompt_gives_one_text(self, model: mlm.Model) -> None:
-        assert model.generate("To be", max_new_tokens=5) == model.generate(["To be"], max_new_tokens=5)[0]
-
     def test_a_repeated_prompt_is_sampled_anew(self, model: mlm.Model) -> None:
         one, other = model.generate(["To be", "To be"], max_new_tokens=8)
-        assert one != other
+        assert one == model.generate("To be", max_new_tokens=8) != other
 
     @pytest.mark.parametrize(
         ("options", "problem"),
@@ -294,11 +285,7 @@ class TestGenerate:
             ({"max_new_tokens": 0}, "max_new_tokens=0 must be greater than 0"),
             ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens=4 is more than max_new_tokens=3"),
             ({"temperature": "hot"}, "temperature=hot: must be a finite number"),
-            ({"seed": 1.5}, "seed=1.5: must be an integer"),
             ({"temperature": -1.0}, "temperature=-1.0 must be 0 or more"),
-            ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
-            ({"temperature": math.inf}, "temperature=Infinity: must be a finite number"),
-            ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size=-1 must be 0 or more"),
             ({"stop": ""}, 'stop="": would end'),
         ],
     )
@@ -440,6 +427,8 @@ class TestErrors:
         [
             (lambda model: mlm.load(model.path, ctx=7), "ctx: an integer"),
             (lambda model: mlm.load(None), "ckpt: null"),
+            (lambda model: mlm.load(model), "ckpt: a Model"),
+            (lambda model: mlm.load(model.path, device=0), "device: an integer, not one of auto, cpu, cuda"),
             (lambda model: mlm.load("s3://bucket/run"), "ckpt=s3://bucket/run: "),
             (lambda model: mlm.load(model.path, tokenizer=7), "tokenizer: an integer"),
             (lambda model: mlm.export_hf(model.path, None), "out: null"),
@@ -447,6 +436,7 @@ class TestErrors:
             (lambda model: model.logits(None), "tokens: "),
             (lambda model: model.logits([[1], [1, 2]]), "tokens: "),
             (lambda model: model.score("To be", batch_size="8"), "batch_size='8': "),
+            (lambda model: model.score(["\ud800"]), "texts: holds half a surrogate pair (U+D800)"),
             (lambda model: model.generate("To be", special_tokens="yes"), "special_tokens: a text"),
             (lambda model: mlm.ColumnParallelLinear(4, 8, tp=None), "tp: null, not an Axis"),
             (lambda model: mlm.RowParallelLinear(4, 8, tp=2), "tp: an integer, not an Axis"),
@@ -459,12 +449,6 @@ class TestErrors:
             call(model)
         assert str(caught.value).startswith(begins)
         assert "\n" not in str(caught.value)
-
-    def test_an_object_in_place_of_a_path_is_a_type_error(self, folder: Path, tmp_path: Path) -> None:
-        with pytest.raises(TypeError, match="GPT2LMHeadModel"):
-            mlm.load(make_model(tmp_path))
-        with pytest.raises(TypeError, match="device: an integer, not one of auto, cpu, cuda"):
-            mlm.load(folder, device=0)  # type: ignore[arg-type]
 
     def test_a_prompt_of_which_only_the_end_is_read_is_named(
         self, model: mlm.Model, caplog: pytest.LogCaptureFixture
@@ -588,11 +572,6 @@ def test_gpt2_of_one_process_trains_without_layout_or_scale() -> None:
     assert model.position.weight.grad.abs().sum() > 0
 
 
-def test_half_a_surrogate_pair_is_named(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"texts: holds half a surrogate pair \(U\+D800\)"):
-        mlm.load(folder).score(["\ud800"])
-
-
 @pytest.mark.slow
 def test_groups_are_destroyed_as_the_program_ends(tmp_path: Path) -> None:
     """Threads of gloo that outlive it abort it now and then: exit code 134."""
@@ -602,13 +581,7 @@ def test_groups_are_destroyed_as_the_program_ends(tmp_path: Path) -> None:
         "atexit.register(lambda: os.write(1, f'initialised {d.is_initialized()}\\n'.encode()))\n"
         "mlm.build_mesh(tp=2, device='cpu')\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(program),
-    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, *launcher, str(program)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.count("initialised False") == 2

@@ -28,27 +28,20 @@ def raising(error: BaseException) -> Callable[[], int]:
 class TestRuns:
     """From a sound command line to its target."""
 
-    def test_composed_config_reaches_its_target(self, cli: Cli) -> None:
+    def test_composed_config_reaches_its_target(self, cli: Cli, tmp_path: Path) -> None:
         assert cli(f"{SOUND} tp=2 seed=7") == 0
         assert cli.launched.targets == ["mlm.cli.pretrain.run:run"]
         assert (cli.launched.config.parallel.tp, cli.launched.config.seed) == (2, 7)
         assert cli.launched.outs == [Path("runs/gpt2_tiny")]
+        assert (list(tmp_path.iterdir()), cli.out, cli.err) == ([], "", "")
 
     @pytest.mark.parametrize(
-        "spelled", ["tp=4 compile=true name=a", "--tp 4 --compile --name a", "--tp=4 --compile=true --name=a"]
+        "spelled", ["tp=4 compile=true name=a", "--compile tp=4 --name a", "--tp=4 --compile=true --name=a"]
     )
     def test_three_spellings_mean_the_same(self, cli: Cli, spelled: str) -> None:
         cli(f"{SOUND} {spelled}")
         config = cli.launched.config
         assert (config.parallel.tp, config.compile, config.name) == (4, True, "a")
-
-    def test_switch_leaves_the_next_override_alone(self, cli: Cli) -> None:
-        cli(f"{SOUND} --compile tp=2")
-        assert (cli.launched.config.compile, cli.launched.config.parallel.tp) == (True, 2)
-
-    def test_group_is_chosen_in_every_spelling(self, cli: Cli) -> None:
-        cli("pretrain --model gpt2_tiny --data=synthetic")
-        assert cli.launched.config.model.hidden_size == 64
 
     def test_dashes_in_a_long_key_are_underscores(self, cli: Cli, tmp_path: Path) -> None:
         cli(f"generate --ckpt {tmp_path} --prompt x --max-new-tokens 5")
@@ -71,11 +64,6 @@ class TestRuns:
     def test_quoted_text_keeps_hydras_meaning(self, cli: Cli, tmp_path: Path) -> None:
         assert cli(f"""generate ckpt={tmp_path} "prompt='a, b'" """) == 0
         assert cli.launched.config.prompt == "a, b"
-
-    def test_data_command_runs_in_this_process(self, cli: Cli) -> None:
-        assert cli("data build input=a tokenizer=b out=c split=0.9,0.1,0") == 0
-        assert cli.launched.targets == ["mlm.corpus.build:run_build"]
-        assert cli.launched.config.split == "0.9,0.1,0"
 
     def test_users_yaml_stands_beside_the_shipped(self, cli: Cli, tmp_path: Path) -> None:
         write(tmp_path / "mine/model/my_model.yaml", "num_layers: 1\nhidden_size: 8\nnum_heads: 2\n")
@@ -100,11 +88,6 @@ class TestRuns:
     def test_values_of_a_section_can_be_set_together(self, cli: Cli) -> None:
         assert cli(f"{SOUND} 'optimizer={{lr: 0.1, eps: 1e-6}}'") == 0
         assert (cli.launched.config.optimizer.lr, cli.launched.config.optimizer.eps) == (0.1, 1e-6)
-
-    def test_composing_leaves_no_trace(self, cli: Cli, tmp_path: Path) -> None:
-        cli(SOUND)
-        assert list(tmp_path.iterdir()) == []
-        assert (cli.out, cli.err) == ("", "")
 
     def test_module_equals_command(self, tmp_path: Path) -> None:
         line = [sys.executable, "-m", "mlm", "plan", "schedule", "pp=4", "--cfg", "job"]
@@ -184,11 +167,6 @@ class TestSweeps:
         assert cli(f"{SOUND} -m seed=1,2 out=o") == 130
         assert cli.launched.configs == []
 
-    def test_job_that_cannot_be_composed_stops_no_other(self, cli: Cli, tmp_path: Path) -> None:
-        write(tmp_path / "own/model/broken.yaml", "defaults: [no_such]\n")
-        assert cli("pretrain data=synthetic -m --config-dir own model=broken,gpt2_tiny") == 2
-        assert [c.model.hidden_size for c in cli.launched.configs] == [64]
-
     @pytest.mark.parametrize("line", [f"{SOUND} -m tp=1,2 out=o", "plan schedule -m pp=2,4 out=o/a.json"])
     def test_an_interrupt_starts_no_further_job(self, cli: Cli, line: str) -> None:
         cli.launched.run = raising(KeyboardInterrupt())
@@ -235,9 +213,4 @@ class TestExitCodes:
     def test_defect_keeps_its_traceback(self, cli: Cli) -> None:
         cli.launched.run = raising(ZeroDivisionError("ours"))
         with pytest.raises(ZeroDivisionError, match="ours"):
-            cli(SOUND)
-
-    def test_value_error_of_the_run_is_no_mistake_of_the_user(self, cli: Cli) -> None:
-        cli.launched.run = raising(ValueError("ours"))
-        with pytest.raises(ValueError, match="ours"):
             cli(SOUND)

@@ -1,11 +1,5 @@
-"""A key that nothing reads here is an error where it is typed, also with its default.
+"""A key that nothing reads here is an error where it is typed, also with its default."""
 
-The table of `mlm finetune` is compared with what the classes of each type of task read, by their source.
-"""
-
-import inspect
-import re
-from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,9 +11,7 @@ from mlm.cli.compose.groups import task_names
 from mlm.cli.compose.unread import unread_problems
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.tree import flatten, leaves
-from mlm.finetune.config import SHIPPED, FinetuneConfig, PreferenceLoss, TaskConfig
-from mlm.finetune.registry import task_type
-from mlm.finetune.task_type import TaskType
+from mlm.finetune.config import FinetuneConfig, PreferenceLoss, TaskConfig
 from mlm.runs.config import PretrainConfig
 from tests.cli.doubles import Cli, make_cli, write
 from tests.slow import thinned
@@ -75,23 +67,6 @@ def test_keys_of_preferences_are_read_or_rejected_by_loss(loss: str) -> None:
     rejected = {key for key, losses in LOSSES.items() if loss not in losses}
     others = {key for key, kinds in KINDS.items() if "preferences" not in kinds}
     assert unread(config) == rejected | others | WITHOUT_OTHERS | {"data.predict_tests"}
-
-
-@cache
-def source_of(kind: str) -> str:
-    """The source of a type of task: of its classes and of the modules that they are in."""
-    classes = type(task_type(kind)).__mro__
-    modules = [inspect.getmodule(each) for each in classes[: classes.index(TaskType)]]
-    own = "".join(map(inspect.getsource, dict.fromkeys(filter(None, modules))))
-    return own + Path(inspect.getfile(task_type), "../rows.py").resolve().read_text() * (kind in TEXTS)
-
-
-@pytest.mark.parametrize("kind", SHIPPED)
-@pytest.mark.parametrize("name", ["doc_stride", "max_answer_length", "n_best", "null_threshold", "answers"])
-def test_the_type_of_task_that_takes_a_key_has_its_reader(kind: str, name: str) -> None:
-    own = inspect.getsource(type(task_type(kind)))
-    functions = source_of(kind) if kind == "span" else own
-    assert bool(re.search(rf"\btask\.{name}\b", functions)) == (kind in KINDS[f"task.{name}"])
 
 
 FACTORS = {

@@ -221,7 +221,3 @@ def test_a_model_folder_that_is_none_is_an_error(
     before = sorted(path.name for path in folder.iterdir())
     check(lambda: build(folder), capfd)
     assert sorted(path.name for path in folder.iterdir()) == before
-
-
-def test_there_are_a_hundred_and_fifty_and_more() -> None:
-    assert len(MANIFESTS) + len(SETTINGS) + len(COUNTERS) + len(FOLDERS) > 250

@@ -51,19 +51,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines = (json.dumps({"text": story(rng)}) for _ in range(count))
         (root / f"{part}.jsonl").write_text("\n".join(lines) + "\n")
     wordpiece = str(root / "wordpiece.json")
-    assert (
-        main(
-            [
-                "data",
-                "tokenizer",
-                f"input={root}/train.jsonl",
-                "kind=wordpiece",
-                "vocab_size=120",
-                f"out={wordpiece}",
-            ]
-        )
-        == 0
-    )
+    words = [f"input={root}/train.jsonl", "kind=wordpiece", "vocab_size=120", f"out={wordpiece}"]
+    assert main(["data", "tokenizer", *words]) == 0
     build = [f"input={root}", f"tokenizer={wordpiece}", "sentences=true", "append_eod=false", "recipe=plain"]
     assert main(["data", "build", *build, f"out={root}/corpus"]) == 0
     return root / "corpus"
@@ -94,15 +83,8 @@ def spec(corpus: Path, *more: str) -> PretrainConfig:
 def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six steps of a tiny BERT."""
     out = tmp_path_factory.mktemp("run") / "bert"
-    assert (
-        main(
-            [
-                "pretrain",
-                *typed(corpus, "train.steps=6", "train.validate_every=3", "log.every=1", f"out={out}"),
-            ]
-        )
-        == 0
-    )
+    words = typed(corpus, "train.steps=6", "train.validate_every=3", "log.every=1", f"out={out}")
+    assert main(["pretrain", *words]) == 0
     return out
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mlm.cli import main
+from mlm.data.indexed import IndexedDataset
 from mlm.util.files import digest_file
 from tests.data.corpora import write_corpus
 from tests.slow import thinned
@@ -23,21 +24,11 @@ SENTENCES = [
     "rank zero speaks and the others keep silent",
     "two processes hold one layer between them",
 ]
-TINY = [
-    "model=gpt2_tiny",
-    "model.vocab_size=400",
-    "data.seq_length=32",
-    "train.steps=6",
-    "train.global_batch_size=8",
-    "train.micro_batch_size=4",
-    "train.validate_every=3",
-    "train.validate_batches=2",
-    "checkpoint.save_every=3",
-    "schedule=constant",
-    "schedule.warmup_steps=2",
-    "optimizer.lr=1e-3",
-    "log.every=1",
-]
+TINY = """
+    model=gpt2_tiny model.vocab_size=400 data.seq_length=32 train.steps=6 train.global_batch_size=8
+    train.micro_batch_size=4 train.validate_every=3 train.validate_batches=2 checkpoint.save_every=3
+    schedule=constant schedule.warmup_steps=2 optimizer.lr=1e-3 log.every=1
+""".split()  # noqa: SIM905
 
 
 @pytest.fixture(scope="session")
@@ -104,11 +95,6 @@ def test_two_tensor_parallel_processes_give_the_same_losses_and_files(
     assert scores[1] == pytest.approx(scores[0], abs=1e-3)
 
 
-@pytest.mark.slow
-def test_two_ranks_score_as_one_process(run: Path, tmp_path: Path) -> None:
-    assert score_of(run, tmp_path, "tp=2") == pytest.approx(score_of(run, tmp_path), rel=1e-5)
-
-
 def score_of(run: Path, folder: Path, *words: str) -> float:
     assert main(["eval", "loss", f"ckpt={run}", f"out={folder / 'score.json'}", *words]) == 0
     return float(json.loads((folder / "score.json").read_text())["loss"])
@@ -137,8 +123,6 @@ def test_a_finished_run_started_again_trains_nothing_and_says_how_to_continue(
 
 def test_eval_loss_agrees_with_the_validation_of_training(run: Path, corpus: Path, tmp_path: Path) -> None:
     """validate_batches covers 16 windows; score the same 16 by cutting the corpus there."""
-    from mlm.data.indexed import IndexedDataset
-
     tokens = IndexedDataset(corpus / "validation").tokens[: 16 * 32 + 1].tolist()
     write_corpus(tmp_path / "cut", [tokens])
     out = tmp_path / "score.json"

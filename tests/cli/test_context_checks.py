@@ -9,7 +9,6 @@ from mlm.cli.plan import check_plan_dry_run, check_plan_memory
 from mlm.cli.verify import check_parity
 from mlm.launch.rules.checks import problems_of
 from mlm.launch.rules.layout import FINETUNE_LAYOUT_RULES, Launch
-from mlm.runs.checks import check_pretrain
 from mlm.verify.config import ParityConfig
 from tests.cli.doubles import Cli, make_cli
 
@@ -17,29 +16,6 @@ cli = pytest.fixture(make_cli)
 
 HERE = {"world_size": 8, "local_devices": None}
 TINY = ["model=gpt2_tiny", "data=synthetic", "cp=2"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "problem"),
-    [
-        (
-            ["model=bert_tiny"],
-            "cp=2: model.kind=bert has no attention over sequences that ranks split; use cp=1",
-        ),
-        (
-            ["data.reset_attention=true", "data.eod_id=3"],
-            "cp=2: data.reset_attention=true keeps documents apart, which attention over cp ranks does not; "
-            "use cp=1",
-        ),
-    ],
-)
-def test_what_attention_over_ranks_lacks_is_named(overrides: list[str], problem: str) -> None:
-    assert check_pretrain(load_config("pretrain", [*TINY, *overrides]), **HERE) == [problem]
-
-
-@pytest.mark.parametrize("words", [["data.reset_positions=true", "data.eod_id=3"], ["model=llama_tiny"]])
-def test_what_can_be_split_has_no_problem(words: list[str]) -> None:
-    assert check_pretrain(load_config("pretrain", [*TINY, *words]), **HERE) == []
 
 
 def test_other_readers_of_a_model_take_whole_sequences() -> None:
