@@ -247,11 +247,12 @@ class Model:
             file, self._named_tokenizer, tokenizer, key="chat_template"
         )
         several = isinstance(messages, list) and bool(messages) and not isinstance(messages[0], Mapping)
-        said = messages if several else [messages]
+        ids = []
         try:
-            asked = [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in said]
-            talks = (make_conversation({"tools": tools}, one) for one in asked)
-            ids = [encode_prompt(each, tokenizer, template) for each in talks]
+            for talk in messages if several else [messages]:
+                turns = [{"role": "user", "content": talk}] if isinstance(talk, str) else talk
+                conversation = make_conversation({"tools": tools}, turns)
+                ids.append(encode_prompt(conversation, tokenizer, template))
         except ChatError as error:
             raise UserError(f"messages: {error}") from error
         answers = self._continue(ids, sampling, stops, end_of_turn_tokens(template, tokenizer))
@@ -334,9 +335,9 @@ class Model:
         windows = [
             list(rolling_windows(tokenizer.encode(d), tokenizer.prefix_id, longest)) for d in documents
         ]
-        requests = [request for some in windows for request in some]
+        requests = [request for document in windows for request in document]
         scores = iter(score(self.trained, requests, batch_size=batch_size, ctx=self.ctx))
-        sums = [0.0 - math.fsum(next(scores).loss for _ in some) for some in windows]  # 0.0, never -0.0
+        sums = [0.0 - math.fsum(next(scores).loss for _ in document) for document in windows]  # never -0.0
         return sums[0] if isinstance(texts, str) else sums
 
     def predict(self, texts: Any, *, batch_size: int = 8) -> Any:

@@ -42,15 +42,11 @@ MOST_PADDING = 1 << 16  # rows that a saved model.vocab_multiple may add to the 
 def check_pretrain(
     config: PretrainConfig, *, world_size: int | None, local_devices: int | None
 ) -> list[Problem]:
-    """Problems of a pretraining run.
-
-    `world_size` is None when started plainly, `local_devices` None on CPU.
-    """
+    """Problems of a run; `world_size` is None when started plainly, `local_devices` None on CPU."""
     return pretraining_problems(config, Launch(world_size, local_devices))
 
 
 def pretraining_problems(config: PretrainConfig, launch: Launch) -> list[Problem]:
-    """Problems of a pretraining run."""
     problems = problems_of(config, launch, TRAIN_RULES, PRETRAIN_RULES)
     return [*problems, *blend_problems(config.data)]
 
@@ -58,11 +54,12 @@ def pretraining_problems(config: PretrainConfig, launch: Launch) -> list[Problem
 def saved_problems(config: PretrainConfig) -> list[Problem]:
     """Problems of the configuration in a checkpoint, which is untrusted, in itself."""
     problems, model, values = list(out_of_range(config).values()), config.model, values_of(config)
-    found = {key: why for key, value in values.items() if (why := problem_of(value))}
-    problems += [Problem((key,), f"{key}: {why}") for key, why in found.items()]
     for key, leaf in leaves(PretrainConfig).items():
-        if leaf.shipped and values[key] not in leaf.shipped and not is_path(values[key]):
-            problem = f"{key}={values[key][:40]!r} is neither shipped nor an import path"
+        value = values[key]
+        if why := problem_of(value):
+            problems.append(Problem((key,), f"{key}: {why}"))
+        if leaf.shipped and value not in leaf.shipped and not is_path(value):
+            problem = f"{key}={value[:40]!r} is neither shipped nor an import path"
             problems.append(Problem((key,), problem))
     if model.vocab_multiple > MOST_PADDING:
         problem = f"model.vocab_multiple={model.vocab_multiple} must be {MOST_PADDING} at most"
@@ -74,8 +71,7 @@ def saved_problems(config: PretrainConfig) -> list[Problem]:
 
 
 def optimizer_works(config: Any, _: Launch) -> Problem | None:
-    """The problem of an optimizer that cannot be built."""
-    return _own_code_problem(check_optimizer, config.optimizer)
+    return _user_code_problem(check_optimizer, config.optimizer)
 
 
 def _check_patterns(optimizer: OptimizerConfig, model: ModelConfig) -> None:
@@ -92,20 +88,20 @@ def _check_patterns(optimizer: OptimizerConfig, model: ModelConfig) -> None:
         known = [name for name in dims if dims[name] >= least]
         if not any(fnmatchcase(name, pattern) for name in known):
             what = "matrix" if least > 1 else "parameter"
-            some = ", ".join(known[1:4])
             problem = f"no {what} of model.kind={model.kind} has such a name"
-            raise OwnCodeError(f"{text}: {problem}; write a pattern of its names, such as {some}")
+            fix = f"write a pattern of its names, such as {', '.join(known[1:4])}"
+            raise OwnCodeError(f"{text}: {problem}; {fix}")
 
 
 def optimizer_fits_layout(config: Any, _: Launch) -> Problem | None:
-    """The problem of a layout at which the user's own optimizer would train otherwise."""
+    """The problem of a layout at which the user's optimizer would train otherwise."""
     try:
         return layout_problem(config.optimizer, config.parallel)
     except OwnCodeError:
         return None  # reported by `optimizer_works`
 
 
-def _own_code_problem(check: Callable[..., object], *arguments: object) -> Problem | None:
+def _user_code_problem(check: Callable[..., object], *arguments: object) -> Problem | None:
     try:
         check(*arguments)
     except OwnCodeError as error:
@@ -146,12 +142,12 @@ def _ramp_divides(config: PretrainConfig, launch: Launch) -> Problem | None:
     if train.ramp_batch is None:
         return None
     start, increment, _ = train.ramp_batch
-    whole, key = train.global_batch_size, "train.ramp_batch"
+    batch_size, key = train.global_batch_size, "train.ramp_batch"
     quantum = batch_quantum(LayoutValues(values_of(config)), launch)
     if start % quantum or increment % quantum:
         problem = f"its sizes must be multiples of {quantum} samples, a micro-batch of each rank"
-    elif start > whole or (whole - start) % increment:
-        problem = f"{start} does not grow to train.global_batch_size={whole} by steps of {increment}"
+    elif start > batch_size or (batch_size - start) % increment:
+        problem = f"{start} does not grow to train.global_batch_size={batch_size} by steps of {increment}"
     else:
         return None
     typed = f"{key}={format_value(train.ramp_batch)}"
@@ -170,38 +166,38 @@ def _attention_serves(config: PretrainConfig, _: Launch) -> Problem | None:
             "use attention=auto or precision=bf16",
         )
     model, resets = config.model, config.data.reset_attention
-    if kind == "flash" and (resets or not family_of(model.kind).causal):
-        why = "data.reset_attention=true" if resets else "the padding of this model"
-        if not family_of(model.kind).packs:
-            return Problem(
-                ("attention", "data.reset_attention"),
-                f"attention=flash takes no mask, which {why} needs in a model.kind={model.kind}",
-                "use attention=auto",
-            )
-        if model.attention_dropout > 0:
-            return Problem(
-                ("attention", "model.attention_dropout"),
-                f"attention=flash has no dropout (model.attention_dropout={model.attention_dropout:g}) for "
-                f"sequences of several lengths, which {why} makes",
-                "use attention=auto or model.attention_dropout=0",
-            )
+    family = family_of(model.kind)
+    if kind == "cudnn" or (family.causal and not resets):
+        return None
+    why = "data.reset_attention=true" if resets else "the padding of this model"
+    if not family.packs:
+        return Problem(
+            ("attention", "data.reset_attention"),
+            f"attention=flash takes no mask, which {why} needs in a model.kind={model.kind}",
+            "use attention=auto",
+        )
+    if model.attention_dropout > 0:
+        return Problem(
+            ("attention", "model.attention_dropout"),
+            f"attention=flash has no dropout (model.attention_dropout={model.attention_dropout:g}) for "
+            f"sequences of several lengths, which {why} makes",
+            "use attention=auto or model.attention_dropout=0",
+        )
     return None
 
 
 def _accumulation_fuses(config: PretrainConfig, _: Launch) -> Problem | None:
     if not config.fuse_accumulation:
         return None
-    parallel, is_fp8 = config.parallel, config.precision.dtype == "fp8"
     conflicts = {
-        "zero": (parallel.zero > 0, "zero=0"),
-        "recompute": (parallel.recompute == "full", "recompute=selective"),
-        "precision.dtype": (is_fp8, "precision=bf16"),
+        "zero": (config.parallel.zero > 0, "zero=0"),
+        "recompute": (config.parallel.recompute == "full", "recompute=selective"),
+        "precision.dtype": (config.precision.dtype == "fp8", "precision=bf16"),
     }
     return _conflict(config, "fuse_accumulation", conflicts)
 
 
 def graphs_replay(config: PretrainConfig, _: Launch) -> Problem | None:
-    """Why cuda_graphs=true cannot be, with the setting that it does not go with."""
     if not config.cuda_graphs:
         return None
     parallel = config.parallel
@@ -228,7 +224,7 @@ def graphs_replay(config: PretrainConfig, _: Launch) -> Problem | None:
 def _conflict(
     config: PretrainConfig, switch: str, conflicts: Mapping[str, tuple[bool, str]]
 ) -> Problem | None:
-    """The first setting that a switch does not go with, of (True if it does not, what to set) by key."""
+    """The problem of the first conflict, of key → (True if the switch does not go with it, what to set)."""
     for key, (applies, fix) in conflicts.items():
         if applies:
             problem = f"{switch}=true does not go with {key}={format_value(values_of(config)[key])}"
@@ -237,7 +233,7 @@ def _conflict(
 
 
 def context_problem(cp: int, model: ModelConfig, data: DataConfig) -> Problem | None:
-    """Return the problem of a model or its documents that cp ranks cannot split; None if they can."""
+    """The problem of a model or its documents that cp ranks cannot split."""
     if cp == 1:
         return None
     if not family_of(model.kind).splits_sequences:
@@ -272,21 +268,21 @@ def _adapters_have_a_base(config: PretrainConfig, _: Launch) -> Problem | None:
     return Problem(("lora.rank", "ckpt"), problem, "set ckpt=… to one, or lora.rank=0")
 
 
-OWN_CODE_RULES = (
+USER_CODE_RULES = (
     optimizer_works,
-    lambda config, _: _own_code_problem(_check_patterns, config.optimizer, config.model),
+    lambda config, _: _user_code_problem(_check_patterns, config.optimizer, config.model),
     optimizer_fits_layout,
-    lambda config, _: _own_code_problem(check_decay, config.schedule),
-    lambda config, _: _own_code_problem(imported, "data.kind", config.data.kind, SOURCES.shipped, Callable),
+    lambda config, _: _user_code_problem(check_decay, config.schedule),
+    lambda config, _: _user_code_problem(imported, "data.kind", config.data.kind, SOURCES.shipped, Callable),
 )
-"""Conditions of the user's own code beside the model's family."""
+"""Conditions of the user's code, except a model's family."""
 SETTINGS_RULES = (
     _warmup_ends,
     _ramp_divides,
     lr_falls,
     loss_scale_can_fall,
     lambda config, _: model_problem(config.model),
-    *OWN_CODE_RULES,
+    *USER_CODE_RULES,
     lambda config, _: pretraining_problem(config),
     lambda config, _: data_problem(config),
     _attention_serves,

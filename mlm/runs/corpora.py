@@ -71,10 +71,10 @@ def corpora(data: DataConfig) -> list[Corpus]:
             Corpus(corpus_names([prefix])[0], prefix, validation_prefix(data), None, tokenizer_path(data))
         ]
     entries = [parse_entry(text) for text in data.blend]
-    prefixes = [training_prefix(data, e.path) for e in entries]
+    prefixes = [training_prefix(data, entry.path) for entry in entries]
     return [
-        Corpus(name, prefix, _sibling_part(prefix, "validation"), e.weight, _tokenizer_of(prefix))
-        for name, prefix, e in zip(corpus_names(prefixes), prefixes, entries, strict=True)
+        Corpus(name, prefix, _validation_part(prefix), entry.weight, _tokenizer_of(prefix))
+        for name, prefix, entry in zip(corpus_names(prefixes), prefixes, entries, strict=True)
     ]
 
 
@@ -82,11 +82,11 @@ def validation_prefix(data: DataConfig) -> Path | None:
     """Prefix of the validation .bin/.idx of a run on one corpus, or of the one it names; None without."""
     if data.validation is not None:
         return pair_prefix(data, "data.validation", data.validation)
-    return _sibling_part(training_prefix(data), "validation") if data.path is not None else None
+    return _validation_part(training_prefix(data)) if data.path is not None else None
 
 
 def tokenizer_path(data: DataConfig) -> Path | None:
-    """tokenizer.json of the corpus, of a blend that of its first which has one; None where there is none."""
+    """tokenizer.json of the corpus, or of the first in a blend that has one; None where there is none."""
     if data.tokenizer is not None:
         return Path(data.tokenizer)
     if data.blend and data.kind == "indexed":
@@ -94,9 +94,8 @@ def tokenizer_path(data: DataConfig) -> Path | None:
     return _tokenizer_of(training_prefix(data)) if data.path is not None else None
 
 
-def _sibling_part(train: Path, part: str) -> Path | None:
-    """Another part of the folder of a training part."""
-    prefix = train.with_name(part)
+def _validation_part(train: Path) -> Path | None:
+    prefix = train.with_name("validation")
     return prefix if train.name == "train" and idx_path(prefix).exists() else None
 
 
@@ -110,13 +109,11 @@ def corpus_problems(config: PretrainConfig) -> list[str]:
     problems, named = [], corpora(config.data)
     vocab_size, seq_length = config.model.vocab_size, config.data.seq_length
     family, tokenizer = family_of(config.model.kind), tokenizer_path(config.data)
+    # A small corpus of a blend may go through several epochs in a step.
+    least = 1 if config.data.blend else config.train.global_batch_size
     for corpus in named:
         problems += check_corpus(
-            corpus.train,
-            vocab_size=vocab_size,
-            seq_length=seq_length,
-            # a small corpus of a blend may go through several epochs in a step
-            min_samples=1 if config.data.blend else config.train.global_batch_size,
+            corpus.train, vocab_size=vocab_size, seq_length=seq_length, min_samples=least
         )
     if config.train.validate_every:
         for prefix in validation_prefixes(config.data).values():
@@ -138,12 +135,12 @@ def problems_between(named: Sequence[Corpus]) -> list[str]:
         source = corpus_source(corpus)
         other = first.setdefault(f"{source.digest} {source.tokens}", corpus)
         if other is not corpus:
-            said = f"data.blend: {other.train} and {corpus.train} are copies of one corpus"
-            problems.append(f"{said}; name one of them, with the sum of the weights")
+            copies = f"data.blend: {other.train} and {corpus.train} are copies of one corpus"
+            problems.append(f"{copies}; name one of them, with the sum of the weights")
     made_with = {digest: corpus for corpus in named if (digest := source_facts(corpus)["tokenizer"])}
     if len(made_with) > 1:
-        each = ", ".join(f"{corpus.train} by {digest}" for digest, corpus in made_with.items())
-        problems.append(f"data.blend: written with different tokenizers: {each}; build all with one")
+        writers = ", ".join(f"{corpus.train} by {digest}" for digest, corpus in made_with.items())
+        problems.append(f"data.blend: written with different tokenizers: {writers}; build all with one")
     return problems
 
 
@@ -181,10 +178,7 @@ def sources(data: DataConfig) -> tuple[BlendSource, ...]:
     named = corpora(data)
     if len(named) < 2:
         return tuple(corpus_source(corpus) for corpus in named)
-    weights = [
-        float(IndexedDataset(corpus.train).num_tokens) if corpus.weight is None else corpus.weight
-        for corpus in named
-    ]
+    weights = [float(IndexedDataset(c.train).num_tokens) if c.weight is None else c.weight for c in named]
     return tuple(
         replace(corpus_source(corpus, share), order=1)
         for corpus, share in zip(named, normalize_weights(weights), strict=True)
@@ -221,7 +215,7 @@ def train_dataset(config: PretrainConfig, num_samples: int, history: BlendSegmen
 def dataset_without_corpus(
     config: PretrainConfig, num_samples: int, seed: int, *, validation: bool = False
 ) -> Dataset:
-    """Return samples that are random, or of the user's own dataset. Raises OwnCodeError (a UserError)."""
+    """Return samples that are random, or of the user's dataset. Raises OwnCodeError (a UserError)."""
     data, vocab_size = config.data, config.model.vocab_size
     if data.kind == "synthetic":
         return family_of(config.model.kind).samples.synthetic(data, vocab_size, num_samples, seed)
@@ -236,15 +230,10 @@ def dataset_without_corpus(
 
 def corpus_samples(config: PretrainConfig, prefix: Path, num_samples: int, seed: int) -> Dataset:
     """Return the training samples of one corpus."""
-    data = config.data
-    return family_of(config.model.kind).samples.train(
-        data,
-        prefix,
-        samples_tokenizer(config),
-        num_samples,
-        seed=seed,
-        cache=Path(data.cache) if data.cache is not None else prefix.parent / "index-cache",
-    )
+    data, tokenizer = config.data, samples_tokenizer(config)
+    cache = Path(data.cache) if data.cache is not None else prefix.parent / "index-cache"
+    samples = family_of(config.model.kind).samples
+    return samples.train(data, prefix, tokenizer, num_samples, seed=seed, cache=cache)
 
 
 def samples_tokenizer(config: PretrainConfig) -> Tokenizer | None:
@@ -267,10 +256,8 @@ def validation_sets(config: PretrainConfig, history: BlendSegments = ()) -> list
     """Validation sets; empty where there is none. Weights are those of the newest blend."""
     data, samples = config.data, family_of(config.model.kind).samples
     if data.kind != "indexed":
-        windows = dataset_without_corpus(
-            config, SYNTHETIC_VALIDATION_SAMPLES, config.seed + 1, validation=True
-        )
-        return [ValidationSet("", windows, 1.0)]
+        count, seed = SYNTHETIC_VALIDATION_SAMPLES, config.seed + 1
+        return [ValidationSet("", dataset_without_corpus(config, count, seed, validation=True), 1.0)]
     weights = {source.name: source.weight for source in history[-1].sources} if history else {}
     tokenizer = samples_tokenizer(config)
     return [
@@ -317,9 +304,9 @@ def find_eod(data: DataConfig, switch: str) -> int:
         if type(eod_id := receipt.get("eod_id")) is int and eod_id >= 0:
             recorded[str(folder / RECEIPT)] = eod_id
     if len(set(recorded.values())) > 1:
-        each = ", ".join(f"{eod_id} by {source}" for source, eod_id in recorded.items())
+        tokens = ", ".join(f"{eod_id} by {source}" for source, eod_id in recorded.items())
         raise UserError(
-            f"data.{switch}=true: the end-of-document token is {each}: build with one tokenizer, leave "
+            f"data.{switch}=true: the end-of-document token is {tokens}: build with one tokenizer, leave "
             f"data.eod_id out, or set data.{switch}=false"
         )
     if recorded:

@@ -72,7 +72,7 @@ def write_run(
     the pipeline ranks of layers, "first" and "last": one if it is empty. `read`, `progress` and `done` are as
     in `write_streamed`.
     """
-    whole: dict[str, JSON] = {
+    full_state: dict[str, JSON] = {
         **state,
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
         **({} if tokenizer is None else {TOKENIZER: digests_of_tokenizer(tokenizer).encode()}),
@@ -84,8 +84,8 @@ def write_run(
         0,
         tensors,
         read,
-        save_id=derived_id({"state": whole, "tp": tp, "pp": 1 + max(stage_ranks.values(), default=0)}),
-        state=whole,
+        save_id=derived_id({"state": full_state, "tp": tp, "pp": 1 + max(stage_ranks.values(), default=0)}),
+        state=full_state,
         tp=tp,
         stage_rank=lambda stage: stage_ranks.get(stage, 0),
         progress=progress,
@@ -147,13 +147,13 @@ def new_folder(out: Path, count: int, kind: str = "run", *, journal: bytes | Non
                 if problems := out_problems(out):
                     raise UserError(problems[0])
                 check_space(final.parent, count, f"out={out}")
-                # of a command with this journal that was interrupted
-                there, size = work / JOURNAL, len(journal or b"") + 1
-                continues = journal is not None and there.is_file() and read_regular(there, size) == journal
+                # A command with this journal that was interrupted left what it had written.
+                left, size = work / JOURNAL, len(journal or b"") + 1
+                continues = journal is not None and left.is_file() and read_regular(left, size) == journal
                 if not continues:
                     delete_owned(work, UNFINISHED, names=(final.name, JOURNAL), keep_folder=True)
                     if journal is not None:
-                        write_atomic(work / JOURNAL, journal)
+                        write_atomic(left, journal)
                 folder = work / final.name
                 folder.mkdir(exist_ok=True)
                 claim_folder(folder, kind)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # which needs torch
 
 
 def digests_of_tokenizer(tokenizer: Tokenizer) -> TokenizerDigest:
-    """Return a tokenizer's digests, as checkpoints save them."""
     return TokenizerDigest(tokenizer.digest, tokenizer.vocabulary_digest, tokenizer.eod_id, tokenizer.bos_id)
 
 
@@ -63,12 +62,12 @@ def corpus_tokenizer_errors(data: DataConfig) -> list[str]:
         return list(error.problems)
     if path is None or tokenizer is None:
         return []
-    saved, problems = digests_of_tokenizer(tokenizer), list[str]()
+    own, problems = digests_of_tokenizer(tokenizer), list[str]()
     for folder in (corpus.train.parent for corpus in corpora(data)):
         written = receipt_tokenizer(folder)
-        if written is not None and not saved.is_same(written):
+        if written is not None and not own.is_same(written):
             problems.append(
-                f"data.tokenizer={path}: has digest {saved.digest}, {folder} was written with "
+                f"data.tokenizer={path}: has digest {own.digest}, {folder} was written with "
                 f"{written.digest}; name that tokenizer, or another corpus"
             )
     return problems

@@ -19,7 +19,7 @@ from mlm.launch.rules.layout import TRAIN_RULES, Launch
 from mlm.launch.start import run_job
 from mlm.optim.clip import gradient_norm
 from mlm.parallel.mesh import ParallelContext
-from mlm.runs.checks import OWN_CODE_RULES, saved_problems
+from mlm.runs.checks import USER_CODE_RULES, saved_problems
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import train_dataset
 from mlm.training.identity import recorded_changes
@@ -42,7 +42,7 @@ def run(config: ReplayConfig) -> None:
     """Replay an incident on its ranks. Raises UserError."""
     folder, record = read_incident(config.incident)
     spec = replay_settings(config, folder, record)
-    if problems := problems_of(spec, Launch(None, None), TRAIN_RULES, OWN_CODE_RULES):
+    if problems := problems_of(spec, Launch(None, None), TRAIN_RULES, USER_CODE_RULES):
         raise ConfigError(problems)
     code = run_job("mlm.training.incidents.replay:replay", spec, out=None)
     if code:
