@@ -125,7 +125,6 @@ def _check_batch_size(value: object) -> None:
 
 
 def _stops(options: Sampling, stop: str | Sequence[str]) -> list[str]:
-    """Return the strings that end a continuation. Raises ConfigError for them or for the options."""
     problems, stops = options.problems(), _listed("stop", stop)
     if "" in stops:
         problems.append(Problem.at("stop", '""', "would end every continuation at once", "omit it"))

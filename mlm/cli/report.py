@@ -20,7 +20,6 @@ def check_report(config: ReportConfig) -> list[Problem]:
 
 
 def preflight(config: ReportConfig) -> list[Problem]:
-    """Problems of the folders that are to be runs."""
     runs, _, problems = choose_runs(config.runs)
     if len(runs) > MAX_RUNS:
         fix = "choose some, or write several pages"
@@ -29,7 +28,7 @@ def preflight(config: ReportConfig) -> list[Problem]:
 
 
 def _page_problem(config: ReportConfig) -> Problem | None:
-    """The problem of a page that is no file, or does not end in .html; of a folder another check tells."""
+    # A folder in its place is found by the check of paths.
     if is_stream(config.out) and config.watch:
         fix = "name a file, such as out=report.html"
         return Problem(("out", "watch"), f"out={config.out}: watch=true writes the page again", fix)

@@ -30,7 +30,6 @@ def show_table(title: str, columns: Mapping[str, object], notes: Iterable[str], 
 
 
 def model_columns(model: ModelConfig) -> dict[str, object]:
-    """Sizes of an imported model."""
     numbers = {
         "parameters": count_parameters(model),
         "layers": model.num_layers,

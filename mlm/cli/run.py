@@ -221,12 +221,10 @@ def _give_own_output(job: Job, values: dict[str, Any]) -> None:
 
 @cache
 def _sweep_folder() -> str:
-    """Of all jobs, by the time of the first."""
     return f"runs/sweeps/{time.strftime('%Y-%m-%d_%H-%M-%S')}"
 
 
 def _announce(job: Job) -> None:
-    """Record a job's settings as they were typed, and print the output of one of a sweep."""
     folder = job.arguments.config_dir
     typed = job.arguments.overrides if job.varied is None else job.texts
     record_job([*([f"--config-dir={folder}"] if folder else []), *typed], job.varied)
@@ -251,7 +249,6 @@ def _execute(job: Job, config: Any) -> int:
 
 
 def _verdict(command: Command, config: Any, gpus: int | None) -> str:
-    """The line that `--check` prints of settings without problems."""
     if command.check is None:
         return "no problems; would run in this process"
     layout, size = config.parallel, gpus or _ranks(config)

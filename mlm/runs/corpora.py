@@ -36,24 +36,20 @@ SWITCHES = ("reset_positions", "reset_attention", "mask_eod_loss")
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus to train on."""
-
     name: str
     """Name in logs."""
     train: Path
     """Prefix of its training .bin/.idx."""
     validation: Path | None
-    """Prefix of its validation set, None where there is none."""
+    """Prefix of its validation set, if it has one."""
     weight: float | None
     """As it was given; None means by its tokens."""
     tokenizer: Path | None
-    """Its tokenizer.json, None where there is none."""
+    """Its tokenizer.json, if it has one."""
 
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Validation samples of one corpus."""
-
     name: str
     """Of the corpus; empty for the only one."""
     windows: Dataset
@@ -105,7 +101,6 @@ def _tokenizer_of(train: Path) -> Path | None:
 
 
 def corpus_problems(config: PretrainConfig) -> list[str]:
-    """Problems of a run's corpora, a line each; read before any rank starts."""
     problems, named = [], corpora(config.data)
     vocab_size, seq_length = config.model.vocab_size, config.data.seq_length
     family, tokenizer = family_of(config.model.kind), tokenizer_path(config.data)
@@ -229,7 +224,6 @@ def dataset_without_corpus(
 
 
 def corpus_samples(config: PretrainConfig, prefix: Path, num_samples: int, seed: int) -> Dataset:
-    """Return the training samples of one corpus."""
     data, tokenizer = config.data, samples_tokenizer(config)
     cache = Path(data.cache) if data.cache is not None else prefix.parent / "index-cache"
     samples = family_of(config.model.kind).samples

@@ -94,7 +94,6 @@ def write_run(
 
 
 def run_config(name: str, model: ModelConfig) -> PretrainConfig:
-    """Return the configuration of a run that starts from imported weights."""
     return PretrainConfig(
         name=name, out=f"runs/{name}", model=model, data=DataConfig(seq_length=model.max_positions)
     )

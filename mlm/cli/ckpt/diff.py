@@ -65,7 +65,6 @@ def state_differences(first: Manifest, second: Manifest) -> Differences:
 def print_tables(
     first: Path, second: Path, comparison: CheckpointComparison, differences: Differences
 ) -> None:
-    """Print the state, the tensors that cannot be compared, and those that differ most."""
     out = console()
     out.print(f"first   {first}\nsecond  {second}")
     states = table("state that differs" if differences else "state: the same", "", "first", "second")

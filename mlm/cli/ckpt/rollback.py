@@ -47,7 +47,6 @@ def run(config: CkptRollbackConfig) -> None:
 
 
 def print_result(ckpt: str, path: Path, before: str | None, moves: Moves) -> None:
-    """Print what was done, and how to continue or to undo it."""
     out = console()
     if before == path.name and not moves:
         out.print(f"latest is {one_line(path.name)} already: nothing to do")

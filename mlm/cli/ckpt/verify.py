@@ -74,7 +74,6 @@ def checkpoint_record(result: Verified) -> dict[str, Any]:
 
 
 def print_results(ckpt: str, results: list[Verified]) -> None:
-    """Print a line per checkpoint, and one per further problem."""
     rows = table(f"ckpt verify · {ckpt}", "checkpoint", "step#", "files#", "size#", "")
     for result in results:
         manifest = result.manifest

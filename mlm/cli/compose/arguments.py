@@ -84,7 +84,6 @@ def _is_meant(command: Command, argv: Sequence[str]) -> bool:
 
 
 def _has_word(argv: Sequence[str]) -> bool:
-    """True if a word follows the first, not a flag or setting."""
     return len(argv) > 1 and not argv[1].startswith("-") and "=" not in argv[1]
 
 
@@ -219,7 +218,6 @@ def _with_keys(command: Command, typed: Sequence[str]) -> list[str]:
 
 
 def _as_list(key: str, overrides: Sequence[str]) -> list[str]:
-    """Words without `=`, and `key=word`, as one list."""
     words, rest = list[str](), list[str]()
     for text in overrides:
         name, _, value = text.partition("=")

@@ -75,7 +75,6 @@ def _tables(listed: Iterable[Leaf]) -> list[str]:
 
 
 def composed_leaves(command: Command) -> dict[str, Leaf]:
-    """The command's keys with the defaults of its YAML."""
     values = flatten(compose_values(command.config, resolve=False))
     return {key: replace(leaf, default=values[key]) for key, leaf in leaves(command.spec).items()}
 

@@ -25,7 +25,6 @@ ALSO, PARAMETERS = "Also: ", "Parameters: "
 
 @cache
 def chosen_groups(config: str) -> tuple[str, ...]:
-    """The groups in the defaults list of a primary config, in its order."""
     path = CONFIG_DIR / f"{config}.yaml"
     primary = yaml.safe_load(path.read_text("utf-8")) if path.is_file() else {}
     entries = primary.get("defaults", [])
@@ -68,7 +67,6 @@ def foreign_choices(group: str, names: Iterable[str], config_dir: str | None) ->
 
 
 def first_comment(path: Path | None) -> str:
-    """The first line of the comment that a YAML begins with."""
     text = next((text for text in comment_of(path) if not text.startswith("@")), "")
     return "".join(c for c in text if c.isprintable())
 
@@ -115,7 +113,6 @@ def _shipped_values(path: Path) -> dict[str, Any]:
 
 
 def user_keys(choices: Mapping[str, Any], config_dir: str | None) -> set[str]:
-    """Keys that the user's own YAML of some choices sets."""
     keys = set[str]()
     for group, name in choices.items():
         path = choice_file(group, str(name), config_dir)

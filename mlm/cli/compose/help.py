@@ -43,12 +43,10 @@ def main_help(first: str | None = None) -> str:
 
 
 def tasks_block(config_dir: str | None) -> str:
-    """The tasks that can be named, shipped and the user's."""
     return "Tasks:\n" + table(task_summaries(config_dir))
 
 
 def example_lines(examples: Iterable[tuple[str, str]]) -> str:
-    """Examples, each below a comment that describes it."""
     return "\n".join(f"  # {what}\n  {line}" for what, line in examples)
 
 

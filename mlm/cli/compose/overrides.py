@@ -60,7 +60,6 @@ class Overrides:
     """Import paths of the run that the command reads: saved ones are followed only if typed."""
 
     def reject(self, problem: Problem, meant: Iterable[str]) -> None:
-        """Add the problem of an override that was meant for some keys or sections."""
         self.problems.append(problem)
         self.doubtful.update(meant)
 
@@ -88,7 +87,6 @@ class Overrides:
 def prepare(
     command: Command, typed: Sequence[str], *, config_dir: str | None = None, multirun: bool = False
 ) -> Overrides:
-    """Sort overrides into composable ones and problems."""
     # choices of the command itself where an experiment would choose for it, unless typed
     keys = {text.partition("=")[0].lstrip("+") for text in typed}
     choices = command.kept_choices if "experiment" in keys else ()
@@ -209,7 +207,6 @@ def _value_problem(
 def _choice_problem(
     command: Command, group: str, choice: Any, options: list[str], config_dir: str | None
 ) -> Problem | None:
-    """The problem of a choice of a group that has no YAML, or one that would set nothing."""
     file = choice_file(group, choice.removesuffix(".yaml"), config_dir) if isinstance(choice, str) else None
     if file is not None:
         if group == "experiment" and GLOBAL not in comment_of(file):

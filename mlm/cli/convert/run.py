@@ -56,7 +56,6 @@ def _conversion(config: Conversion) -> ConvertConfig:
 
 
 def preflight_import_hf(config: ImportHFConfig) -> list[str]:
-    """Return what is wrong with the settings and the folder; nothing is downloaded."""
     problems = import_problems(config.source, config.out, config.revision, config.base)
     return [*problems, *extra_problems(config.verify)]
 
@@ -72,7 +71,6 @@ def run_import_hf(config: ImportHFConfig) -> None:
 
 
 def preflight_export_hf(config: ExportHFConfig) -> list[str]:
-    """Return what is wrong with the checkpoint and `out`; no tensor is read."""
     return [*export_problems(config.ckpt, config.out, config.max_file_gb), *extra_problems(config.verify)]
 
 
@@ -87,12 +85,10 @@ def run_export_hf(config: ExportHFConfig) -> None:
 
 
 def preflight_export_gguf(config: ExportGGUFConfig) -> list[str]:
-    """Return what is wrong with the checkpoint and `out`; no tensor is read."""
     return gguf.export_problems(config.ckpt) or result_problems(config.out)
 
 
 def run_export_gguf(config: ExportGGUFConfig) -> None:
-    """Write the file, try it in llama.cpp and print a table."""
     source = open_checkpoint(config.ckpt)
     logits = (lambda ids: mlm.load(config.ckpt).logits(ids)) if config.verify else None
     columns, notes = gguf.export_gguf(source, config.out, config.type, logits=logits)

@@ -13,7 +13,6 @@ MAX_BANDS = 1024  # a task and a column of keys each
 
 
 def check_build(config: DataBuildConfig) -> list[Problem]:
-    """Problems of `mlm data build` between its settings."""
     problems, decontaminate, rules = [], config.decontaminate, config.filter
     if (bands := config.dedup.bands) > MAX_BANDS:
         problem = f"dedup.bands={bands} is above {MAX_BANDS}"

@@ -78,7 +78,6 @@ def is_tokenizer(path: str) -> bool:
 
 
 def digest_at(path: Path, eod: str | None) -> str | None:
-    """Digest of the tokenizer in a file; None if it is not one."""
     try:
         return Tokenizer.load(path, eod=eod).digest
     except UserError:
@@ -157,7 +156,6 @@ def print_tables(config: DataInspectConfig, corpora: list[Facts], note: str | No
 
 
 def facts_column(facts: Facts) -> dict[str, str]:
-    """A corpus's cells in the table, by row."""
     lengths, share = facts["tokens_per_document"], facts["ends_with_eod"]
     return {
         "tokens are": f"{facts['dtype']} (version {facts['version']})",

@@ -23,7 +23,6 @@ from mlm.util.results import folder_problem, result_problems, target_name, write
 
 
 def preflight(config: EvalLossConfig) -> list[str]:
-    """Problems that reading the named files shows; called before any rank starts."""
     try:
         source = open_predictor(config.ckpt, config.parallel, causal=False)
         trained = source.config
@@ -51,7 +50,6 @@ def preflight(config: EvalLossConfig) -> list[str]:
 
 
 def context_problems(config: EvalLossConfig, trained: PretrainConfig, seq_length: int) -> list[str]:
-    """Problems of splitting windows of a checkpoint's model over cp ranks."""
     cp = config.parallel.cp
     if problem := context_problem(cp, trained.model, trained.data):
         return [problem]

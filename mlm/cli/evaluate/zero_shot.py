@@ -40,7 +40,6 @@ TASKS = {EvalWikitext103Config: "wikitext103", EvalLambadaConfig: "lambada", Eva
 
 
 def preflight(config: ZeroShotConfig) -> list[str]:
-    """Problems that reading the named files shows; called before any rank starts."""
     try:
         source = open_predictor(config.ckpt, config.parallel)
         length = window_length(config.seq_length, source.config)
@@ -137,7 +136,6 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
 
 
 def result_of(protocol: Protocol, outcome: ProtocolResult) -> dict[str, Any]:
-    """One protocol's numbers, and what they are numbers of."""
     return {
         "task": protocol.task,
         "protocol": protocol.name,
@@ -152,7 +150,6 @@ def result_of(protocol: Protocol, outcome: ProtocolResult) -> dict[str, Any]:
 
 
 def print_result(result: dict[str, Any], protocols: Sequence[Protocol], out: Path) -> None:
-    """Print the table, and warnings on stderr."""
     limit = result["config"]["limit"]
     title = f"eval {result['task']} · {one_line(result['checkpoint'])} · step {result['step']}"
     title += "" if limit is None else f" · the first {limit} only (limit={limit})"
@@ -175,7 +172,6 @@ def print_result(result: dict[str, Any], protocols: Sequence[Protocol], out: Pat
 
 
 def number(value: float) -> str:
-    """Five significant digits, and thousands set apart."""
     return f"{value:,.5g}" if abs(value) < 1e6 else f"{value:.4e}"
 
 

@@ -41,7 +41,6 @@ class Prompt:
 
     @property
     def shown(self) -> tuple[int, ...]:
-        """The tokens that are printed before the continuation."""
         return self.ids[self.begin :] if self.text and not self.is_message else ()
 
 

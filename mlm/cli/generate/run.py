@@ -29,7 +29,6 @@ SAMPLE_BITS = 32  # a text's draws are a function of its number: below these bit
 
 
 def preflight(config: GenerateConfig) -> list[str]:
-    """Problems that reading the named files shows; called before any rank starts."""
     problems: list[str] = []
     try:
         tokenizer = tokenizer_of(config, open_predictor(config.ckpt, config.parallel))
@@ -152,7 +151,6 @@ def begin_text(
 def record(
     prompt: Prompt, sample: int, new: list[int], config: GenerateConfig, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """A line of the result file."""
     text = tokenizer.decode(new)
     continuation = before_stop(text, config.stops)
     ending = "max_new_tokens" if len(new) == config.max_new_tokens else "eod"

@@ -36,7 +36,6 @@ def settle_cooldown(values: dict[str, Any], typed: Collection[str]) -> str | Non
 
 
 def _steps_of_cooldown(path: Path, cooldown: int) -> int | None:
-    """The length of a saved run with this cooldown; None of one without."""
     saved: Mapping[str, Any] = parse(read_text(path), path) if path.is_file() else {}
     schedule, train = saved.get("schedule"), saved.get("train")
     if not isinstance(schedule, dict) or not isinstance(train, dict) or schedule.get("cooldown") != cooldown:

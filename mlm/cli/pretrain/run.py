@@ -175,7 +175,6 @@ def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Pat
 
 
 def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str]:
-    """Lines printed before training: its start, changes of settings and data."""
     config, lines = trainer.config, list[str]()
     left = config.train.steps - trainer.step
     if start is not None:
@@ -231,7 +230,6 @@ def epochs_warning(samples: Dataset, steps: int) -> str | None:
 
 
 def header(trainer: Trainer, out: Path, peak: DevicePeak | None, samples: Dataset) -> list[tuple[str, str]]:
-    """Rows printed above the numbers."""
     config, batch = trainer.config, trainer.config.train
     ramp = ""
     if batch.ramp_batch is not None:
@@ -272,7 +270,6 @@ class PretrainLoop(Loop):
     """Mean validation loss of the last validation, nats per token."""
 
     def further_observers(self) -> list[Observer]:
-        """Return what continues `train.sample_prompts`, if there are any. Raises UserError."""
         config = self.trainer.config
         tokenizer = tokenizer_of(config.data) if config.train.sample_prompts else None
         return [] if tokenizer is None else [PromptSampler(self.trainer, self.reporter, tokenizer)]
@@ -311,7 +308,6 @@ class PretrainLoop(Loop):
         self.reporter.validation(self.trainer.step, self.last_validation, perplexity, named)
 
     def validation_batches(self, part: ValidationSet) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of one corpus in a validation."""
         train, ctx = self.trainer.config.train, self.trainer.ctx
         return eval_batches(
             part.windows,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlm.cli import main
-from mlm.cli.convert import run as import_megatron
+from mlm.cli.convert.run import run as import_megatron
 from mlm.cli.convert.settings import ImportMegatronConfig
 from tests.convert.megatron.written import VOCAB, Layout, random_gpt2, write
 
