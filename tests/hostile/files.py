@@ -35,6 +35,7 @@ MEMORY = 1 << 30  # bytes a reader may add to what the process has: 1 GiB
 SECONDS = 20  # of processor time; the slowest takes about 5
 MIB = 1 << 20
 DIGEST = f"xxh3:{'0' * 32}"
+SHARD = "a.safetensors"
 
 
 class Bomb:
@@ -104,11 +105,6 @@ def read_shard(path: Path) -> object:
         return read_header(f, "x")
 
 
-def read_folder(path: Path) -> object:
-    """The manifest of a checkpoint, given the manifest's path."""
-    return read_manifest(path.parent)
-
-
 def index(path: Path, count: int) -> None:
     """An .idx that claims so many sequences and documents, and a .bin."""
     path.write_bytes(HEADER.pack(MAGIC, 1, 8, count, count))
@@ -131,113 +127,79 @@ PLAIN = manifest_of([0], [], [])  # sound
 ROW = [[0, number] for number in range(COUNT)]
 BOMB = pack(bytes((1 << 28) + 40))
 HEADER_SIZE = (4 * MIB).to_bytes(8, "little")
-Case = tuple[str, Callable[[Path], object] | bytes, Callable[[Path], object]]
-CASES: dict[str, Case] = {
-    "manifest of a terabyte": (MANIFEST, lambda p: sparse(p, b"{", 1 << 40), read_folder),
-    "manifest of brackets": (MANIFEST, b"[" * (4 * MIB), read_folder),
-    "manifest with a number of 5000 digits": (MANIFEST, b'{"format":1' + b"0" * 5000 + b"}", read_folder),
-    "manifest with a number beyond floats": (MANIFEST, signed(PLAIN)[:-1] + b',"x":1e999}', read_folder),
-    "manifest with a key twice": (MANIFEST, b'{"step":2,' + signed(PLAIN)[1:], read_folder),
-    "manifest with a negative offset": (MANIFEST, signed(manifest_of([2], [[-1]], [2])), read_folder),
-    "manifest whose chunks unpack to more than the limit": (
-        MANIFEST,
-        signed(PLAIN | {"chunks": BOMB}),
-        read_folder,
-    ),
-    "manifest of an enormous shape": (MANIFEST, signed(manifest_of([2**62] * 32, [], [])), read_folder),
-    "manifest of too many dims": (MANIFEST, signed(manifest_of([1] * 33, [], [])), read_folder),
+CASES: dict[str, tuple[str, Callable[[Path], object] | bytes]] = {
+    "manifest of a terabyte": (MANIFEST, lambda p: sparse(p, b"{", 1 << 40)),
+    "manifest of brackets": (MANIFEST, b"[" * (4 * MIB)),
+    "manifest with a number of 5000 digits": (MANIFEST, b'{"format":1' + b"0" * 5000 + b"}"),
+    "manifest with a number beyond floats": (MANIFEST, signed(PLAIN)[:-1] + b',"x":1e999}'),
+    "manifest with a key twice": (MANIFEST, b'{"step":2,' + signed(PLAIN)[1:]),
+    "manifest with a negative offset": (MANIFEST, signed(manifest_of([2], [[-1]], [2]))),
+    "manifest whose chunks unpack to more than the limit": (MANIFEST, signed(PLAIN | {"chunks": BOMB})),
+    "manifest of an enormous shape": (MANIFEST, signed(manifest_of([2**62] * 32, [], []))),
+    "manifest of too many dims": (MANIFEST, signed(manifest_of([1] * 33, [], []))),
     "manifest whose tensor's name moves the cursor": (
         MANIFEST,
         signed({**PLAIN, "tensors": {"w\x1b[2J\n": PLAIN["tensors"]["w"]}}),
-        read_folder,
     ),
     "chunks that overlap, all along one dim": (
         MANIFEST,
         lambda p: p.write_bytes(signed(manifest_of([1, COUNT + 1], ROW, [1, 2]))),
-        read_folder,
     ),
     "chunks that tile in columns": (
         MANIFEST,
         lambda p: p.write_bytes(signed(manifest_of([1, COUNT], ROW, [1, 1]))),
-        read_folder,
     ),
-    "shard with a header of brackets": (
-        "a.safetensors",
-        HEADER_SIZE + b"[" * (4 * MIB),
-        read_shard,
-    ),
-    "shard whose header says 2^63 bytes": ("a.safetensors", (1 << 63).to_bytes(8, "little"), read_shard),
+    "shard with a header of brackets": (SHARD, HEADER_SIZE + b"[" * (4 * MIB)),
+    "shard whose header says 2^63 bytes": (SHARD, (1 << 63).to_bytes(8, "little")),
     "shard of a terabyte that says it is header": (
-        "a.safetensors",
+        SHARD,
         lambda p: sparse(p, (1 << 39).to_bytes(8, "little"), 1 << 40),
-        read_shard,
     ),
     "shard with an enormous shape": (
-        "a.safetensors",
+        SHARD,
         with_length(
             json.dumps({"w": {"dtype": "F32", "shape": [2**62] * 32, "data_offsets": [0, 2**70]}}).encode()
         ),
-        read_shard,
     ),
-    "shard with a tensor twice": (
-        "a.safetensors",
-        with_length(b'{"__metadata__":{"save_id":"x"},"w":1,"w":2}'),
-        read_shard,
-    ),
-    "pipe named latest": ("latest", lambda p: os.mkfifo(p), lambda p: latest_checkpoint(p.parent)),
-    "index of 2^60 documents": (
-        "c.idx",
-        lambda p: index(p, 1 << 60),
-        lambda p: IndexedDataset(p.with_suffix("")),
-    ),
-    "index whose size overflows": (
-        "c.idx",
-        lambda p: index(p, (1 << 64) - 1),
-        lambda p: IndexedDataset(p.with_suffix("")),
-    ),
-    "receipt of a terabyte": (
-        "corpus.json",
-        lambda p: sparse(p, b"{", 1 << 40),
-        lambda p: read_receipt(p.parent),
-    ),
-    "receipt of brackets": ("corpus.json", b"[" * MIB, lambda p: read_receipt(p.parent)),
-    "receipt of other kinds": (
-        "corpus.json",
-        b'{"vocab_size": 1, "splits": [], "files": 3}',
-        lambda p: read_receipt(p.parent),
-    ),
-    "receipt of files elsewhere": (
-        "corpus.json",
-        b'{"vocab_size": 1, "files": {"../../etc/passwd": {}}}',
-        lambda p: read_receipt(p.parent),
-    ),
-    "tokenizer of a terabyte": ("tokenizer.json", lambda p: sparse(p, b"{", 1 << 40), Tokenizer.load),
-    "tokenizer of brackets": ("tokenizer.json", b'{"version":' + b"[" * MIB, Tokenizer.load),
+    "shard with a tensor twice": (SHARD, with_length(b'{"__metadata__":{"save_id":"x"},"w":1,"w":2}')),
+    "pipe named latest": ("latest", os.mkfifo),
+    "index of 2^60 documents": ("c.idx", lambda p: index(p, 1 << 60)),
+    "index whose size overflows": ("c.idx", lambda p: index(p, (1 << 64) - 1)),
+    "receipt of a terabyte": ("corpus.json", lambda p: sparse(p, b"{", 1 << 40)),
+    "receipt of brackets": ("corpus.json", b"[" * MIB),
+    "receipt of other kinds": ("corpus.json", b'{"vocab_size": 1, "splits": [], "files": 3}'),
+    "receipt of files elsewhere": ("corpus.json", b'{"vocab_size": 1, "files": {"../../etc/passwd": {}}}'),
+    "tokenizer of a terabyte": ("tokenizer.json", lambda p: sparse(p, b"{", 1 << 40)),
+    "tokenizer of brackets": ("tokenizer.json", b'{"version":' + b"[" * MIB),
     "tokenizer that makes its library panic": (
         "tokenizer.json",
         b'{"version":"1.0","normalizer":{"type":"Precompiled","precompiled_charsmap":"AAAA"},'
         b'"model":{"type":"Unigram","vocab":[],"unk_id":7}}',
-        Tokenizer.load,
     ),
     "vocabulary of a terabyte": (
         "vocab.json",
         lambda p: [sparse(p, b"{", 1 << 40), p.with_name("merges.txt").touch()],
-        lambda p: Tokenizer.load(p.parent),
     ),
     "cached order of an enormous shape": (
         "c.npy",
         npy("{'descr': '<i8', 'fortran_order': False, 'shape': (1" + "0" * 30 + ",), }"),
-        load_checked,
     ),
-    "cached order with a header of brackets": ("c.npy", npy("(" * 9000), load_checked),
-    "metrics of a terabyte": (
-        "metrics.jsonl",
-        lambda p: sparse(p, b"{}\n", 1 << 40),
-        lambda p: list(read_records(p)),
-    ),
-    "metrics of brackets": ("metrics.jsonl", b"[" * MIB + b"\n", lambda p: rewind(p, 1)),
+    "cached order with a header of brackets": ("c.npy", npy("(" * 9000)),
+    "metrics of a terabyte": ("metrics.jsonl", lambda p: sparse(p, b"{}\n", 1 << 40)),
+    "metrics of brackets": ("metrics.jsonl", b"[" * MIB + b"\n"),
 }
-"""Name, content (bytes, or a function of the path) and reader of each file."""
+"""Name and content (bytes, or a function of the path) of each file."""
+READERS: dict[str, Callable[[Path], object]] = {
+    MANIFEST: lambda p: read_manifest(p.parent),
+    SHARD: read_shard,
+    "latest": lambda p: latest_checkpoint(p.parent),
+    "c.idx": lambda p: IndexedDataset(p.with_suffix("")),
+    "corpus.json": lambda p: read_receipt(p.parent),
+    "tokenizer.json": Tokenizer.load,
+    "vocab.json": lambda p: Tokenizer.load(p.parent),
+    "c.npy": load_checked,
+    "metrics.jsonl": lambda p: [list(read_records(p)), rewind(p, 1)],
+}
 
 
 def outcome(content: Callable[[Path], object] | bytes, read: Callable[[Path], object], path: Path) -> str:
@@ -263,12 +225,12 @@ def outcome(content: Callable[[Path], object] | bytes, read: Callable[[Path], ob
 def main(folder: Path, cases: list[str]) -> None:
     results = {}
     for number, case in enumerate(cases):
-        name, content, read = CASES[case]
+        name, content = CASES[case]
         report = folder / f"{number}.txt"
         child = os.fork()
         if child == 0:
             resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-            report.write_text(outcome(content, read, folder / str(number) / name))
+            report.write_text(outcome(content, READERS[name], folder / str(number) / name))
             os._exit(0)
         status = os.waitpid(child, 0)[1]
         results[case] = report.read_text() if status == 0 else f"died with status {status}"
