@@ -29,7 +29,7 @@ class TestSurface:
         names = """
             pretrain, parity, audit, verify-resume, doctor, replay, report,
             plan layouts, plan compare, plan memory, plan dry-run, plan calibrate, plan schedule,
-            eval loss, eval wikitext103, eval lambada, eval all, generate, finetune, eval,
+            eval loss, eval wikitext103, eval lambada, eval all, generate, chat, finetune, eval,
             reshard, convert, import hf, import megatron, export megatron, export dcp, export hf, export gguf,
             ckpt inspect, ckpt verify, ckpt diff, ckpt prune, ckpt rollback,
             data tokenizer, data build, data inspect, data verify
