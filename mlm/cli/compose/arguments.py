@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mlm.cli.command import Command
 from mlm.cli.commands import COMMANDS
-from mlm.cli.compose.groups import OWN_TASK, takes_task, task_names
+from mlm.cli.compose.groups import CUSTOM_TASK, takes_task, task_names
 from mlm.config.fields import MOST, expand_home
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.suggest import did_you_mean
@@ -67,7 +67,7 @@ def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
         hint = f"; did you mean '{ours}'?" if ours else did_you_mean(first, [c.words[0] for c in COMMANDS])
         raise UserError(f"mlm: unknown command '{first}'{hint} (list: mlm --help)")
     if _has_word(argv):
-        own = f"; {OWN_TASK}" if any(c.words == (first,) for c in COMMANDS) else ""
+        own = f"; {CUSTOM_TASK}" if any(c.words == (first,) for c in COMMANDS) else ""
         hint = did_you_mean(argv[1], tasks) or f"; choose {', '.join(tasks)}{own}"
         raise UserError(f"mlm {first}: unknown task '{argv[1]}'{hint}")
     raise UserError(f"mlm {first}: name a task: {', '.join(tasks)}")

@@ -15,7 +15,7 @@ from mlm.config.tree import flatten
 from mlm.util.errors import format_value
 
 TASK = "task"
-OWN_TASK = "a task of your own needs --config-dir DIR, which holds task/NAME.yaml"
+CUSTOM_TASK = "a task of your own needs --config-dir DIR, which holds task/NAME.yaml"
 GLOBAL = "@package _global_"
 """First line of a YAML whose keys are those of the whole config, such as an experiment's."""
 LONGEST_LINE = 200  # characters of a YAML's comment that help shows

@@ -15,8 +15,8 @@ from hydra.errors import HydraException
 from mlm.cli.command import Command
 from mlm.cli.compose.arguments import quote
 from mlm.cli.compose.groups import (
+    CUSTOM_TASK,
     GLOBAL,
-    OWN_TASK,
     TASK,
     choice_file,
     command_groups,
@@ -228,7 +228,7 @@ def _choice_problem(
         hint = f"list: mlm {command.name} --help"
     else:
         hint = "choose " + " or ".join(filter(None, (", ".join(options[:-1]), options[-1])))
-    own = f"; {OWN_TASK}" if group == TASK and near is None else ""
+    own = f"; {CUSTOM_TASK}" if group == TASK and near is None else ""
     return Problem((group,), f"{group}={typed}: no such choice", hint + own)
 
 

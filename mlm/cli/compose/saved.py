@@ -11,7 +11,7 @@ from typing import Any
 from mlm.cli.command import Command
 from mlm.cli.commands import SPECS
 from mlm.cli.compose.arguments import Arguments, run_config, tasks_of
-from mlm.cli.compose.groups import OWN_TASK, TASK, task_names
+from mlm.cli.compose.groups import CUSTOM_TASK, TASK, task_names
 from mlm.config.fields import Role, expand_home, path_problem
 from mlm.config.paths import groups
 from mlm.config.plain_yaml import MAX_BYTES, parse, problem_of, read_text
@@ -76,7 +76,7 @@ def take_saved_task(command: Command, arguments: Arguments) -> SavedValues | Non
         return task
     if name in task_names(arguments.config_dir):
         return None
-    own = OWN_TASK if trained_on is None else f"the run was finetuned on {trained_on}"
+    own = CUSTOM_TASK if trained_on is None else f"the run was finetuned on {trained_on}"
     known = [*tasks_of(command.words[0], arguments.config_dir), *filter(None, [trained_on])]
     raise UserError(f"unknown task '{name}'{did_you_mean(name, known) or f'; {own}'}")
 
