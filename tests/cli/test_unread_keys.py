@@ -69,50 +69,6 @@ def test_keys_of_preferences_are_read_or_rejected_by_loss(loss: str) -> None:
     assert unread(config) == rejected | others | WITHOUT_OTHERS | {"data.predict_tests"}
 
 
-FACTORS = {
-    "optimizer.kind": {
-        "optimizer=adamw_v1": {key for key in leaves(PretrainConfig) if key.startswith("optimizer.muon.")},
-        "optimizer=muon": NONE,
-    },
-    "schedule.decay": {
-        "schedule=cosine": {f"schedule.cooldown{end}" for end in ("", "_share", "_shape")},
-        "schedule=cosine_v1": {
-            *("schedule.warmup", "schedule.cooldown", "schedule.cooldown_share", "schedule.cooldown_shape")
-        },
-        "schedule=wsd": {"schedule.decay_steps"},
-        "schedule=inverse_sqrt": {"schedule.decay_steps", "schedule.warmup"},
-    },
-    "model.kind": {
-        "model=gpt2_tiny": {"data.masked_lm_prob", "data.short_seq_prob", "data.max_ngram"},
-        "model=bert_tiny": {"check.expert_steps", "check.expert_share"},
-        "model=moe_tiny": {"data.masked_lm_prob", "data.short_seq_prob", "data.max_ngram"},
-    },
-    "precision.dtype": {
-        "precision=fp16": NONE,
-        "precision=bf16": {f"precision.{n}" for n in ("initial_loss_scale", "min_loss_scale")},
-        "precision=fp32": {"precision.cast", "precision.loss_scale_window"},
-    },
-    "others": {
-        "zero=2": {"train.sample_tokens", "checkpoint.from_mirror", "incident.rewinds", "lora.alpha"},
-        "train.validate_every=0": {"train.validate_batches", "train.sample_prompts", "zero_reduce"},
-        "check.ranks_every=0": {"check.slow_factor", "model.num_labels"},
-    },
-}
-"""What one choice of `mlm pretrain` leaves unread, by the key that decides."""
-
-
-@pytest.mark.parametrize(
-    "factor, choice", thinned([(f, choice) for f, each in FACTORS.items() for choice in each], 3)
-)
-def test_keys_of_pretrain_are_read_or_rejected_by_choice(factor: str, choice: str) -> None:
-    """Of keys that another choice leaves unread, only this choice's are rejected."""
-    rejected, choices = unread(load_config("pretrain", [choice])), FACTORS[factor]
-    assert choices[choice] <= rejected
-    taken = {"optimizer.kind": "optimizer.muon.", "precision.dtype": "precision.initial"}.get(factor)
-    if taken and not choices[choice]:
-        assert not [key for key in rejected if key.startswith(taken)]
-
-
 MOE = "pretrain model=moe_tiny model.options.num_experts=0"
 
 
