@@ -10,7 +10,6 @@ tp loads is saved by `save_checkpoint` of mlm/checkpoint/native/save_load.py, fr
 Shapes: S sequence, B micro-batch, I in, O out, H hidden, V padded vocabulary, t = tensor-parallel size.
 """
 
-from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -233,15 +232,16 @@ class VocabParallelEmbedding(TensorParallelLayer):
         return self.fuses_grad and self.weight.requires_grad and torch.is_grad_enabled()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        lookup: Callable[[Tensor, Tensor], Tensor] = embedding_lookup
+        foreign: Tensor | None = None
+        if self.tp.size > 1:
+            tokens = tokens - self.first
+            foreign = (tokens < 0) | (tokens >= self.weight.shape[0])
+            tokens = tokens.masked_fill(foreign, 0)
         if self.fuses_now and self.weight.is_cpu:
-            lookup = _LookupIntoGrad.apply
-        if self.tp.size == 1:
-            return lookup(tokens, self.weight)
-        local = tokens - self.first
-        foreign = (local < 0) | (local >= self.weight.shape[0])
-        y = lookup(local.masked_fill(foreign, 0), self.weight)
-        return self.reduce_output(y.masked_fill(foreign.unsqueeze(-1), 0.0))
+            y: Tensor = _Lookup.apply(tokens, self.weight, True)  # type: ignore[no-untyped-call]
+        else:
+            y = embedding_lookup(tokens, self.weight)
+        return y if foreign is None else self.reduce_output(y.masked_fill(foreign.unsqueeze(-1), 0.0))
 
 
 def embedding_lookup(rows: Tensor, weight: Tensor) -> Tensor:
@@ -251,45 +251,33 @@ def embedding_lookup(rows: Tensor, weight: Tensor) -> Tensor:
     a CPU's own kernel stops growing, 87 % off for two rows read 8,192 times.
     """
     if weight.is_cpu and weight.dtype in (torch.bfloat16, torch.float16):
-        return _Lookup.apply(rows, weight)  # type: ignore[no-untyped-call, no-any-return]
+        return _Lookup.apply(rows, weight, False)  # type: ignore[no-untyped-call, no-any-return]
     return F.embedding(rows, weight)
 
 
 class _Lookup(torch.autograd.Function):
+    """As `embedding_lookup`; with `into_grad` backward adds the rows that were read to `weight.grad`."""
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, into_grad: bool) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.size, ctx.dtype = len(weight), weight.dtype
+        ctx.size, ctx.dtype, ctx.weight = len(weight), weight.dtype, weight if into_grad else None
         return F.embedding(rows, weight)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
-        (rows,) = ctx.saved_tensors
-        total = torch.ops.aten.embedding_dense_backward(dy.float(), rows, ctx.size, -1, False)
-        return None, total.to(ctx.dtype)
-
-
-class _LookupIntoGrad(torch.autograd.Function):
-    """As `embedding_lookup`; backward adds to `weight.grad` the rows that were read, not a table of zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.weight = weight
-        return F.embedding(rows, weight)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
         (rows,), weight = ctx.saved_tensors, ctx.weight
+        sums_of = torch.ops.aten.embedding_dense_backward
+        if weight is None:
+            return None, sums_of(dy.float(), rows, ctx.size, -1, False).to(ctx.dtype), None
         dy = dy.flatten(0, -2).to(torch.promote_types(dy.dtype, torch.float32))
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         # each row's sum first, in the order of its tokens, as autograd has it
-        sums_of = torch.ops.aten.embedding_dense_backward
-        if weight.shape[0] <= rows.numel():  # a small table: finding the rows takes longer than adding all
-            weight.grad += sums_of(dy, rows.flatten(), weight.shape[0], -1, False)
+        if ctx.size <= rows.numel():  # a small table: finding the rows takes longer than adding all
+            weight.grad += sums_of(dy, rows.flatten(), ctx.size, -1, False)
         else:
             distinct, index = rows.flatten().unique(return_inverse=True)
             sums = sums_of(dy, index, distinct.shape[0], -1, False)
             weight.grad.index_copy_(0, distinct, weight.grad.index_select(0, distinct).add_(sums))
-        return None, None
+        return None, None, None
