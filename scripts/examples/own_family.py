@@ -50,7 +50,8 @@ class ParallelLayer(TransformerLayer):
     ) -> Tensor:
         """[S, B, H] -> [S, B, H]."""
         attended = self.attention(self.attention_norm(x), stream, spans, reading)
-        return x + self.drop(attended + self.mlp(self.mlp_norm(x)), stream, 0)
+        y = attended + self.mlp(self.mlp_norm(x))
+        return x + (y if stream is None else stream.hidden(y, self.dropout, self.dropout_keys[0]))
 
 
 class ParallelGPT2(GPT2):
