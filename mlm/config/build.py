@@ -67,8 +67,8 @@ def build(cls: type[T], composed: dict[str, Any], check: Check[T] | None = None)
     if check is not None:
         outside = out_of_range(config)
         problems += outside.values()
-        found = map(Problem.of, check(config))
-        problems += [problem for problem in found if not problem.concerns({*unusable, *outside})]
+        between = map(Problem.of, check(config))
+        problems += [problem for problem in between if not problem.concerns({*unusable, *outside})]
     if problems:
         raise ConfigError(problems)
     return config
@@ -136,8 +136,8 @@ def problem_of_value(leaf: Leaf, value: Any) -> Problem | None:
     if isinstance(value, str) and value and any(get_args(kind)[0] in (str, ObserverEntry) for kind in lists):
         wrong = f"{leaf.key}={format_value(value)} must be {describe_values(leaf)}"
         return Problem((leaf.key,), wrong, f"use '{leaf.key}=[{value}]'")
-    found = nearest(str(value), [str(choice) for choice in choices(leaf.type)])
-    hint = f"did you mean {leaf.key}={found}?" if found else ""
+    near = nearest(str(value), [str(choice) for choice in choices(leaf.type)])
+    hint = f"did you mean {leaf.key}={near}?" if near else ""
     return Problem((leaf.key,), f"{leaf.key}={format_value(value)} must be {describe_values(leaf)}", hint)
 
 

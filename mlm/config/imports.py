@@ -56,7 +56,7 @@ def imported(key: str, path: str, shipped: Collection[str], kind: Any = object, 
             f"{typed or f'{key}={path}'} or set {TRUST}={module}"
         )
     try:
-        found = getattr(import_module(module), name)
+        target = getattr(import_module(module), name)
     except ModuleNotFoundError as error:
         raise OwnCodeError(f"{key}={path}: {error}; install it, or put its folder on PYTHONPATH") from error
     except AttributeError as error:
@@ -65,9 +65,9 @@ def imported(key: str, path: str, shipped: Collection[str], kind: Any = object, 
         raise OwnCodeError(
             f"{key}={path}: importing {module} fails ({type(error).__name__}: {error}); correct it"
         ) from error
-    if not isinstance(found, kind):
-        raise OwnCodeError(f"{key}={path}: not a {kind.__name__} but a {type(found).__name__}; name another")
-    return found
+    if not isinstance(target, kind):
+        raise OwnCodeError(f"{key}={path}: not a {kind.__name__} but a {type(target).__name__}; name another")
+    return target
 
 
 def is_trusted(name: str) -> bool:

@@ -9,9 +9,9 @@ CONFIG_DIR = next(filter(Path.is_dir, (PACKAGE / "configs", PACKAGE.parent / "co
 
 def groups(*roots: Path) -> dict[str, list[str]]:
     """Config groups below `roots` and their options, sorted: {"model": ["gpt2_124m", …], …}."""
-    found: dict[str, set[str]] = {}
+    options: dict[str, set[str]] = {}
     for root in roots:
         for file in root.glob("*/*.y*ml"):
             if file.suffix in (".yaml", ".yml"):
-                found.setdefault(file.parent.name, set()).add(file.stem)
-    return {name: sorted(options) for name, options in sorted(found.items())}
+                options.setdefault(file.parent.name, set()).add(file.stem)
+    return {group: sorted(names) for group, names in sorted(options.items())}

@@ -97,8 +97,8 @@ def check_keys(node: Any) -> None:
 def problem_of(value: Any) -> str | None:
     """The reason why a run saves no such value: an interpolation or a missing value, in a list too."""
     if isinstance(value, list | tuple | dict):
-        each_value = value.values() if isinstance(value, dict) else value
-        return next((why for each in each_value if (why := problem_of(each))), None)
+        items = value.values() if isinstance(value, dict) else value
+        return next((problem for item in items if (problem := problem_of(item))), None)
     if isinstance(value, str) and "${" in value:
         return "an interpolation (${…}) is not resolved here; write the value itself"
     if isinstance(value, str) and value == MISSING_VALUE:

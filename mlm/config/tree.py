@@ -68,11 +68,11 @@ def leaves(cls: type) -> dict[str, Leaf]:
 @cache
 def other_names(cls: type) -> dict[str, tuple[str, ...]]:
     """Names that other programs have for keys of a run spec, and the keys: the first is the likeliest."""
-    found: dict[str, tuple[str, ...]] = {}
+    keys: dict[str, tuple[str, ...]] = {}
     for key, leaf in leaves(cls).items():
         for name in leaf.aliases:
-            found[name] = (*found.get(name, ()), key)
-    return found
+            keys[name] = (*keys.get(name, ()), key)
+    return keys
 
 
 def values_of(config: Any) -> dict[str, Any]:
@@ -87,9 +87,11 @@ def values_of(config: Any) -> dict[str, Any]:
 def out_of_range(config: Any) -> dict[str, Problem]:
     spec: type = type(config)
     values = values_of(config)
-    bounded = ((key, leaf.bound) for key, leaf in leaves(spec).items() if leaf.bound)
-    found = ((key, bound.problem(key, values[key])) for key, bound in bounded)
-    return {key: problem for key, problem in found if problem}
+    problems = dict[str, Problem]()
+    for key, leaf in leaves(spec).items():
+        if leaf.bound and (problem := leaf.bound.problem(key, values[key])):
+            problems[key] = problem
+    return problems
 
 
 @cache
@@ -151,7 +153,7 @@ def describe_type(kind: Any) -> str:
         if origin is Literal:
             words += map(str, args)
         elif origin in (tuple, list):
-            inner = [each for each in args if each is not Ellipsis]
+            inner = [arg for arg in args if arg is not Ellipsis]
             counted = f"{len(inner)} " if origin is tuple and Ellipsis not in args else ""
             words.append(f"a list of {counted}{_PLURALS.get(inner[0], 'values')}")
         else:

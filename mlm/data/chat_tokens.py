@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mlm.data.chat_template import BEGIN, END, ChatError, ChatTemplate, Message, Rendered
 from mlm.data.conversation import ASSISTANT, Conversation, is_trained
-from mlm.data.tokenizer import PRIVATE, Tokenizer
+from mlm.data.tokenizer import PRIVATE, Placed, Tokenizer
 
 WRITTEN = 0xF0000
 """Name n of a special token in a message is rendered as this letter + n, repeated to the same length: the
@@ -100,10 +100,10 @@ def text_of(
 
 def tokens_of(texts: Sequence[RenderedText], speller: "Speller") -> list[Tokens]:
     tokens = dict[int, Tokens]()
-    for is_hidden, encode_all in ((False, speller.tokenizer.encode_marked), (True, speller.encode)):
+    for is_hidden in (False, True):
         numbers = [n for n, text in enumerate(texts) if text.is_hidden == is_hidden]
-        encoded = encode_all([texts[n].text for n in numbers])
-        prompts = encode_all([texts[n].prompt or "" for n in numbers])
+        encoded = speller.encode([texts[n].text for n in numbers], is_hidden)
+        prompts = speller.encode([texts[n].prompt or "" for n in numbers], is_hidden)
         for number, (ids, offsets), (before, _) in zip(numbers, encoded, prompts, strict=True):
             text, notes = texts[number], texts[number].notes
             if text.prompt is None:
@@ -126,9 +126,11 @@ def encode_prompt(conversation: Conversation, tokenizer: Tokenizer, template: Ch
     """Return the tokens of a conversation up to where the next answer begins. Raises ChatError."""
     speller = Speller(tokenizer)
     hidden, is_hidden = speller.hide(conversation)
-    encoder, own = speller.encode if is_hidden else tokenizer.encode_marked, template.for_tools(hidden.tools)
-    rendered = own.render(hidden.messages, hidden.tools, options=hidden.options, add_generation_prompt=True)
-    return [int(id) for id in encoder([rendered.text])[0][0]]
+    template = template.for_tools(hidden.tools)
+    rendered = template.render(
+        hidden.messages, hidden.tools, options=hidden.options, add_generation_prompt=True
+    )
+    return [int(id) for id in speller.encode([rendered.text], is_hidden)[0][0]]
 
 
 @dataclass(frozen=True)
@@ -244,8 +246,8 @@ class AnswerFinder:
 
     def opening(self, before: str) -> str:
         """Return the last words of a text before an answer, from its last special token or line on."""
-        found = [m.start() for m in self.special.finditer(before)]
-        return before[found[-1] :] if found else before[before[:-1].rfind("\n") + 1 :]
+        starts = [match.start() for match in self.special.finditer(before)]
+        return before[starts[-1] :] if starts else before[before[:-1].rfind("\n") + 1 :]
 
     def length(self, rest: str, alone: str) -> int:
         """Return the letters of a turn after its content, of `rest`; as the last turn it has `alone`."""
@@ -323,15 +325,17 @@ class Speller:
             return {key: self._hidden(item) for key, item in value.items()}
         return [self._hidden(item) for item in value] if isinstance(value, list | tuple) else value
 
-    def encode(self, texts: Sequence[str]) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
-        """Encode rendered texts with hidden names: see `Tokenizer.encode_marked`."""
+    def encode(self, texts: Sequence[str], is_hidden: bool) -> list[Placed]:
+        """Encode rendered texts, with hidden names or without: see `Tokenizer.encode_with_offsets`."""
+        if not is_hidden:
+            return self.tokenizer.encode_with_offsets(texts, "tokens")
         shown = list[str]()
         for text in texts:
             text = self._replaced(text, PRIVATE)
             for name, n in self.numbers.items():
                 text = text.replace(chr(WRITTEN + n) * len(name), name)
             shown.append(text)
-        return self.tokenizer.encode_private(shown)
+        return self.tokenizer.encode_with_offsets(shown, "private")
 
     def _replaced(self, text: str, first: int) -> str:
         return self.known.sub(lambda name: chr(first + self.numbers[name[0]]) * len(name[0]), text)

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ marked as special. BERT's vocabulary has only [SEP]; Megatron-LM adds an [EOS]."
 FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 """A folder with a tokenizer has one of these."""
 PRIVATE = 0x100000
-"""Letter of the first special token for `encode_private`: the second plane for private use."""
+"""Letter of the first special token for special="private": the second plane for private use."""
 MAX_TOKENS = 1 << 24  # of a vocabulary: tables have a row for each
 Placed = tuple[NDArray[np.int32], NDArray[np.int32]]
 """Token ids [n], and begin and end [n, 2] of each in letters of the text."""
@@ -296,26 +296,29 @@ class Tokenizer:
         """Encode a text in which the names of special tokens are these tokens."""
         return list(self._with_special.encode(text, add_special_tokens=False).ids)
 
-    def encode_marked(self, texts: Sequence[str]) -> list[Placed]:
-        """Encode texts in which the names of special tokens are these tokens; see `encode_with_offsets`."""
-        return placed(self._with_special, texts)
-
-    def encode_private(self, texts: Sequence[str]) -> list[Placed]:
-        """Encode texts in which names of special tokens are text; see `encode_with_offsets`.
-
-        The special token with the n-th name of `special_names` is chr(PRIVATE + n), as often as its name has
-        letters.
-        """
-        return placed(self._with_private, texts)
-
     def encode_batch(self, texts: Sequence[str]) -> "list[array[int]]":
         """Encode many texts, on all cores: a uint32 array each."""
         encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [array("I", encoding.ids) for encoding in encodings]  # a list of all lists would take longer
 
-    def encode_with_offsets(self, texts: Sequence[str]) -> list[Placed]:
-        """Encode many texts: token ids [n], and begin and end [n, 2] of each in letters of the text."""
-        return placed(self._encoder, texts)
+    def encode_with_offsets(
+        self, texts: Sequence[str], special: Literal["text", "tokens", "private"] = "text"
+    ) -> list[Placed]:
+        """Encode many texts: token ids [n], and begin and end [n, 2] of each in letters of the text.
+
+        Names of special tokens are text, or with special="tokens" these tokens. With "private" they are text,
+        and the token with the n-th name of `special_names` is chr(PRIVATE + n), as often as its name has
+        letters.
+        """
+        if special == "text":
+            backend = self._encoder
+        else:
+            backend = self._with_special if special == "tokens" else self._with_private
+        encodings = backend.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (np.array(e.ids, dtype=np.int32), np.array(e.offsets, dtype=np.int32).reshape(-1, 2))
+            for e in encodings
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids, special tokens spelled out; bytes that are not UTF-8 become U+FFFD."""
@@ -333,15 +336,6 @@ def can_spell(content: dict[str, Any], name: str) -> bool:
     if model.get("type", "BPE") != "BPE" or "merges" not in model or model.get("ignore_merges"):
         return name in vocabulary
     return any("".join(pair) == name for pair in merges_of(model))
-
-
-def placed(backend: Backend, texts: Sequence[str]) -> list[Placed]:
-    """Encode texts: ids [n], and the letters [n, 2] of each token."""
-    encodings = backend.encode_batch(list(texts), add_special_tokens=False)
-    return [
-        (np.array(e.ids, dtype=np.int32), np.array(e.offsets, dtype=np.int32).reshape(-1, 2))
-        for e in encodings
-    ]
 
 
 def with_names(content: dict[str, Any], secret: Mapping[str, str]) -> dict[str, Any]:
