@@ -32,19 +32,15 @@ def test_lengths_are_those_of_numpy(tmp_path: Path, count: int) -> None:
     assert found["mean"] == pytest.approx(np.mean(lengths))
 
 
-def test_sequences_and_documents_are_counted(tmp_path: Path) -> None:
-    with IndexedWriter(tmp_path / "c", token_dtype(100)) as writer:
-        writer.add_document([1, 2, 3], [1, 2])
-        writer.add_document([4])
-        writer.add_document([5, 6, 7], [1, 1, 1])
-    found = inspected(tmp_path / "c")
-    assert (found["sequences"], found["documents"], found["tokens"]) == (6, 3, 7)
-
-
-def test_share_of_documents_with_an_end_is_counted(tmp_path: Path) -> None:
+def test_sequences_documents_and_ends_are_counted(tmp_path: Path) -> None:
     (tmp_path / "corpus.json").write_text('{"vocab_size": 400, "eod_id": 300}')
-    write_corpus(tmp_path / "c", [[1, 300], [300, 2], [], [300]])
+    with IndexedWriter(tmp_path / "c", token_dtype(400)) as writer:
+        writer.add_document([1, 2, 300], [1, 2])
+        writer.add_document([300, 4])
+        writer.add_document([])
+        writer.add_document([5, 6, 300], [1, 1, 1])
     found = inspected(tmp_path / "c")
+    assert (found["sequences"], found["documents"], found["tokens"]) == (7, 4, 8)
     assert (found["ends_with_eod"], found["looked_at"]) == (0.5, 4)
 
 

@@ -1,6 +1,5 @@
 """`mlm data tokenizer`: inputs, conversion, and training as a function of the text alone."""
 
-import json
 import os
 import random
 import subprocess
@@ -15,6 +14,7 @@ from mlm.cli.data.settings import DataTokenizerConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.data.vocabulary_files import BERT_SPECIAL
 from mlm.util.errors import UserError
+from tests.corpus.texts import write_jsonl
 
 LEARN = """
 import sys
@@ -27,10 +27,6 @@ print(train_bpe(texts, 400).digest, train_wordpiece(lambda: texts, 400).digest)
 def made(source: Path, out: Path, **keys: Any) -> Tokenizer:
     config = DataTokenizerConfig(input=str(source), out=str(out), **{"vocab_size": 300, **keys})
     return Tokenizer.load(run_tokenizer(config))
-
-
-def write_lines(path: Path, texts: list[str]) -> None:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 def test_training_is_a_function_of_the_text_alone(tmp_path: Path) -> None:
@@ -54,15 +50,14 @@ def test_training_is_a_function_of_the_text_alone(tmp_path: Path) -> None:
 
 def test_held_out_parts_are_not_read(tmp_path: Path) -> None:
     folder = tmp_path / "text"
-    folder.mkdir()
-    write_lines(folder / "train.jsonl", ["aa aa aa"] * 9)
-    write_lines(folder / "validation.jsonl", ["zz zz zz"] * 9)
+    write_jsonl(folder / "train.jsonl", ["aa aa aa"] * 9)
+    write_jsonl(folder / "validation.jsonl", ["zz zz zz"] * 9)
     assert len(made(folder, tmp_path / "out").encode("zz")) == 2
     assert len(made(folder, tmp_path / "out").encode("aa")) == 1
 
 
 def test_wordpiece_is_trained_where_asked(tmp_path: Path) -> None:
-    write_lines(tmp_path / "a.jsonl", ["The Cat sat"] * 5)
+    write_jsonl(tmp_path / "a.jsonl", ["The Cat sat"] * 5)
     cased = made(tmp_path / "a.jsonl", tmp_path / "cased", kind="wordpiece", lowercase=False)
     lower = made(tmp_path / "a.jsonl", tmp_path / "lower", kind="wordpiece")
     assert cased.decode(cased.encode("The Cat")) == "The Cat"
@@ -85,7 +80,7 @@ def test_bad_line_is_named_by_file_and_line(tmp_path: Path, kind: str) -> None:
 
 
 def test_another_tokenizer_is_not_overwritten(tmp_path: Path) -> None:
-    write_lines(tmp_path / "a.jsonl", ["the cat sat"] * 5)
+    write_jsonl(tmp_path / "a.jsonl", ["the cat sat"] * 5)
     made(tmp_path / "a.jsonl", tmp_path / "out")
     with pytest.raises(UserError, match="is another tokenizer"):
         made(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=258)
@@ -93,7 +88,7 @@ def test_another_tokenizer_is_not_overwritten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["vocab.txt", "bpe.model"])
 def test_name_of_another_kind_of_file_becomes_no_folder(tmp_path: Path, name: str) -> None:
-    write_lines(tmp_path / "a.jsonl", ["the cat sat"] * 9)
+    write_jsonl(tmp_path / "a.jsonl", ["the cat sat"] * 9)
     with pytest.raises(UserError) as caught:
         made(tmp_path / "a.jsonl", tmp_path / name, kind="wordpiece")
     assert str(caught.value) == (
