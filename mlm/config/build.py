@@ -54,7 +54,13 @@ def build(cls: type[T], composed: dict[str, Any], check: Check[T] | None = None)
     for key in flat.keys() & known.keys():
         if role := known[key].role:
             flat[key] = expanded(flat[key], role)
-    problems, unusable = _problems_of_values(spec, flat)
+    problems = [unknown_key(spec, key) for key in flat if key not in known]
+    unusable = set[str]()
+    for key, leaf in known.items():
+        value = flat.get(key, leaf.default)
+        if problem := missing(leaf) if value == MISSING_VALUE else problem_of_value(leaf, value):
+            problems.append(problem)
+            unusable.add(key)
     # hoisted keys go back into their section
     homes = {key: f"{HOISTED}.{key}" if leaf.is_hoisted else key for key, leaf in known.items()}
     usable = {homes[key]: value for key, value in flat.items() if key in known and key not in unusable}
@@ -94,19 +100,6 @@ def from_dict(cls: type[T], saved: dict[str, Any]) -> T:
 def config_digest(config: Any) -> str:
     """Content digest of a run spec, as `xxh3:<hex>`: equal for equal values, whatever their order."""
     return digest_bytes(json.dumps(to_dict(config), sort_keys=True).encode())
-
-
-def _problems_of_values(cls: type, flat: dict[str, Any]) -> tuple[list[Problem], set[str]]:
-    """Problems of unknown keys and of single values, and the known keys whose value cannot be used."""
-    known = leaves(cls)
-    problems = [unknown_key(cls, key) for key in flat if key not in known]
-    unusable = set()
-    for key, leaf in known.items():
-        value = flat.get(key, leaf.default)
-        if problem := missing(leaf) if value == MISSING_VALUE else problem_of_value(leaf, value):
-            problems.append(problem)
-            unusable.add(key)
-    return problems, unusable
 
 
 def missing(leaf: Leaf) -> Problem:
@@ -171,23 +164,21 @@ def path_problems(config: Any) -> list[str]:
     for key, value, role in paths_of(config):
         if role is Role.RESULT:
             problems += result_problems(value, key=key, inputs=inputs_of(config))
-        elif role in (Role.FOLDER, Role.CACHE):
-            problems += folder_problems(key, value, protected_from(config), is_cache=role is Role.CACHE)
+        if role not in (Role.FOLDER, Role.CACHE):
+            continue
+        folder = Path(value)
+        try:
+            if value == STDOUT:
+                problem = "standard output cannot hold a folder"
+                problems.append(Problem.at(key, value, problem, "name a folder"))
+            elif os.path.lexists(folder) and not folder.is_dir():
+                problem = f"{file_type_name(folder)} stands there"
+                problems.append(Problem.at(key, value, problem, "name a new folder"))
+            elif role is Role.FOLDER and kind_of_folder(folder) is None:  # a cache may be anywhere
+                problems += rejected_place(f"{key}={value}", folder, protected_from(config))
+        except OSError as error:
+            problems.append(Problem.at(key, value, str(error.strerror), "name another folder"))
     return problems
-
-
-def folder_problems(key: str, value: str, inputs: list[str], *, is_cache: bool = False) -> list[str]:
-    """Problems of a path where the command cannot write a folder. A cache may be anywhere: it adds files."""
-    what, folder = f"{key}={value}", Path(value)
-    if value == STDOUT:
-        return [Problem.at(key, value, "standard output cannot hold a folder", "name a folder")]
-    try:
-        if os.path.lexists(folder) and not folder.is_dir():
-            return [Problem.at(key, value, f"{file_type_name(folder)} stands there", "name a new folder")]
-        is_ours = is_cache or kind_of_folder(folder) is not None
-        return [] if is_ours else rejected_place(what, folder, inputs)
-    except OSError as error:
-        return [Problem.at(key, value, str(error.strerror), "name another folder")]
 
 
 def paths_of(config: Any) -> Iterator[tuple[str, str, Role]]:
