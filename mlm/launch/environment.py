@@ -49,9 +49,8 @@ def by_torchrun(environ: Mapping[str, str]) -> bool:
 def by_srun(environ: Mapping[str, str]) -> bool:
     """True if `srun` started this process as one of several tasks.
 
-    A batch script and an interactive shell hold the allocation's variables too, but are not ranks, and the
-    only task of a step starts its own ranks as on any host. Nor is the first task of `srun --pty`, which
-    alone has a terminal: ranks that are started from its shell inherit its variables, but no terminal.
+    A batch script and an interactive shell hold the allocation's variables too, but are not ranks. Nor is the
+    first task of `srun --pty`: ranks started from its shell inherit its variables, but not its terminal.
     """
     shells = ("interactive", "bash", "sh", "zsh")
     if "SLURM_PTY_PORT" in environ or environ.get("SLURM_JOB_NAME") in shells:
@@ -157,11 +156,7 @@ def worker_environment(base: Mapping[str, str], *, threads: int) -> dict[str, st
 
 
 def import_path() -> str:
-    """Return the command's import path as PYTHONPATH for its ranks.
-
-    They find the same modules, and none in the working folder that the command itself would not import: ranks
-    run with `python -P`.
-    """
+    """Return the command's import path as PYTHONPATH for its ranks, which run with `python -P`."""
     return ":".join(str(Path(entry).resolve()) if entry else str(Path.cwd()) for entry in sys.path)
 
 

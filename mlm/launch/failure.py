@@ -104,11 +104,10 @@ class FailureReporter:
 class Watchdog:
     """Thread that ends a rank whose communication hangs without an error.
 
-    gloo raises at its timeout; NCCL leaves the host waiting in some later call, and aborts the process with a
-    separate message. The watchdog polls, so that watching a communication costs nothing. It reports an
-    overdue one through `reporter` and ends the process with exit code 1. When another rank has failed, it
-    reports what this one waits for: a rank that reports nothing is the suspect. `prepare` is called once in
-    the thread.
+    gloo raises at its timeout; NCCL leaves the host waiting in a later call. The watchdog polls, so that
+    watching a communication costs nothing, reports an overdue one through `reporter` and ends the process
+    with exit code 1. When another rank has failed, it reports what this one waits for: a rank that reports
+    nothing is the suspect. `prepare` is called once in the thread.
     """
 
     def __init__(
@@ -140,10 +139,9 @@ class Watchdog:
 
 
 def flight_recorder(base: Mapping[str, str], folder: Path | None) -> dict[str, str]:
-    """Return variables that have NCCL's flight recorder write the collectives under way at a timeout.
+    """Return variables, unless set in `base`, that have NCCL write the collectives under way at a timeout.
 
-    One file per rank in `folder`, or in torch's default. Variables in `base` are kept. The files are pickles:
-    `torchfrtrace` reads them, this package never does.
+    One file per rank in `folder`, or in torch's default: pickles, which `torchfrtrace` reads.
     """
     ours = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & set(base):

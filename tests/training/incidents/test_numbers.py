@@ -113,20 +113,10 @@ def test_there_is_no_limit_without_a_threshold_or_before_32_steps_are_known() ->
     assert RecentSteps(512, [(1.0, 0.0)] * 40).limits(1e6)[1] < 1e-20
 
 
-@pytest.mark.parametrize(
-    "numbers, flagged",
-    [
-        ([1.0, 2.0], 0.0),
-        ([1.5, 2.0], 1.0),
-        ([1.0, 3.0], 1.0),
-        ([math.nan, 2.0], 1.0),
-        ([-math.inf, 2.0], 1.0),
-    ],
-)
-def test_a_number_at_its_limit_or_not_finite_leaves_the_update_out(
-    numbers: list[float], flagged: float
-) -> None:
-    assert exceeds_limits(torch.tensor(numbers), (1.5, 3.0)).item() == flagged
+def test_a_number_at_its_limit_or_not_finite_leaves_the_update_out() -> None:
+    assert exceeds_limits(torch.tensor([1.0, 2.0]), (1.5, 3.0)).item() == 0.0
+    for numbers in ([1.5, 2.0], [1.0, 3.0], [math.nan, 2.0], [-math.inf, 2.0]):
+        assert exceeds_limits(torch.tensor(numbers), (1.5, 3.0)).item() == 1.0
     assert exceeds_limits(torch.tensor([1.0, math.inf]), (math.inf, math.inf)).item() == 1.0
 
 
@@ -243,12 +233,8 @@ def test_of_too_many_steps_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     "change",
     [
-        *({"rewinds": -1}, {"streak": -1}, {"streak": 1.0}, {"rewinds": True}, {"left_out_steps": [-3]}),
-        *(
-            {"left_out_samples": [[-4, 4]]},
-            {"left_out_samples": [[4, -4]]},
-            {"left_out_samples": [[1 << 62, 1]]},
-        ),
+        *({"rewinds": -1}, {"streak": 1.0}, {"rewinds": True}, {"left_out_steps": [-3]}),
+        *({"left_out_samples": [[4, -4]]}, {"left_out_samples": [[1 << 62, 1]]}),
     ],
     ids=str,
 )
