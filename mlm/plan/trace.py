@@ -103,7 +103,6 @@ class Trace:
 
     @property
     def work(self) -> defaultdict[Place, Work]:
-        """Work of the pass under way."""
         return self.passes[-1]
 
     def begin_pass(self) -> None:
@@ -123,7 +122,6 @@ class Trace:
             self._wait = None
 
     def message(self, place: Place, message: Message) -> None:
-        """Note a communication."""
         self.place, self._wait = place, None
         self._messages += 1
         self._under_way[message.axis].append(self._messages)
@@ -196,7 +194,6 @@ class TracedWatch(Watch):
         self.trace = trace
 
     def waiting(self, op: str, axis: str, ranks: tuple[int, ...], limit_s: float | None = None) -> Wait:
-        """As of Watch."""
         self.trace.waiting(axis)
         return super().waiting(op, axis, ranks, limit_s)
 

@@ -99,7 +99,6 @@ class Columns:
         return np.array(rows, np.int64).reshape(len(rows), dims)
 
     def by_tensor(self, names: Sequence[str]) -> list[Chunks]:
-        """The chunks of each tensor; `names` are those of the files."""
         edges = np.searchsorted(self.tensor, np.arange(len(self.shapes) + 1)).tolist()
         return [
             Chunks(names, self.file[a:b], self.offset[a:b, : len(shape)], self.size[a:b, : len(shape)])
@@ -107,7 +106,6 @@ class Columns:
         ]
 
     def blocks(self) -> Iterator[slice]:
-        """Slices of at most ROWS chunks."""
         return (slice(a, a + ROWS) for a in range(0, len(self.tensor), ROWS))
 
 

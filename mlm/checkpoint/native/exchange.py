@@ -37,12 +37,10 @@ class Ranks:
 
     @classmethod
     def of(cls, ctx: ParallelContext) -> "Ranks":
-        """All ranks of a run."""
         return cls(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch)
 
     @property
     def is_main(self) -> bool:
-        """True for the rank that writes what is written once."""
         return self.rank == 0
 
     def all_gather(self, value: JSON) -> list[JSON]:

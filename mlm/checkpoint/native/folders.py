@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from mlm.checkpoint.native.format import (
     MANIFEST,
@@ -22,10 +22,9 @@ from mlm.checkpoint.native.format import (
     read_manifest_head,
     regular_size,
 )
-from mlm.checkpoint.native.norms import not_finite_problem
 from mlm.checkpoint.native.run_state import Lineage, Save
 from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.files import digest_bytes, fsync_directory
+from mlm.util.files import fsync_directory
 from mlm.util.ownership import CHECKPOINTS as CHECKPOINTS
 from mlm.util.ownership import owner_of
 
@@ -34,8 +33,6 @@ log = logging.getLogger(__name__)
 LATEST = "latest"
 BEST = "best"
 """Folder of a finetuned run with the weights that scored best; it holds its own checkpoints and tokenizer."""
-EVIDENCE = "not-finite-"
-"""Begins the name of a state that was not finite: evidence, which nothing loads, counts or deletes."""
 SAVING, REPLACED, TRASH, NEW_LATEST = ".saving-", ".replaced-", ".trash-", ".latest-"
 STEP_NAME = re.compile(r"step-(\d{8,18})")
 ASIDE = re.compile(r"aside-step-(\d{8,18})(-\d+)?")
@@ -68,33 +65,25 @@ def checkpoints(root: Path) -> dict[int, Path]:
     return dict(sorted(paths.items()))
 
 
-class Pointer(NamedTuple):
-    """Content of the file `latest`."""
+def read_pointer(root: Path) -> tuple[str | None, str | None]:
+    """The directory name that the file `latest` holds, and the reason why it cannot be believed, if any.
 
-    name: str | None
-    """Name of the directory; None when there is no such file, or it cannot be believed."""
-    problem: str | None = None
-    """Reason why it cannot be believed."""
-
-
-def read_pointer(root: Path) -> Pointer:
-    """Content of the file `latest`: a name and a digest of it, or a name alone, as a user writes it."""
+    The name is None where there is no such file, or it cannot be believed. Only its first line counts.
+    """
     path = root / LATEST
     try:
         if not path.is_file():  # a pipe would block
-            return Pointer(None)
+            return None, None
         with open(path, "rb") as f:
-            name, *digest = f.read(1 << 10).decode("ascii", "replace").strip().split("\n")
+            name = f.read(1 << 10).decode("ascii", "replace").strip().partition("\n")[0]
     except OSError as error:
-        return Pointer(None, f"it cannot be read: {error.strerror}")
-    if digest and digest != [digest_bytes(name.encode())]:
-        return Pointer(None, "its digest does not match its content: it was altered or damaged")
-    return Pointer(name) if STEP_NAME.fullmatch(name) else Pointer(None, "it names no checkpoint (step-…)")
+        return None, f"it cannot be read: {error.strerror}"
+    return (name, None) if STEP_NAME.fullmatch(name) else (None, "it names no checkpoint (step-…)")
 
 
 def latest_name(root: Path) -> str | None:
     """The directory name that the file `latest` holds; None when it is missing or cannot be believed."""
-    return read_pointer(root).name
+    return read_pointer(root)[0]
 
 
 def latest_checkpoint(root: Path) -> Path | None:
@@ -104,23 +93,23 @@ def latest_checkpoint(root: Path) -> Path | None:
     warning says so where it is not the one that `latest` names. Raises CorruptFileError when there are
     checkpoints but none to continue from is whole: starting afresh would be no remedy.
     """
-    pointer = read_pointer(root)
-    problems = [f"{root / LATEST}: {pointer.problem}"] if pointer.problem else []
+    named, problem = read_pointer(root)
+    problems = [f"{root / LATEST}: {problem}"] if problem else []
     for path in candidates(root):
         if problem := checkpoint_problem(path):
             problems.append(problem)
             continue
-        if not problems and pointer.name not in (None, step_directory_name(path)):
-            problems.append(f"{root / LATEST} names {pointer.name}, which is gone")
+        if not problems and named not in (None, step_directory_name(path)):
+            problems.append(f"{root / LATEST} names {named}, which is gone")
         if problems:
             log.warning("%s; continuing from the newest whole checkpoint, %s", problems[0], path)
         return path
     present = checkpoints(root)
     if not present:
         return None
-    why = problems[0] if problems else f"{root / LATEST} names {pointer.name}, which is gone"
+    why = problems[0] if problems else f"{root / LATEST} names {named}, which is gone"
     newest, remedy = max(present), ""
-    if pointer.name is not None and newest > step_of(Path(pointer.name)):
+    if named is not None and newest > step_of(Path(named)):
         remedy = f". To continue from {step_name(newest)}, write its name into {root / LATEST}"
     raise CorruptFileError(f"{root}: no checkpoint is whole. {why}{remedy}")
 
@@ -131,7 +120,6 @@ def step_directory_name(path: Path) -> str:
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint's directory."""
     return int(step_directory_name(path).removeprefix("step-"))
 
 
@@ -209,8 +197,6 @@ def checkpoint_problem(directory: Path) -> str | None:
             step_directory_name(directory)
         ):
             return f"{directory / MANIFEST}: of step {manifest.step}, copied here from another checkpoint"
-        if problem := not_finite_problem(manifest.tensors):
-            return f"{directory}: {problem}"
         for name, entry in manifest.files.items():
             if (size := regular_size(directory / name)) != entry.bytes:
                 return f"{directory / name}: {size} bytes, the manifest says {entry.bytes}"
@@ -370,7 +356,7 @@ def point_latest(root: Path, step: int) -> None:
 
 def _write_pointer(pointer: Path, name: str) -> None:
     with open(pointer, "xb") as f:
-        f.write(f"{name}\n{digest_bytes(name.encode())}\n".encode())
+        f.write(f"{name}\n".encode())
         f.flush()
         os.fsync(f.fileno())
 

@@ -87,13 +87,12 @@ class TensorEntry:
     """Split over layouts."""
     chunks: Collection[Chunk] = ()
     norm: float | None = field(default=None, compare=False)
-    """L2 norm, NaN if an element is not finite; None of integers, and of what no training run saved."""
+    """L2 norm; None of integers, and of what no training run saved."""
     norm_before: float | None = field(default=None, compare=False)
     """Norm in the checkpoint before, or in the last one before weights jumped."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def overlapping(self, wanted: Region) -> Iterable[Chunk]:
@@ -126,7 +125,6 @@ class Manifest:
 
     @property
     def save(self) -> Save:
-        """The save that wrote it."""
         return Save(self.step, self.save_id)
 
 
@@ -161,7 +159,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
                 "split": asdict(entry.split),
                 "norms": None
                 if entry.norm is None
-                else list(map(_encode_norm, (entry.norm_before, entry.norm))),
+                else [x if x is None else float(f"{x:.6g}") for x in (entry.norm_before, entry.norm)],
             }
             for name, entry in zip(names, entries, strict=True)
         },
@@ -191,11 +189,6 @@ def unpack(packed: JSON) -> bytes:
     if len(content) > MAX_CHUNKS_BYTES or not inflate.eof:
         raise ValueError(f"its chunks end early, or have more than {MAX_CHUNKS_BYTES} bytes")
     return content
-
-
-def _encode_norm(norm: float | None) -> float | str | None:
-    """Six digits of a norm; JSON has no NaN."""
-    return norm if norm is None else "not finite" if math.isnan(norm) else float(f"{norm:.6g}")
 
 
 def canonical(value: JSON) -> bytes:
@@ -319,8 +312,8 @@ def _build_tensor(name: str, entry: JSON) -> TensorEntry:
 
 
 def _build_norm(value: JSON) -> float | None:
-    if value is None or value == "not finite":
-        return value and math.nan
+    if value is None:
+        return None
     if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{str(value)[:40]} is no norm")
     return float(value)

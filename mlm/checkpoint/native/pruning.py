@@ -59,7 +59,6 @@ def list_items(root: Path, *, keep_last: int, keep_every: int, since: int | None
 
 
 def bytes_of(path: Path) -> int:
-    """Bytes of a checkpoint's files, or of a file."""
     return sum(each.lstat().st_size for each in (path.iterdir() if path.is_dir() else [path]))
 
 

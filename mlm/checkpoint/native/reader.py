@@ -60,7 +60,6 @@ class CheckedFile(AbstractContextManager["CheckedFile"]):
         self.close()
 
     def close(self) -> None:
-        """Close the descriptor and free the memory."""
         self.release()
         os.close(self._descriptor)
 
@@ -69,7 +68,6 @@ class CheckedFile(AbstractContextManager["CheckedFile"]):
         self._held, self._buffer = -1, bytearray()
 
     def seek(self, position: int) -> None:
-        """Set the place of the next read."""
         self._position = position
 
     def read(self, count: int) -> bytes:

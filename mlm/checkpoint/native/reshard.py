@@ -24,8 +24,6 @@ TRAINING_STATE = ("applied_steps", "scaler", LINEAGE)
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """Checkpoint to read and layout to write."""
-
     source: Path
     """The step-… directory to read."""
     manifest: Manifest
@@ -36,7 +34,6 @@ class ReshardPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of tensors to write."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
 

@@ -115,7 +115,6 @@ class Lineage:
         return cls(tuple(saves)) if is_valid and len(saves) <= MAX_ANCESTORS else cls()
 
     def encode(self) -> dict[str, Any]:
-        """As JSON values."""
         return {"ancestors": [[save.step, save.save_id] for save in self.ancestors]}
 
     def after(self, save: Save) -> tuple[Save, ...]:
@@ -143,7 +142,6 @@ class TokenizerDigest:
         )
 
     def encode(self) -> dict[str, Any]:
-        """As JSON values."""
         return asdict(self)
 
     @classmethod

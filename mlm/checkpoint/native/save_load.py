@@ -17,7 +17,6 @@ from torch import Tensor
 from mlm.checkpoint.native.declaration import declare_shards, file_name, merge_declared
 from mlm.checkpoint.native.exchange import ONE_RANK, Ranks
 from mlm.checkpoint.native.folders import (
-    EVIDENCE,
     discard,
     latest_checkpoint,
     latest_name,
@@ -46,7 +45,7 @@ from mlm.checkpoint.native.retention import prune
 from mlm.checkpoint.native.shard_file import write_shard_file
 from mlm.checkpoint.native.slices import TensorShard
 from mlm.checkpoint.native.staging import StagedFile
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -94,8 +93,8 @@ def save_checkpoint(
     asked on rank 0 when all is written: the `since` of `prune`.
 
     Raises CheckpointError on every rank, leaving no files, if any rank cannot write or the shards
-    do not tile their tensors; NotFiniteError on every rank if a tensor holds NaN or infinity, leaving the
-    first such state of a run as `not-finite-step-…`; LostPeer if a rank does not take part.
+    do not tile their tensors; NotFiniteError on every rank if a tensor holds NaN or infinity; LostPeer if a
+    rank does not take part.
     """
     explain = partial(_explain_save, root, ranks.rank, latest_name(root))
     assert staged is None or save_id is not None, "what is staged carries its save id"
@@ -145,7 +144,6 @@ def _norms_before(root: Path) -> Mapping[str, float | None]:
 
 
 def file_entry(written: JSON) -> FileEntry:
-    """Return a file entry from what `write_shards` returns."""
     size, digest, blocks, _ = written
     return FileEntry(size, digest, tuple(blocks))
 
@@ -175,18 +173,13 @@ def write_shards(
 def publish_manifest(staging: Path, root: Path, manifest: Manifest) -> None:
     """Complete a directory of shards by its manifest, and make it the latest checkpoint of `root`.
 
-    Raises NotFiniteError for a state that is not finite, of which the first is kept aside as evidence.
+    Raises NotFiniteError for a state that is not finite.
     """
-    write_manifest(staging, manifest)
     if problem := not_finite_problem(manifest.tensors):
-        kept = next(root.glob(f"{EVIDENCE}*"), None)
-        if kept is None:
-            kept = root / f"{EVIDENCE}{step_name(manifest.step)}"
-            os.rename(staging, kept)
         raise NotFiniteError(
-            f"step {manifest.step}: not saved: {problem}; {kept} is kept to look at, and "
-            "no checkpoint was replaced or deleted"
+            f"step {manifest.step}: not saved: {problem}; no checkpoint was replaced or deleted"
         )
+    write_manifest(staging, manifest)
     if jump := largest_jump(manifest.tensors):
         log.warning(
             "step %d: the norm of %s is %.3g times what it was: too high a learning rate, or bad memory? No "
@@ -233,12 +226,7 @@ def load_checkpoint(
     path = Path(path)
     explain = partial(_explain_load, path, ranks.rank)
 
-    def read() -> Manifest:
-        manifest = read_manifest(path)
-        check_finite(path, manifest)
-        return manifest
-
-    manifest = ranks.together(read, explain)
+    manifest = ranks.together(lambda: read_manifest(path), explain)
     if len(set(ranks.all_gather(manifest.digest))) > 1:
         raise CheckpointError(f"{path}: ranks see different checkpoints there. Load it from a shared disk")
     claimed = ranks.any_of([name in wanted for name in manifest.tensors])
@@ -266,12 +254,6 @@ def load_checkpoint(
         ranks.together(check, explain)
         ranks.together(fill, explain)
     return manifest
-
-
-def check_finite(path: Path, manifest: Manifest) -> None:
-    """Raise CorruptFileError if the norms of a checkpoint say that a tensor is not finite."""
-    if problem := not_finite_problem(manifest.tensors):
-        raise CorruptFileError(f"{path}: {problem}. Load another checkpoint with ckpt=…")
 
 
 def _explain_load(path: Path, rank: int, error: Exception) -> UserError:

@@ -42,7 +42,6 @@ class Form(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -55,7 +54,6 @@ class Stored(NamedTuple):
 
     @property
     def form(self) -> Form:
-        """Dtype and shape."""
         return Form(self.dtype, self.shape)
 
 

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from mlm.checkpoint.native.folders import checkpoint_problem
 from mlm.checkpoint.native.format import MANIFEST, RESTORE, CheckpointError, Manifest, read_manifest
-from mlm.checkpoint.native.norms import not_finite_problem
 from mlm.checkpoint.native.reader import CheckedFile, read_header
 from mlm.checkpoint.native.run_state import TOKENIZER_FILE, check_run_tokenizer, tokenizer_path
 from mlm.checkpoint.native.shard_file import Form
@@ -27,13 +26,6 @@ class FileProblem:
     why: str
 
 
-class NotFinite(FileProblem):
-    """A manifest whose norms say that a tensor, as it was saved, holds NaN or infinity."""
-
-    word = "not usable"
-    remedy = "Go back to one that is whole with mlm ckpt rollback, or delete it"
-
-
 class Unreadable(FileProblem):
     """A file that this user or this disk cannot read: nothing is known of its content."""
 
@@ -50,11 +42,11 @@ class Verified:
     """None when it cannot be read."""
     problems: tuple[FileProblem, ...]
     loads: bool
-    """True if all that is listed is present, bit for bit, and finite; other shards do not affect loading."""
+    """True if all that is listed is present, bit for bit; other shards do not affect loading."""
 
     @property
     def whole(self) -> bool:
-        """True if it holds what was saved, bit for bit, finite, and no other shard."""
+        """True if it holds what was saved, bit for bit, and no other shard."""
         return not self.problems
 
 
@@ -87,8 +79,6 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
             key for key in listed.keys() | stored.keys() if listed.get(key) != stored.get(key)
         ):
             problems.append(FileProblem(name, f"does not hold {unlike[0]} as listed"))
-    if not_finite := not_finite_problem(manifest.tensors):
-        problems.append(NotFinite(MANIFEST, not_finite))
     loads = not problems
     for path in sorted(directory.glob("*.safetensors")):
         if path.name not in manifest.files:  # its own checkpoint may lack it

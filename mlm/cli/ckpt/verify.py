@@ -55,7 +55,7 @@ def run(config: CkptVerifyConfig) -> None:
             f"{len(bad)} of {len(results)} checkpoints {verb} {first.word}: "
             f"{bad[0].path / one_line(first.file)}: {one_line(first.why)}. {first.remedy}"
         )
-    problem = None if alone else read_pointer(root).problem
+    _, problem = (None, None) if alone else read_pointer(root)
     if problem:
         raise CorruptFileError(f"{root / LATEST}: {problem}. Write the name of a step-… there, or delete it")
 
