@@ -10,7 +10,7 @@ from mlm.config.suggest import either, multiples_around, nearest
 from mlm.config.tree import out_of_range, values_of
 from mlm.launch.rules.checks import Rule, problems_of
 from mlm.launch.rules.layout import RANK_RULES, SCHEDULE_RULES, TRAIN_RULES, Launch, LayoutValues
-from mlm.plan.candidates import OPTIONS, Query, first_violation, layouts, query_of
+from mlm.plan.candidates import FIELDS, Query, first_violation, layouts, query_of
 from mlm.plan.config import (
     PlanCalibrateConfig,
     PlanCompareConfig,
@@ -28,7 +28,7 @@ from mlm.util.results import folder_problem, is_stream
 
 TABLE_ENDINGS = (".json", ".csv")
 MOST_TRIED = 128  # distance up to which a valid number of GPUs is looked for
-MODEL_RULES = tuple(rule for rule in TRAIN_RULES if not OPTIONS.keys() & set(rule.inputs))
+MODEL_RULES = tuple(rule for rule in TRAIN_RULES if not set(FIELDS) & set(rule.inputs))
 """Rules that no search can keep by another layout."""
 DRY_RUN_RULES = tuple(
     rule for rule in TRAIN_RULES if rule not in RANK_RULES or set(rule.inputs) == {"pp", "vp"}

@@ -5,7 +5,7 @@ repeated.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -62,33 +62,59 @@ def query_of(config: PlanLayoutsConfig) -> Query:
     )
 
 
+FIELDS = (
+    *("tp", "cp", "pp", "dp", "vp", "pipeline", "zero", "sequence_parallel", "tp_overlap", "expert_tp"),
+    *("ep", "micro_batch", "recompute", "zero_reduce"),
+)
+"""Fields of a layout in the order in which they are chosen."""
 Choice = dict[str, Any]
-"""Some fields of a layout."""
-OPTIONS: dict[str, Callable[[Query, Choice], Iterable[Any]]] = {
-    "tp": lambda query, _: divisors(query.gpus),
-    "cp": lambda query, _: _context_sizes(query),
-    "pp": lambda query, c: divisors(max(query.gpus // (c["tp"] * c["cp"]), 1)),
-    "dp": lambda query, c: [max(query.gpus // (c["tp"] * c["cp"] * c["pp"]), 1)],
-    "vp": lambda query, c: _chunks(query.run.model.num_layers, c["pp"]),
-    "pipeline": lambda _, c: ["1f1b", "zb_h1", "gpipe"] if c["pp"] > 1 else ["1f1b"],
-    "zero": lambda _, c: [0, 2, 3] if c["dp"] * c["cp"] > 1 else [0],
-    "sequence_parallel": lambda _, c: [False, True] if c["tp"] > 1 else [False],
-    "tp_overlap": lambda *_: [1],
-    "expert_tp": lambda *_: [None],
-    "ep": lambda query, c: _expert_sizes(query, c),
-    "micro_batch": lambda query, c: divisors(_samples(query, c)),
-    "recompute": lambda query, _: ["none", "selective", "full"] if _keeps_scores(query) else ["none", "full"],
-    "zero_reduce": lambda query, c: (
-        ["last", "every"] if c["zero"] and _samples(query, c) > c["micro_batch"] else ["last"]
-    ),
-}
-"""Values to try for each field of a layout, by those before it; settings without effect have one."""
+"""The first of these fields, with their values."""
+
+
+def options(name: str, query: Query, c: Choice) -> list[Any]:
+    """Values to try for a field of a layout, by those before it; settings without effect have one."""
+    model = query.run.model
+    experts = architecture_of(model).experts
+    if name == "tp":
+        return divisors(query.gpus)
+    if name == "cp":
+        # Only where attention has no dropout, which no fused kernel serves over several ranks. Of mixtures
+        # none: each split of their experts is counted apart.
+        is_split = context_problem(2, model, query.run.data) is None
+        if not is_split or model.attention_dropout or experts:
+            return [1]
+        return [cp for cp in CONTEXT_SIZES if query.gpus % cp == 0]
+    if name == "pp":
+        return divisors(max(query.gpus // (c["tp"] * c["cp"]), 1))
+    if name == "dp":
+        return [max(query.gpus // (c["tp"] * c["cp"] * c["pp"]), 1)]
+    if name == "vp":
+        layers, pp = model.num_layers, c["pp"]
+        return divisors(layers // pp) if 1 < pp <= layers and layers % pp == 0 else [1]
+    if name == "pipeline":
+        return ["1f1b", "zb_h1", "gpipe"] if c["pp"] > 1 else ["1f1b"]
+    if name == "zero":
+        return [0, 2, 3] if c["dp"] * c["cp"] > 1 else [0]
+    if name == "sequence_parallel":
+        return [False, True] if c["tp"] > 1 else [False]
+    if name == "ep":
+        ranks = c["dp"] * c["cp"] * (c["tp"] if c["expert_tp"] == 1 else 1)
+        return divisors(math.gcd(experts, ranks)) if experts else [1]
+    samples = query.run.train.global_batch_size // c["dp"] or 1  # of a replica in a step
+    if name == "micro_batch":
+        return divisors(samples)
+    if name == "recompute":  # scores are kept only where attention is not fused
+        keeps_scores = query.hardware.device == "cpu" and model.attention_dropout > 0
+        return ["none", "selective", "full"] if keeps_scores else ["none", "full"]
+    if name == "zero_reduce":
+        return ["last", "every"] if c["zero"] and samples > c["micro_batch"] else ["last"]
+    return [{"tp_overlap": 1, "expert_tp": None}[name]]
 
 
 def layouts(query: Query, rejected: list[str] | None = None) -> Iterator[PlannedLayout]:
     """Every layout that the rules allow, each once; `rejected` gets what is wrong with others."""
     choices: Iterable[Choice] = [{}]
-    for name in OPTIONS:
+    for name in FIELDS:
         choices = _chosen(query, choices, name, [] if rejected is None else rejected)
     for choice in choices:
         yield PlannedLayout(**choice, global_batch=query.run.train.global_batch_size)
@@ -99,7 +125,7 @@ def _chosen(query: Query, choices: Iterable[Choice], name: str, rejected: list[s
     launch, key = Launch(query.gpus, None, is_planned=True), BATCH_NAMES.get(name, name)
     for choice in choices:
         values = LayoutValues({**query.values, **choice})
-        for value in [query.fixed[name]] if name in query.fixed else OPTIONS[name](query, choice):
+        for value in [query.fixed[name]] if name in query.fixed else options(name, query, choice):
             values[key] = value
             if violation := first_violation(CHECKED[name], values, launch):
                 rejected.append(violation.why)
@@ -114,42 +140,9 @@ def first_violation(rules: Iterable[LayoutRule], values: LayoutValues, launch: L
 
 def _last_read(rule: LayoutRule) -> str:
     """The last field that a rule reads; the first of all if it reads none."""
-    read = [name for name in OPTIONS if BATCH_NAMES.get(name, name) in rule.inputs]
-    return read[-1] if read else next(iter(OPTIONS))
+    read = [name for name in FIELDS if BATCH_NAMES.get(name, name) in rule.inputs]
+    return read[-1] if read else FIELDS[0]
 
 
-CHECKED = {name: [rule for rule in TRAIN_RULES if _last_read(rule) == name] for name in OPTIONS}
+CHECKED = {name: [rule for rule in TRAIN_RULES if _last_read(rule) == name] for name in FIELDS}
 """Rules by the field with which they are checked."""
-
-
-def _context_sizes(query: Query) -> list[int]:
-    """Ranks that split a sequence where none are typed.
-
-    Where attention has no dropout: else no fused kernel serves the blocks of several ranks. Of mixtures none:
-    each split of their experts is counted apart.
-    """
-    model = query.run.model
-    is_whole = context_problem(2, model, query.run.data) is not None
-    if is_whole or model.attention_dropout or architecture_of(model).experts:
-        return [1]
-    return [cp for cp in CONTEXT_SIZES if query.gpus % cp == 0]
-
-
-def _chunks(layers: int, pp: int) -> list[int]:
-    return divisors(layers // pp) if 1 < pp <= layers and layers % pp == 0 else [1]
-
-
-def _expert_sizes(query: Query, choice: Choice) -> list[int]:
-    experts = architecture_of(query.run.model).experts
-    ranks = choice["dp"] * choice["cp"] * (choice["tp"] if choice["expert_tp"] == 1 else 1)
-    return divisors(math.gcd(experts, ranks)) if experts else [1]
-
-
-def _samples(query: Query, choice: Choice) -> int:
-    """Samples of a replica in a step."""
-    return query.run.train.global_batch_size // choice["dp"] or 1
-
-
-def _keeps_scores(query: Query) -> bool:
-    """True if attention is not fused: elsewhere scores are never kept."""
-    return query.hardware.device == "cpu" and query.run.model.attention_dropout > 0

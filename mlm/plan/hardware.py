@@ -129,12 +129,10 @@ def hardware_of(values: Mapping[str, Any]) -> HardwareConfig:
     return HardwareConfig(**{**values, "peak_tflops": peak, "efficiency": efficiency})
 
 
-RATES = ("memory_gbps", "node_gbps", "node_latency_us", "network_gbps", "network_latency_us")
-
-
 def unmeasured(**known: Any) -> HardwareConfig:
     """Hardware of this machine of which nothing but the memory is known; each rate is 1."""
-    return HardwareConfig(**{**dict.fromkeys(RATES, 1.0), "is_calibrated": True, **known})
+    rates = ("memory_gbps", "node_gbps", "node_latency_us", "network_gbps", "network_latency_us")
+    return HardwareConfig(**{**dict.fromkeys(rates, 1.0), "is_calibrated": True, **known})
 
 
 def preset(name: str) -> HardwareConfig:

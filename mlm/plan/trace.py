@@ -91,8 +91,8 @@ class Trace:
     def __init__(self) -> None:
         self.passes: list[defaultdict[Place, Work]] = [defaultdict(Work)]
         """Work by place: before the first pass, and from the beginning of each."""
-        self._made: dict[int, tuple[Place, int]] = {}
-        """Place and bytes of what a kernel made and no other place has read yet, by storage."""
+        self._pending: dict[int, tuple[Place, int]] = {}
+        """Place and bytes of what a kernel made and no other place has read yet, by storage: may stay unwritten."""
         self._read: defaultdict[int, set[Place]] = defaultdict(set)
         self._under_way: defaultdict[str, list[int]] = defaultdict(list)
         self._wait: tuple[str, Place] | None = None
@@ -132,7 +132,7 @@ class Trace:
     ) -> None:
         """Note an operator; `flops` are those of its products, 0 if it has none."""
         if func.namespace == "c10d":
-            self._leave_kernels(tensors_of(args))
+            self._write_pending(tensors_of(args))
             return
         self.place = place
         self._end_wait()
@@ -145,43 +145,38 @@ class Trace:
         before = {x.untyped_storage()._cdata for x in (*read, *written)}
         made = [x for x in tensors_of([out]) if x.untyped_storage()._cdata not in before]
         for x in made:
-            self._made.pop(x.untyped_storage()._cdata, None)
+            self._pending.pop(x.untyped_storage()._cdata, None)
             self._read.pop(x.untyped_storage()._cdata, None)
         if name.startswith(ALLOCATIONS) or not (made or written):
             return
         if flops or name in LOOKUPS:
-            self._leave_kernels(read)
+            self._write_pending(read)
         work = self.work[place]
         if flops:
             work.events.append(product_of(name, arguments, read, made or written, flops))
-        elif name in LOOKUPS:
+            return
+        work.kernels += 1
+        if name in LOOKUPS:
             size = 2 * (sum(map(bytes_of, made)) or bytes_of(read[-1]))
             work.eager_bytes += size
             work.fused_bytes += size
-            work.kernels += 1
-        else:
-            self._kernel(place, work, read, made, written)
-
-    def _kernel(
-        self, place: Place, work: Work, read: list[Tensor], made: list[Tensor], written: list[Tensor]
-    ) -> None:
-        work.kernels += 1
+            return
         work.eager_bytes += sum(map(bytes_of, (*read, *made, *written)))
         for x in read:
             key = x.untyped_storage()._cdata
-            if key in self._made and self._made[key][0] == place:
+            if key in self._pending and self._pending[key][0] == place:
                 continue
-            self._leave_kernels([x])
+            self._write_pending([x])
             if place not in self._read[key]:
                 self._read[key].add(place)
                 work.fused_bytes += bytes_of(x)
         work.fused_bytes += sum(map(bytes_of, written))
-        self._made |= {x.untyped_storage()._cdata: (place, bytes_of(x)) for x in made}
+        self._pending |= {x.untyped_storage()._cdata: (place, bytes_of(x)) for x in made}
 
-    def _leave_kernels(self, read: Iterable[Tensor]) -> None:
-        """Write what kernels made and another reads."""
+    def _write_pending(self, read: Iterable[Tensor]) -> None:
+        """Count as written what a kernel made and something else reads."""
         for x in read:
-            place, size = self._made.pop(x.untyped_storage()._cdata, (None, 0))
+            place, size = self._pending.pop(x.untyped_storage()._cdata, (None, 0))
             if place is not None:
                 self.work[place].fused_bytes += size
 

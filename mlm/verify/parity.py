@@ -30,7 +30,7 @@ from mlm.training.trainer import Trainer
 from mlm.util.errors import CheckFailedError, attempt
 from mlm.util.results import result_problems
 from mlm.util.system import available_memory
-from mlm.verify.audit.compare import Comparison, Layout, Place, Ranks
+from mlm.verify.audit.compare import Comparison, Layout, Location, Ranks
 from mlm.verify.audit.diagnose import Finding, diagnose
 from mlm.verify.audit.record import AXES, Key, Record
 from mlm.verify.config import ParityConfig, comparable
@@ -63,7 +63,7 @@ class Difference:
     """Length of the vector of all differences, replicas counted once."""
 
     @classmethod
-    def of(cls, place: Place, whole: Tensor) -> "Difference":
+    def of(cls, place: Location, whole: Tensor) -> "Difference":
         key, match = place.key, place.match
         once = {match.regions[at]: part.double() - right for at, (part, right) in match.pairs.items()}
         far, norm = math.hypot(*(float(off.norm()) for off in once.values())), float(whole.double().norm())
@@ -98,7 +98,7 @@ class Report:
         self.lrs.append(lr)
         comparison = Comparison(reference, ranks, self.sizes, lr_sum=sum(self.lrs), eps=self.eps)
         found: dict[Key, Difference] = {}
-        for place in comparison.places:  # of a parameter on two stages, the larger
+        for place in comparison.locations:  # of a parameter on two stages, the larger
             each = Difference.of(place, reference.tensors[place.key])
             found[place.key] = max(found.get(place.key, each), each, key=lambda d: d.difference)
         self.differences += found.values()

@@ -57,48 +57,39 @@ def merge_declared(root: Path, declared: Sequence[bytes]) -> dict[str, TensorEnt
     """The global tensors that the ranks' pieces make. Raises CheckpointError unless they tile them."""
     entries: dict[str, TensorEntry] = {}
     tables: dict[bytes, tuple[Ints, list[tuple[int, ...]]]] = {}
+    """Number of each tensor of a table in `entries`, and its shape."""
     parts: list[tuple[Ints, int, Columns]] = []
     for rank, content in enumerate(declared):
         end = HEAD.size + HEAD.unpack_from(content)[0]
         table = content[HEAD.size : end]
         if table not in tables:
-            tables[table] = _add_table(root, entries, table, rank)
-        numbers, shapes = tables[table]
+            rows = json.loads(zlib.decompress(table))
+            for name, dtype, shape, split in rows:
+                entry = TensorEntry(tuple(shape), DTYPES[dtype], TensorSplit(**split))
+                known = entries.setdefault(name, entry)
+                if (known.shape, known.dtype) != (entry.shape, entry.dtype):
+                    raise CheckpointError(
+                        f"{root}: {name} is {dtype} {shape} on rank {rank}, "
+                        f"{DTYPE_NAMES[known.dtype]} {list(known.shape)} on another: nothing was saved"
+                    )
+            numbers = {name: number for number, name in enumerate(entries)}
+            places = np.array([numbers[name] for name, *_ in rows], np.int32)
+            tables[table] = places, [tuple(shape) for _, _, shape, _ in rows]
+        of_rows, shapes = tables[table]
         columns = decode_columns(content[end:], shapes, 1)
-        parts.append((numbers[columns.tensor], rank, columns))
+        parts.append((of_rows[columns.tensor], rank, columns))
     shapes = [entry.shape for entry in entries.values()]
     dims = dims_of(shapes)
-    tensor = np.concatenate([mine for mine, _, _ in parts])
+    tensor = np.concatenate([tensors for tensors, _, _ in parts])
     order = np.argsort(tensor, kind="stable")  # of a tensor, by rank
     columns = Columns(
         shapes,
         tensor[order],
-        np.concatenate([np.full(len(mine), rank, np.int32) for mine, rank, _ in parts])[order],
-        np.concatenate([padded(each.offset, dims, 0) for *_, each in parts])[order],
-        np.concatenate([padded(each.size, dims, 1) for *_, each in parts])[order],
+        np.concatenate([np.full(len(tensors), rank, np.int32) for tensors, rank, _ in parts])[order],
+        np.concatenate([padded(part.offset, dims, 0) for *_, part in parts])[order],
+        np.concatenate([padded(part.size, dims, 1) for *_, part in parts])[order],
     )
     if problem := tiling_problem(columns, list(entries)):
         raise CheckpointError(f"{root}: {problem}: nothing was saved")
     chunks = columns.by_tensor([file_name(rank) for rank in range(len(declared))])
     return {n: replace(entry, chunks=c) for (n, entry), c in zip(entries.items(), chunks, strict=True)}
-
-
-def _add_table(
-    root: Path, entries: dict[str, TensorEntry], table: bytes, rank: int
-) -> tuple[Ints, list[tuple[int, ...]]]:
-    """Add a rank's tensors to `entries`; return the number of each there, and their shapes.
-
-    Raises CheckpointError where ranks disagree.
-    """
-    rows = json.loads(zlib.decompress(table))
-    for name, dtype, shape, split in rows:
-        entry = TensorEntry(tuple(shape), DTYPES[dtype], TensorSplit(**split))
-        known = entries.setdefault(name, entry)
-        if (known.shape, known.dtype) != (entry.shape, entry.dtype):
-            raise CheckpointError(
-                f"{root}: {name} is {dtype} {shape} on rank {rank}, "
-                f"{DTYPE_NAMES[known.dtype]} {list(known.shape)} on another: nothing was saved"
-            )
-    places = {name: number for number, name in enumerate(entries)}
-    numbers = np.array([places[name] for name, *_ in rows], np.int32)
-    return numbers, [tuple(shape) for _, _, shape, _ in rows]

@@ -307,16 +307,11 @@ def _build_tensor(name: str, entry: JSON) -> TensorEntry:
         raise ValueError(f"{name} cannot be split along dim {dim} by {split.multiple}")
     if split.stage not in ("first", "last"):
         whole_number(split.stage)
-    before, norm = (None, None) if entry["norms"] is None else map(_build_norm, entry["norms"])
+    before, norm = (None, None) if entry["norms"] is None else entry["norms"]
+    for value in (before, norm):
+        if value is not None and (type(value) not in (int, float) or not 0 <= value <= sys.float_info.max):
+            raise ValueError(f"{str(value)[:40]} is no norm")
     return TensorEntry(sizes, DTYPES[entry["dtype"]], split, (), norm, before)
-
-
-def _build_norm(value: JSON) -> float | None:
-    if value is None:
-        return None
-    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
-        raise ValueError(f"{str(value)[:40]} is no norm")
-    return float(value)
 
 
 def _digest(value: JSON) -> str:

@@ -5,7 +5,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mlm.checkpoint.native.format import DTYPE_NAMES, FORMAT, JSON, Manifest, TensorEntry
+from mlm.checkpoint.native.format import DTYPE_NAMES, FORMAT, JSON, Manifest
 from mlm.checkpoint.native.slices import describe
 
 MODEL_KEYS = ("kind", "num_layers", "hidden_size", "num_heads", "vocab_size")
@@ -40,7 +40,15 @@ def checkpoint_facts(path: Path, manifest: Manifest) -> dict[str, Any]:
         "bytes": sum(file.bytes for file in manifest.files.values()),
         "groups": {name: asdict(group) for name, group in grouped.items()},
         "files": {name: asdict(file) for name, file in sorted(manifest.files.items())},
-        "tensors": {name: _tensor(entry) for name, entry in manifest.tensors.items()},
+        "tensors": {
+            name: {
+                "shape": list(entry.shape),
+                "dtype": DTYPE_NAMES[entry.dtype],
+                "split": asdict(entry.split),
+                "pieces": {chunk.file: describe(chunk.region) for chunk in entry.chunks},
+            }
+            for name, entry in manifest.tensors.items()
+        },
         "state": {key: value for key, value in state.items() if key not in ("config", "versions")},
         "config": state.get("config"),
         "written_by": state.get("versions"),
@@ -67,12 +75,3 @@ def groups(manifest: Manifest) -> dict[str, Group]:
         group.bytes += entry.num_bytes
         group.dtypes = tuple(sorted({*group.dtypes, DTYPE_NAMES[entry.dtype]}))
     return dict(sorted(grouped.items()))
-
-
-def _tensor(entry: TensorEntry) -> dict[str, Any]:
-    return {
-        "shape": list(entry.shape),
-        "dtype": DTYPE_NAMES[entry.dtype],
-        "split": asdict(entry.split),
-        "pieces": {chunk.file: describe(chunk.region) for chunk in entry.chunks},
-    }

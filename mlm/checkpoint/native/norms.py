@@ -20,16 +20,18 @@ PIECE = 1 << 16  # elements summed at a time: in the processor's cache, by one t
 
 def norm(x: Tensor) -> float:
     """L2 norm; NaN if an element is not finite, whatever the size of those that are."""
-    total = sum(map(_square, x.detach().reshape(-1).split(PIECE)))
-    return min(math.sqrt(total), LARGEST) if total == total else NOT_FINITE
-
-
-def _square(x: Tensor) -> float:
-    """Sum of squares of [n] numbers; NaN if one is not finite, infinite if the sum of finite ones is."""
-    if x.dtype in (torch.float32, torch.float64) and math.isfinite(value := torch.dot(x, x).item()):
-        return value
-    wide = x.double()  # squares beyond the range of the dtype, or an element that is not finite
-    return torch.dot(wide, wide).item() if wide.isfinite().all() else NOT_FINITE
+    total = 0.0
+    for piece in x.detach().reshape(-1).split(PIECE):
+        if piece.dtype in (torch.float32, torch.float64):
+            square = torch.dot(piece, piece).item()
+            if math.isfinite(square):
+                total += square
+                continue
+        wide = piece.double()  # squares beyond the range of the dtype, or an element that is not finite
+        if not wide.isfinite().all():
+            return NOT_FINITE
+        total += torch.dot(wide, wide).item()
+    return min(math.sqrt(total), LARGEST)
 
 
 def joint_norm(norms: Sequence[float]) -> float:

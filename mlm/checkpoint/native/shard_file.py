@@ -119,7 +119,10 @@ def write_stream(
         with open(path, "xb") as f:
             _append(f, digester, memoryview(header), lambda count: None)
             for name, form in ordered:
-                _append(f, digester, _bytes_of(read(name), form), progress)
+                tensor = read(name)
+                assert Form(tensor.dtype, tuple(tensor.shape)) == form, "not what was announced"
+                flat = tensor.detach().cpu().contiguous().reshape(-1)
+                _append(f, digester, flat.view(torch.uint8).numpy().data, progress)
             f.flush()
             os.fsync(f.fileno())
     except OSError as e:
@@ -156,12 +159,6 @@ def header_bytes(
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes_of(tensor: Tensor, form: Form) -> memoryview:
-    assert (tensor.dtype, tuple(tensor.shape)) == (form.dtype, form.shape), "not what was announced"
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
-
-
 def read_safetensors_header(
     path: Path, remedy: str = RESTORE
 ) -> tuple[Mapping[str, JSON], dict[str, Stored]]:
@@ -182,29 +179,24 @@ def parse_header(
         raise CorruptFileError(f"{path}: not a safetensors file, header of {length} bytes. {remedy}")
     text = read(length)
     try:
-        header = parse_json(text)
+        header, stored, end = parse_json(text), dict[str, Stored](), 0
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict):
             raise ValueError("__metadata__ is not an object")
-        return metadata, _stored_tensors(header, start=8 + length, size=size)
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            if not name.isprintable() or len(name) > MAX_NAME:
+                raise ValueError(f"tensor name {name[:40]!r} is not allowed")
+            begin, stop = entry["data_offsets"]
+            if entry["dtype"] not in DTYPES:
+                raise ValueError(f"{name} is of the unknown dtype {str(entry['dtype'])[:20]!r}")
+            dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+            if len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in (begin, stop, *shape)):
+                raise ValueError(f"{name} has an impossible offset or shape")
+            if begin != end or stop - begin != prod(shape) * dtype.itemsize:
+                raise ValueError(f"{name} does not lie where its shape puts it")
+            stored[name], end = Stored(dtype, shape, 8 + length + begin), stop
+        if 8 + length + end != size:
+            raise ValueError(f"tensors end at byte {8 + length + end} of {size}")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         raise CorruptFileError(f"{path}: damaged safetensors header, {e}. {remedy}") from e
-
-
-def _stored_tensors(header: dict[str, JSON], *, start: int, size: int) -> dict[str, Stored]:
-    stored, end = {}, 0
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        if not name.isprintable() or len(name) > MAX_NAME:
-            raise ValueError(f"tensor name {name[:40]!r} is not allowed")
-        begin, stop = entry["data_offsets"]
-        if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{name} is of the unknown dtype {str(entry['dtype'])[:20]!r}")
-        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-        if len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in (begin, stop, *shape)):
-            raise ValueError(f"{name} has an impossible offset or shape")
-        if begin != end or stop - begin != prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name} does not lie where its shape puts it")
-        stored[name], end = Stored(dtype, shape, start + begin), stop
-    if start + end != size:
-        raise ValueError(f"tensors end at byte {start + end} of {size}")
-    return stored
+    return metadata, stored

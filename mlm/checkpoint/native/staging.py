@@ -61,23 +61,21 @@ class StagedFile:
         """
         self._size, self._failure, self.tensors = 0, None, {}
         try:
-            self._fill(tensors, save_id)
+            ordered = in_order(tensors)
+            forms = [(name, x.dtype, tuple(x.shape)) for name, x in ordered]
+            header = header_bytes(forms, {"save_id": save_id})
+            size = len(header) + sum(x.numel() * x.element_size() for _, x in ordered)
+            memory = self._allocate(size, page_locked=any(x.is_cuda for _, x in ordered))
+            memory[: len(header)] = np.frombuffer(header, np.uint8)
+            begin = len(header)
+            for name, x in ordered:
+                end = begin + x.numel() * x.element_size()
+                self.tensors[name] = torch.from_numpy(memory[begin:end]).view(x.dtype).view(x.shape)
+                self.tensors[name].copy_(x.detach())
+                begin = end
+            self._size = size
         except Exception as error:
             self._failure = error
-
-    def _fill(self, tensors: Mapping[str, Tensor], save_id: str) -> None:
-        ordered = in_order(tensors)
-        header = header_bytes([(name, x.dtype, tuple(x.shape)) for name, x in ordered], {"save_id": save_id})
-        size = len(header) + sum(x.numel() * x.element_size() for _, x in ordered)
-        memory = self._allocate(size, page_locked=any(x.is_cuda for _, x in ordered))
-        memory[: len(header)] = np.frombuffer(header, np.uint8)
-        begin = len(header)
-        for name, x in ordered:
-            end = begin + x.numel() * x.element_size()
-            self.tensors[name] = torch.from_numpy(memory[begin:end]).view(x.dtype).view(x.shape)
-            self.tensors[name].copy_(x.detach())
-            begin = end
-        self._size = size
 
     def write(self, path: Path) -> FileEntry:
         """Write and digest the file, which must be new, and fsync it. Raises OSError naming `path`."""

@@ -7,7 +7,6 @@ from mlm.checkpoint.native.folders import CHECKPOINTS, best_note
 from mlm.checkpoint.native.format import RESTORE, read_manifest_head
 from mlm.checkpoint.native.reshard import ReshardPlan, plan_reshard, write_checkpoint
 from mlm.checkpoint.native.run_state import TOKENIZER_FILE, check_run_tokenizer
-from mlm.checkpoint.native.save_load import check_finite
 from mlm.cli.convert.settings import ReshardConfig
 from mlm.cli.result import show_table
 from mlm.convert.source import open_checkpoint
@@ -32,7 +31,6 @@ def make_plan(config: ReshardConfig) -> tuple[ReshardPlan, bytes | None]:
     """Assign the checkpoint's tensors to the layout; return that and its tokenizer.json. Raises UserError."""
     source = open_checkpoint(config.ckpt)
     path, manifest = source.path, source.manifest
-    check_finite(path, manifest)
     if source.base is not None:
         raise UserError(f"ckpt={config.ckpt}: holds adapters alone, which any layout loads as they are")
     layout = {"tp": config.tp, "pp": config.pp, "vp": config.vp}

@@ -36,7 +36,7 @@ Ranks = dict[tuple[int, ...], Record]
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class Location:
     """A compared tensor."""
 
     key: Key
@@ -75,7 +75,7 @@ class Comparison:
         self.layout, self.reference, self.ranks = layout, reference, ranks
         self.lr_sum, self.eps = lr_sum, eps
         self.replicas = layout["dp"] * layout["cp"]
-        self.places: list[Place] = []
+        self.locations: list[Location] = []
         self.skipped: list[str] = []
         """What could not be compared, and why, for each step."""
         formats = list(TOLERANCES)
@@ -97,14 +97,14 @@ class Comparison:
             for stage, parts in stages.items():
                 self._compare(key, whole, stage, combine_losses(parts, whole) if is_own else parts)
             if not stages and key.name in reference.offsets:
-                self.places.append(Place(key, Match({}, {}, is_complete=False), 1.0, 0.0))
-        if not any(place.key.kind in ("output", "gradient", "weight") for place in self.places):
+                self.locations.append(Location(key, Match({}, {}, is_complete=False), 1.0, 0.0))
+        if not any(place.key.kind in ("output", "gradient", "weight") for place in self.locations):
             raise UserError("no module or parameter of the layout has a name of one process; give names=")
 
     @property
     def blind(self) -> str:
         """The first place that has no finite numbers on one process either, in words; empty without any."""
-        for place in self.places:
+        for place in self.locations:
             pairs = list(place.match.pairs.values())
             if place.is_wrong or place.key.kind in ("loss", "norm"):
                 if any(all(bool((~x.isfinite()).any()) for x in pair) for pair in pairs):
@@ -114,9 +114,9 @@ class Comparison:
         return ""
 
     @property
-    def wrong(self) -> list[Place]:
+    def wrong(self) -> list[Location]:
         """Places beyond the tolerance; the first is the first computed."""
-        return [place for place in self.places if place.is_wrong]
+        return [place for place in self.locations if place.is_wrong]
 
     def _moved(self, key: Key) -> float:
         """Largest change of an element of the reference's weight since the start."""
@@ -139,7 +139,9 @@ class Comparison:
     def _compare(self, key: Key, whole: Tensor, stage: int, parts: Parts) -> None:
         unit, limit = self._unit_and_limit(key, whole)
         if key.kind in ("initial", "gradient", "weight"):
-            self.places.append(Place(key, self._parameter(key, whole, stage, parts), unit, limit, stage))
+            self.locations.append(
+                Location(key, self._parameter(key, whole, stage, parts), unit, limit, stage)
+            )
             return
         record = next(record for rank, record in self.ranks.items() if rank[0] == stage)
         call = key.step, key.kind, key.name, key.item
@@ -149,7 +151,7 @@ class Comparison:
             shape = list(next(iter(parts.values())).shape)
             self.skipped.append(f"{key.name}: {shape} is no part of {list(whole.shape)}")
         else:
-            self.places.append(Place(key, found, unit, limit, stage))
+            self.locations.append(Location(key, found, unit, limit, stage))
 
     def _activation(self, key: Key, parts: Parts, whole: Tensor, bound: float) -> Match | None:
         """Compare an output, its gradient, the loss or the norm, at the placement that fits best."""
@@ -185,7 +187,7 @@ class Comparison:
             placement = placement_of(key.name, parts, whole, self.ranks, self.layout)
             found = match_at(placement, parts, whole)
         of_gradient = key._replace(kind="gradient"), stage
-        gradient = next((p.match for p in self.places if (p.key, p.stage) == of_gradient), None)
+        gradient = next((p.match for p in self.locations if (p.key, p.stage) == of_gradient), None)
         if key.kind != "weight" or gradient is None:
             return found
         return self._without_rounding(found, gradient, ROUNDING * self._largest[key.step, "gradient"])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mlm.verify.audit.causes import BACKWARD, CAUSES, FACTS, FORWARD
-from mlm.verify.audit.compare import Comparison, Place, magnitude
+from mlm.verify.audit.compare import Comparison, Location, magnitude
 from mlm.verify.audit.parts import SPLIT_AXES, are_copies, difference, scale_of
 from mlm.verify.audit.record import KINDS, Split
 
@@ -53,7 +53,7 @@ class Finding:
 
 def diagnose(comparison: Comparison) -> Finding | None:
     """The finding at the first place where the layout parts; None where it does not."""
-    initial = [place for place in comparison.places if place.key.kind == "initial"]
+    initial = [place for place in comparison.locations if place.key.kind == "initial"]
     if torn := [place for place in initial if unequal(place) or equal(place)]:
         return _torn(torn)
     if not (wrong := comparison.wrong):
@@ -74,45 +74,45 @@ def diagnose(comparison: Comparison) -> Finding | None:
 
 
 class Pattern(NamedTuple):
-    """A formula that explains places."""
+    """A formula that explains locations."""
 
     name: str
     axis: str = ""
     factor: float = 1.0
 
 
-def pattern(comparison: Comparison, places: Sequence[Place]) -> Pattern | None:
-    """The formula that explains all places; None without any."""
-    pairs = [(place, part, right) for place in places for part, right in place.match.pairs.values()]
+def pattern(comparison: Comparison, locations: Sequence[Location]) -> Pattern | None:
+    """The formula that explains all locations; None without any."""
+    pairs = [(place, part, right) for place in locations for part, right in place.match.pairs.values()]
     _, part, right = max(pairs, key=lambda pair: magnitude(pair[2]))
     factor = scale_of(part, right)
     is_scaled = factor != 0.0 and all(is_close(part, factor * right, place) for place, part, right in pairs)
-    slope = _slope(places[0]) if len(places) == 1 and places[0].key.kind == "output" else None
+    slope = _slope(locations[0]) if len(locations) == 1 and locations[0].key.kind == "output" else None
     sizes = [(axis, comparison.layout[axis]) for axis in reversed(SPLIT_AXES)]  # innermost first
     for axis, size in ((axis, size) for axis, size in sizes if size > 1):
         for name, multiple in (("times", size), ("divided", 1 / size)):
-            if is_scaled and math.isclose(factor, multiple, rel_tol=max(FIT, 10 * places[0].limit)):
+            if is_scaled and math.isclose(factor, multiple, rel_tol=max(FIT, 10 * locations[0].limit)):
                 return Pattern(name, axis, factor)
         for name in ("addends", "mean"):
-            if all(_adds_up(place, axis, is_mean=name == "mean") for place in places):
+            if all(_adds_up(place, axis, is_mean=name == "mean") for place in locations):
                 return Pattern(name, axis)
         for name, multiple in (("shifted", 1), ("times and shifted", size)):
             if slope is not None and math.isclose(slope, multiple, rel_tol=FIT):
                 return Pattern(name, axis, slope)
     if is_scaled:
         return Pattern("scaled", factor=factor)
-    if all(map(_is_permuted, places)):
+    if all(map(_is_permuted, locations)):
         return Pattern("permuted")
     return None if slope is None else Pattern("affine")
 
 
-def is_close(part: Tensor, right: Tensor, place: Place) -> bool:
+def is_close(part: Tensor, right: Tensor, place: Location) -> bool:
     """True if a formula explains a tensor."""
     bound = max(FIT, 10 * place.limit) * max(magnitude(right), magnitude(part))
     return part.shape == right.shape and difference(part, right) <= bound
 
 
-def _adds_up(place: Place, axis: str, *, is_mean: bool) -> bool:
+def _adds_up(place: Location, axis: str, *, is_mean: bool) -> bool:
     """True if the sum or mean of what ranks along an axis have for the same region is right."""
     groups = place.match.copies(axis)
     return any(len(group) > 1 for group in groups) and all(
@@ -122,13 +122,13 @@ def _adds_up(place: Place, axis: str, *, is_mean: bool) -> bool:
     )
 
 
-def _is_permuted(place: Place) -> bool:
+def _is_permuted(place: Location) -> bool:
     parts, rights = zip(*place.match.pairs.values(), strict=True)
     actual, expected = (torch.cat([x.flatten() for x in each]).sort().values for each in (parts, rights))
     return actual.numel() > 1 and is_close(actual, expected, place)
 
 
-def _slope(place: Place) -> float | None:
+def _slope(place: Location) -> float | None:
     """The a of parts that along some dimension are a·x + b of the right x: NaN where it varies; else None."""
     for dim in range(next(iter(place.match.pairs.values()))[1].ndim):
         pairs = [
@@ -144,7 +144,7 @@ def _slope(place: Place) -> float | None:
     return None
 
 
-def unequal(place: Place) -> str | None:
+def unequal(place: Location) -> str | None:
     """An axis whose ranks hold copies that differ."""
     for axis in SPLIT_AXES:
         for first, *rest in (group.values() for group in place.match.copies(axis)):
@@ -153,7 +153,7 @@ def unequal(place: Place) -> str | None:
     return None
 
 
-def equal(place: Place) -> str | None:
+def equal(place: Location) -> str | None:
     """An axis whose ranks hold parts that are equal, and not constant."""
     parts = place.match.parts
     if all(bool((part == part.flatten()[:1]).all()) for part in parts.values()):
@@ -162,7 +162,7 @@ def equal(place: Place) -> str | None:
     return next((axis for axis in split if are_copies(parts, axis)), None)
 
 
-def _torn(torn: Sequence[Place]) -> Finding:
+def _torn(torn: Sequence[Location]) -> Finding:
     """Initial weights that differ between copies, or are equal between parts."""
     axis, names = unequal(torn[0]), _list(torn)
     if axis is not None:
@@ -174,8 +174,8 @@ def _torn(torn: Sequence[Place]) -> Finding:
     return Finding(names, KINDS["initial"], 1, torn[0].relative, cause, why)
 
 
-def _list(places: Sequence[Place]) -> str:
-    names = list(dict.fromkeys(place.key.name for place in places))
+def _list(locations: Sequence[Location]) -> str:
+    names = list(dict.fromkeys(place.key.name for place in locations))
     more = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
@@ -207,9 +207,9 @@ def _worded(kind: str, found: Pattern | None, before: str = "") -> tuple[str, st
     return cause, f"{fact}; {advice}"
 
 
-def _activation(comparison: Comparison, place: Place) -> tuple[str, ...]:
+def _activation(comparison: Comparison, place: Location) -> tuple[str, ...]:
     """The cause of a wrong output or gradient of an output."""
-    kind, same = place.key.kind, [p for p in comparison.places if p.key[:2] == place.key[:2]]
+    kind, same = place.key.kind, [p for p in comparison.locations if p.key[:2] == place.key[:2]]
     before = next((p for p, following in pairwise(same) if following is place), None)
     name = before.key.name if before is not None else "the loss"
     if kind == "output" and not place.key.name and (cause := _split_loss(comparison, place)):
@@ -235,7 +235,7 @@ def _activation(comparison: Comparison, place: Place) -> tuple[str, ...]:
     return "depends on the layout", f"{why} (masks, samples, random numbers, divisors)"
 
 
-def _wrong_ranks(place: Place) -> str:
+def _wrong_ranks(place: Location) -> str:
     """The ranks that differ, where others do not."""
     bound = place.limit * place.largest
     wrong = [at for at, pair in place.match.pairs.items() if not difference(*pair) <= bound]
@@ -245,11 +245,11 @@ def _wrong_ranks(place: Place) -> str:
     return " ".join(f"{axis} rank {wrong[0][SPLIT_AXES.index(axis)]}" for axis in axes) or "some ranks"
 
 
-def _loss(comparison: Comparison, place: Place) -> tuple[str, ...]:
+def _loss(comparison: Comparison, place: Location) -> tuple[str, ...]:
     head = _values(place)
     if cause := _split_loss(comparison, place):
         return cause
-    gradients = [p for p in comparison.places if p.key[:2] == (place.key.step, "gradient")]
+    gradients = [p for p in comparison.locations if p.key[:2] == (place.key.step, "gradient")]
     found = pattern(comparison, gradients) if any(p.is_wrong for p in gradients) else None
     if found is not None and found.name in ("times", "divided", "scaled"):
         head += f", and all gradients are {found.factor:.6g} times those of one process"
@@ -260,13 +260,13 @@ def _loss(comparison: Comparison, place: Place) -> tuple[str, ...]:
 
 def _has_outputs(comparison: Comparison) -> bool:
     """True if outputs of modules were recorded, not only what a step ends with."""
-    return any(place.key.kind == "output" for place in comparison.places)
+    return any(place.key.kind == "output" for place in comparison.locations)
 
 
-def _split_loss(comparison: Comparison, place: Place) -> tuple[str, str] | None:
+def _split_loss(comparison: Comparison, place: Location) -> tuple[str, str] | None:
     """The cause of a wrong loss, or losses of tokens, over a vocabulary that is split over tp."""
     tp, pairs = comparison.layout["tp"], place.match.pairs.values()
-    outputs = [p for p in comparison.places if p.key[:2] == (place.key.step, "output") and p.key.name]
+    outputs = [p for p in comparison.locations if p.key[:2] == (place.key.step, "output") and p.key.name]
     if tp > 1 and all(is_close(part - ref, torch.full_like(ref, math.log(tp)), place) for part, ref in pairs):
         return (
             "gathered logits in a split loss",
@@ -282,15 +282,15 @@ def _split_loss(comparison: Comparison, place: Place) -> tuple[str, str] | None:
     return None
 
 
-def _values(place: Place) -> str:
+def _values(place: Location) -> str:
     """Means of what ranks have, and the right one, in words."""
     values = dict.fromkeys(f"{float(part.double().mean()):.10g}" for part in place.match.parts.values())
     right = float(next(iter(place.match.pairs.values()))[1].double().mean())
     return f"it is {', '.join(list(values)[:MOST_NAMES])} in place of {right:.10g}"
 
 
-def _gradients(comparison: Comparison, place: Place) -> tuple[str, ...]:
-    step = [p for p in comparison.places if p.key[:2] == place.key[:2] and p.match.pairs]
+def _gradients(comparison: Comparison, place: Location) -> tuple[str, ...]:
+    step = [p for p in comparison.locations if p.key[:2] == place.key[:2] and p.match.pairs]
     wrong = [p for p in step if p.is_wrong]
     names = "all parameters" if len(wrong) == len(step) else _list(wrong)
     if (stages := _tied(wrong)) is not None:
@@ -309,7 +309,7 @@ def _gradients(comparison: Comparison, place: Place) -> tuple[str, ...]:
 
 
 def _along_the_model(
-    comparison: Comparison, step: Sequence[Place], wrong: Sequence[Place]
+    comparison: Comparison, step: Sequence[Location], wrong: Sequence[Location]
 ) -> tuple[str, str]:
     """The cause of wrong gradients by whose they are: backward begins at the end of the model."""
     index = step.index(wrong[-1])
@@ -320,7 +320,7 @@ def _along_the_model(
     return "backward pass", BACKWARD.format(after=after, others=others)
 
 
-def _tied(wrong: Sequence[Place]) -> str | None:
+def _tied(wrong: Sequence[Location]) -> str | None:
     """Weights on several stages, whose gradients sum to the right one."""
     first = [place for place in wrong if place.key == wrong[0].key]
     parts = [place.match.parts for place in first]
@@ -333,13 +333,13 @@ def _tied(wrong: Sequence[Place]) -> str | None:
     return f"stages {stages} each have the gradient of their own use of it; sum these"
 
 
-def _norm(_: Comparison, place: Place) -> tuple[str, ...]:
+def _norm(_: Comparison, place: Location) -> tuple[str, ...]:
     is_less = any(float(part) < float(right) for part, right in place.match.pairs.values())
     why = "add the squares of each part once: over tp, pp, ep and shards of dp, and of copies on one rank"
     return f"norm {'misses' if is_less else 'repeats'} parameters", f"{_values(place)}; {why}"
 
 
-def _weights(comparison: Comparison, place: Place) -> tuple[str, ...]:
+def _weights(comparison: Comparison, place: Location) -> tuple[str, ...]:
     wrong = [p for p in comparison.wrong if p.key[:2] == place.key[:2]]
     if axis := next(filter(None, map(unequal, wrong)), None):
         why = f"copies on {axis} ranks differ: look at what it reads (rate, moments, loads of experts)"

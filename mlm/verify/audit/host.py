@@ -137,7 +137,7 @@ def audit_layout(build: Build, layout: Layout, config: AuditConfig) -> Outcome:
     return Outcome(
         dict(layout),
         diagnose(comparison),
-        len(comparison.places),
+        len(comparison.locations),
         len(comparison.wrong),
         tuple(dict.fromkeys(comparison.skipped)),
         comparison.precision,
