@@ -92,7 +92,7 @@ class Trace:
         self.passes: list[defaultdict[Place, Work]] = [defaultdict(Work)]
         """Work by place: before the first pass, and from the beginning of each."""
         self._pending: dict[int, tuple[Place, int]] = {}
-        """Place and bytes of what a kernel made and no other place has read yet, by storage: may stay unwritten."""
+        """Place and bytes of what a kernel made and no other place has read yet, by storage."""
         self._read: defaultdict[int, set[Place]] = defaultdict(set)
         self._under_way: defaultdict[str, list[int]] = defaultdict(list)
         self._wait: tuple[str, Place] | None = None

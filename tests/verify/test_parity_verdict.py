@@ -78,11 +78,12 @@ def test_equal_numbers_are_equal() -> None:
     assert verdict.sentence.endswith("2 parameters held in copies, all bit-equal")
 
 
+@pytest.mark.parametrize("what", ["loss", "norm"])
 @pytest.mark.parametrize("precision", TOLERANCES)
-def test_a_loss_is_judged_by_the_tolerance_of_the_precision(precision: str) -> None:
-    allowed = TOLERANCES[precision].loss
-    assert judged({"loss": add(0.9 * allowed)}, precision=precision).equal
-    assert not judged({"loss": add(1.1 * allowed)}, precision=precision).equal
+def test_loss_and_norm_are_judged_by_the_tolerance_of_the_precision(precision: str, what: str) -> None:
+    allowed = getattr(TOLERANCES[precision], what)
+    assert judged({what: add(0.9 * allowed)}, precision=precision).equal
+    assert not judged({what: add(1.1 * allowed)}, precision=precision).equal
 
 
 @pytest.mark.parametrize("factor", [1.001, 0.5, 2.0])
@@ -91,13 +92,6 @@ def test_a_loss_that_both_replicas_have_wrong_is_a_difference(factor: float) -> 
     ranks = [recorded(0, None, "fp64", loss=lambda x: factor * x) for _ in range(2)]
     report = report_of((recorded(0, None, "fp64"), ranks), axis="dp")
     assert judge(report).hint.startswith("forward pass")
-
-
-@pytest.mark.parametrize("precision", TOLERANCES)
-def test_a_norm_is_judged_by_the_tolerance_of_the_precision(precision: str) -> None:
-    allowed = TOLERANCES[precision].norm
-    assert judged({"norm": add(0.9 * allowed)}, precision=precision).equal
-    assert not judged({"norm": add(1.1 * allowed)}, precision=precision).equal
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)
@@ -192,11 +186,8 @@ def test_unequal_copies_are_a_difference() -> None:
 OVERFLOW = {"norm": fill(inf), UP: add(inf)}
 
 
-def test_a_step_that_both_sides_skip_decides_nothing() -> None:
+def test_an_overflow_is_a_difference_unless_both_sides_skip_the_step() -> None:
     assert judged({}, OVERFLOW, precision="fp16", both=True).word == "UNDECIDED"
-
-
-def test_an_overflow_on_one_side_is_a_difference() -> None:
     assert judged(OVERFLOW, precision="fp16").word == "DIFFERENT"
 
 

@@ -195,3 +195,23 @@ def test_a_load_makes_objects_only_of_the_chunks_it_reads(
     readings = plan_reading(manifest, {"w": TensorShard(torch.zeros(3, 2), (64, 2), (10, 0))})
     assert (len(made), len(readings)) == (3, 3)
     assert isinstance(manifest.tensors["w"].chunks, Chunks)
+
+
+PLANE = (3, 4)
+plane_spans = [
+    st.tuples(st.integers(0, n - 1), st.integers(1, n)).filter(lambda s, n=n: sum(s) <= n) for n in PLANE
+]
+plane_regions = st.tuples(*plane_spans).map(lambda ab: Region(*zip(*ab, strict=True)))
+
+
+def counted(pieces: list[Region]) -> torch.Tensor:
+    count = torch.zeros(PLANE, dtype=torch.int64)
+    for piece in pieces:
+        count[piece.within(Region((0, 0), PLANE))] += 1
+    return count
+
+
+@given(plane_regions, plane_regions)
+def test_intersection_is_the_elements_of_both(a: Region, b: Region) -> None:
+    both = a.intersect(b)
+    assert torch.equal(counted([both]) if both else counted([]), (counted([a, b]) == 2).long())

@@ -92,21 +92,20 @@ def test_every_dtype_is_compared(tmp_path: Path, dtype: torch.dtype, shape: tupl
     assert compared(tmp_path / "same", {"x": y}, {"x": y}).equal
 
 
-def test_nan_equals_its_own_bits(tmp_path: Path) -> None:
-    x = torch.tensor([math.nan, math.inf, 1.0])
-    assert difference(tmp_path, x, x.clone()) == TensorDifference("x", 0, 3, largest=0.0, scale=1.0)
-
-
-@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
-def test_nan_and_infinity_differ_infinitely_from_a_number(tmp_path: Path, odd: float) -> None:
-    x = torch.tensor([2.0, 3.0])
-    found = difference(tmp_path, x, torch.tensor([odd, 3.0]))
-    assert (found.differing, found.largest, found.scale, found.relative) == (1, math.inf, 3.0, math.inf)
-
-
-def test_zero_and_minus_zero_differ_in_bits_only(tmp_path: Path) -> None:
-    found = difference(tmp_path, torch.zeros(2), -torch.zeros(2))
-    assert (found.differing, found.largest, found.relative) == (2, 0.0, 0.0)
+@pytest.mark.parametrize(
+    ("x", "y", "expected"),
+    [
+        ([math.nan, math.inf, 1.0], [math.nan, math.inf, 1.0], (0, 0.0, 1.0, 0.0)),
+        ([2.0, 3.0], [math.nan, 3.0], (1, math.inf, 3.0, math.inf)),
+        ([2.0, 3.0], [-math.inf, 3.0], (1, math.inf, 3.0, math.inf)),
+        ([0.0, 0.0], [-0.0, -0.0], (2, 0.0, 0.0, 0.0)),  # in bits alone
+    ],
+)
+def test_bits_are_compared_where_numbers_say_nothing(
+    tmp_path: Path, x: list[float], y: list[float], expected: tuple[float, ...]
+) -> None:
+    found = difference(tmp_path, torch.tensor(x), torch.tensor(y))
+    assert (found.differing, found.largest, found.scale, found.relative) == expected
 
 
 def test_tensors_of_one_side_and_other_forms_are_listed(tmp_path: Path) -> None:

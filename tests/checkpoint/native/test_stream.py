@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mlm.checkpoint.native.folders import latest_checkpoint
-from mlm.checkpoint.native.format import TensorEntry, read_manifest
+from mlm.checkpoint.native.format import TensorEntry
 from mlm.checkpoint.native.slices import Region, TensorSplit
 from mlm.checkpoint.native.stream import derived_id, write_streamed
 from tests.checkpoint.native.helpers import load
@@ -72,10 +72,7 @@ def test_what_is_written_loads_whole(tmp_path: Path) -> None:
     manifest = load(path, loaded)
     assert all(torch.equal(loaded[name], x) for name, x in FULL.items())
     assert manifest.state == {"step": 3}
-
-
-def test_the_manifest_keeps_the_splits(tmp_path: Path) -> None:
-    assert {name: entry.split for name, entry in read_manifest(write(tmp_path)).tensors.items()} == SPLITS
+    assert {name: entry.split for name, entry in manifest.tensors.items()} == SPLITS
 
 
 def test_progress_hears_of_every_byte(tmp_path: Path) -> None:
