@@ -95,6 +95,7 @@ class Report:
         return [d for d in self.differences if d.kind == kind and step in (None, d.step)]
 
     def add(self, reference: Record, ranks: Ranks, lr: float) -> None:
+        """Compare the next step, and the weights that ranks hold in copies."""
         self.lrs.append(lr)
         comparison = Comparison(reference, ranks, self.sizes, lr_sum=sum(self.lrs), eps=self.eps)
         found: dict[Key, Difference] = {}
@@ -105,10 +106,6 @@ class Report:
         self.blind = self.blind or comparison.blind
         if self.finding is None and not self.blind:
             self.finding, self.wrong = diagnose(comparison), len(comparison.wrong)
-        self._compare_copies(ranks)
-
-    def _compare_copies(self, ranks: Ranks) -> None:
-        """Count the weights that ranks hold in copies, and name those whose copies differ."""
         copies = defaultdict[tuple[str, Hashable], list[Tensor]](list)
         for record in ranks.values():
             for key, x in record.tensors.items():
@@ -235,16 +232,13 @@ def judge(report: Report) -> Verdict:
             f"the copies of {report.torn[0]} on several ranks are no longer equal bit for bit{others}",
             "look at a reduction that reaches some copies only: they will drift apart",
         )
-    return Verdict("EQUAL", _agreement(report))
-
-
-def _agreement(report: Report) -> str:
     losses = max(each.difference for each in report.of("loss"))
     gradients = max(each.relative for each in report.of("gradient"))
     weights = max(each.relative for each in report.of("weight", len(report.lrs)))
     moves = f"{weights:.1e} of what the learning rate moves them"
-    return (
+    agreement = (
         f"losses to {losses:.1e}, gradients to {gradients:.1e} of the largest of each, weights to "
         + (moves if any(report.lrs) else "the last bit, as every learning rate is 0")
         + (f"; {report.replicated} parameters held in copies, all bit-equal" if report.replicated else "")
     )
+    return Verdict("EQUAL", agreement)

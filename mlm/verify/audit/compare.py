@@ -155,28 +155,27 @@ class Comparison:
 
     def _activation(self, key: Key, parts: Parts, whole: Tensor, bound: float) -> Match | None:
         """Compare an output, its gradient, the loss or the norm, at the placement that fits best."""
+        choices: Iterable[Placement] = [{}]
+        if whole.numel() > 1:
+            shape = next(iter(parts.values())).shape
+            blocks = {1, *shape}
+            for record in self.ranks.values():
+                blocks |= {split.blocks for split in record.splits.get(f"{key.name}.weight") or ()}
+            flat = {
+                b for size in shape for b in range(1, size + 1) if size % b == 0
+            }
+            by_axis = {"dp": sorted(flat), "cp": sorted(blocks), "tp": sorted(blocks)}
+            sums = ("cp", "tp") if key.name else ()
+            if key.kind == "backward":  # of an output that is the same for all samples, such as positions
+                sums = ("dp", *sums)
+            choices = placements(parts, whole, self.layout, blocks=by_axis, sums=sums)
         is_scaled = key.kind == "backward" and self.replicas > 1
-        found = match(parts, whole, self._choices(key, parts, whole), bound, is_scaled=is_scaled)
+        found = match(parts, whole, choices, bound, is_scaled=is_scaled)
         is_wrong = found is None or not found.error <= bound
         if is_wrong and key.kind != "norm" and self.layout["tp"] * self.layout["cp"] == 1:
             rows = match_rows(parts, whole, is_scaled=is_scaled)
             found = rows if rows is not None and rows.error <= bound else found
         return found
-
-    def _choices(self, key: Key, parts: Parts, whole: Tensor) -> Iterable[Placement]:
-        """The placements that a tensor of this kind may have; each is built when it is tried."""
-        if whole.numel() == 1:
-            return [{}]
-        shape = next(iter(parts.values())).shape
-        blocks = {1, *shape}
-        for record in self.ranks.values():
-            blocks |= {split.blocks for split in record.splits.get(f"{key.name}.weight") or ()}
-        flat = {b for size in shape for b in range(1, size + 1) if size % b == 0}  # [S, B] as one dimension
-        choices = {"dp": sorted(flat), "cp": sorted(blocks), "tp": sorted(blocks)}
-        sums = ("cp", "tp") if key.name else ()
-        if key.kind == "backward":  # of an output that is the same for all samples, such as positions
-            sums = ("dp", *sums)
-        return placements(parts, whole, self.layout, blocks=choices, sums=sums)
 
     def _parameter(self, key: Key, whole: Tensor, stage: int, parts: Parts) -> Match:
         """Compare parts of a parameter, its gradient or its update."""
@@ -190,16 +189,13 @@ class Comparison:
         gradient = next((p.match for p in self.locations if (p.key, p.stage) == of_gradient), None)
         if key.kind != "weight" or gradient is None:
             return found
-        return self._without_rounding(found, gradient, ROUNDING * self._largest[key.step, "gradient"])
-
-    def _without_rounding(self, weight: Match, gradient: Match, bound: float) -> Match:
-        """A weight without elements whose gradients are rounding, of which optimizers make whole steps."""
-        pairs = {}
-        for at, (part, right) in weight.pairs.items():
+        # Elements whose gradients are rounding, of which optimizers make whole steps, are right as they are.
+        bound, pairs = ROUNDING * self._largest[key.step, "gradient"], {}
+        for at, (part, right) in found.pairs.items():
             larger = torch.maximum(*(x.abs().double() for x in gradient.pairs[at]))
             is_rounding = (larger > 0) & (larger + self.eps < bound)
             pairs[at] = right.to(part.dtype).where(is_rounding & part.isfinite(), part), right
-        return replace(weight, pairs=pairs)
+        return replace(found, pairs=pairs)
 
 
 def magnitude(tensor: Tensor) -> float:

@@ -20,7 +20,6 @@ from importlib.util import module_from_spec, spec_from_file_location
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryFile
-from types import ModuleType
 from typing import IO
 
 import torch
@@ -75,7 +74,16 @@ def load_build(name: str) -> Build:
     where, _, function = name.rpartition(":")
     os.environ[IMPORTING], module = name, None
     try:
-        module = import_file(Path(where)) if where.endswith(".py") else import_module(where)
+        if where.endswith(".py"):
+            file = Path(where)
+            sys.path.insert(0, str(file.resolve().parent))  # it may import its neighbours
+            spec = spec_from_file_location(file.stem, file)
+            assert spec is not None
+            assert spec.loader is not None
+            module = sys.modules[file.stem] = module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = import_module(where)
         build: Build = getattr(module, function)
     except (Exception, SystemExit) as error:
         fails = f"{where} has no {function}" if module else f"importing it fails: {first_line(error)}"
@@ -83,17 +91,6 @@ def load_build(name: str) -> Build:
     finally:
         del os.environ[IMPORTING]
     return build
-
-
-def import_file(file: Path) -> ModuleType:
-    """A file as a module, which may import its neighbours."""
-    sys.path.insert(0, str(file.resolve().parent))
-    spec = spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[file.stem] = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def first_line(error: BaseException) -> str:
@@ -164,7 +161,10 @@ class World:
     def wait(self) -> Ranks:
         """Wait for the ranks and return their records. Raises UserError for one that failed or hangs."""
         left, failed, end = dict(enumerate(self.pids)), dict[int, int](), math.inf
-        while left and time.monotonic() < end and not self._is_stuck():
+        while left and time.monotonic() < end:
+            reported = max(os.fstat(file.fileno()).st_mtime for file in self.files)
+            if time.time() - reported > STUCK * self.config.timeout_s:
+                break
             for rank, pid in list(left.items()):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
@@ -179,11 +179,6 @@ class World:
         if failed or left:
             raise UserError(self._failure(failed))
         return self.records()
-
-    def _is_stuck(self) -> bool:
-        """True if no rank has reported progress for longer than a collective may take."""
-        newest = max(os.fstat(file.fileno()).st_mtime for file in self.files)
-        return time.time() - newest > STUCK * self.config.timeout_s
 
     def _note(self, rank: int, text: str) -> None:
         """Write what a rank does over what it did: quickly, since each collective does."""

@@ -249,10 +249,11 @@ class Recorder(TorchDispatchMode):
         for item, tensor in enumerate(activations):
             self._keep("output", name, tensor, call, item)
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._on_gradient, self.step, name, call, item))
+                key = Key(self.step, "backward", name, call, item)
+                tensor.register_hook(partial(self._on_gradient, key))
 
-    def _on_gradient(self, step: int, name: str, call: int, item: int, grad: Tensor) -> None:
-        self.record.tensors[Key(step, "backward", name, call, item)] = local(grad)
+    def _on_gradient(self, key: Key, grad: Tensor) -> None:
+        self.record.tensors[key] = local(grad)
 
     def _keep(self, kind: str, name: str, tensor: Tensor, call: int = 0, item: int = 0) -> None:
         self.record.tensors[Key(self.step, kind, name, call, item)] = local(tensor)
