@@ -21,9 +21,9 @@ def lines(config: PretrainConfig, ranks: int) -> list[str]:
     try:
         if most := most_of_small(config, ranks):
             return [f"needs {gib(most)} at most; this host has {gib(host_memory())}"]
-        from mlm.plan.run_forecast import forecast, summary
+        from mlm.plan import run_forecast
 
-        return summary(forecast(config, ranks))
+        return run_forecast.summary(run_forecast.forecast(config, ranks))
     except Exception as error:
         log.debug("no forecast: %r", error)
         return []
@@ -34,9 +34,9 @@ def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
     try:
         if most_of_small(config, ranks):
             return None
-        from mlm.plan.run_forecast import forecast
+        from mlm.plan import run_forecast
 
-        return forecast(config, ranks).predicted
+        return run_forecast.forecast(config, ranks).predicted
     except Exception as error:
         log.debug("no forecast: %r", error)
         return None

@@ -25,8 +25,6 @@ from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import digest_name
 
 BLOCK = 1 << 24  # bytes of rows read at a time: 16 MiB
-OPEN_FILES = 64  # of one checkpoint at a time; a process may have 1024 on most systems
-
 Progress = Callable[[int], None]
 
 
@@ -60,12 +58,8 @@ class CheckedFile(AbstractContextManager["CheckedFile"]):
         self.close()
 
     def close(self) -> None:
-        self.release()
-        os.close(self._descriptor)
-
-    def release(self) -> None:
-        """Free the block in memory; a later read fetches and checks it again."""
         self._held, self._buffer = -1, bytearray()
+        os.close(self._descriptor)
 
     def seek(self, position: int) -> None:
         self._position = position
@@ -141,22 +135,21 @@ def plan_reading(manifest: Manifest, wanted: Mapping[str, TensorShard]) -> dict[
 
 
 class Reader(AbstractContextManager["Reader"]):
-    """Reads any region of any tensor of a checkpoint, with a bounded number of open files.
+    """Reads any region of any tensor of a checkpoint, with one file open at a time.
 
-    A context manager: leaving it closes the files. All methods raise CorruptFileError and OSError.
+    A context manager: leaving it closes the file. All methods raise CorruptFileError and OSError.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory = directory
         self.manifest = manifest
         self._headers: dict[str, dict[str, Stored]] = {}
-        self._open: dict[str, CheckedFile] = {}
-        self._recent: CheckedFile | None = None
+        self._open: tuple[str, CheckedFile] | None = None
 
     def __exit__(self, *exception: object) -> None:
-        for file in self._open.values():
-            file.close()
-        self._open.clear()
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
 
     def header(self, file: str) -> dict[str, Stored]:
         """The tensors of a file, every offset checked against its size, and its save id against ours."""
@@ -194,15 +187,12 @@ class Reader(AbstractContextManager["Reader"]):
         return target
 
     def _file(self, name: str) -> CheckedFile:
-        if name not in self._open:
-            if len(self._open) >= OPEN_FILES:
-                self._open.pop(next(iter(self._open))).close()
-            self._open[name] = CheckedFile(self.directory / name, self.manifest.files[name])
-        file = self._open[name]
-        if self._recent is not None and self._recent is not file:
-            self._recent.release()  # one block in memory, however many files are open
-        self._recent = file
-        return file
+        if self._open is None or self._open[0] != name:
+            if self._open is not None:
+                self._open[1].close()
+                self._open = None
+            self._open = name, CheckedFile(self.directory / name, self.manifest.files[name])
+        return self._open[1]
 
 
 def read_header(f: CheckedFile, save_id: str) -> dict[str, Stored]:

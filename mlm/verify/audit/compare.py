@@ -161,9 +161,7 @@ class Comparison:
             blocks = {1, *shape}
             for record in self.ranks.values():
                 blocks |= {split.blocks for split in record.splits.get(f"{key.name}.weight") or ()}
-            flat = {
-                b for size in shape for b in range(1, size + 1) if size % b == 0
-            }
+            flat = {b for size in shape for b in range(1, size + 1) if size % b == 0}
             by_axis = {"dp": sorted(flat), "cp": sorted(blocks), "tp": sorted(blocks)}
             sums = ("cp", "tp") if key.name else ()
             if key.kind == "backward":  # of an output that is the same for all samples, such as positions

@@ -13,18 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mlm.checkpoint.native import compare
-from mlm.checkpoint.native import reader as reader_module
 from mlm.checkpoint.native.compare import (
     CheckpointComparison,
     FormDifference,
-    Reader,
     TensorDifference,
     compare_checkpoints,
     row_blocks,
 )
 from mlm.checkpoint.native.format import DTYPES
-from mlm.checkpoint.native.save_load import read_manifest
-from mlm.checkpoint.native.slices import Region
 from mlm.util.errors import CorruptFileError
 from tests.checkpoint.native.helpers import (
     edit_manifest,
@@ -73,7 +69,6 @@ def test_figures_are_those_of_the_whole_tensors(
     b = torch.where(torch.rand(7, 7, generator=generator) < 0.3, torch.randn(7, 7, generator=generator), a)
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "BLOCK", block)
-        patch.setattr(reader_module, "OPEN_FILES", 2)
         one = save_pieces(Path(folder, "a"), 1, [{"x": piece} for piece in pieces(a, first)])
         two = save_pieces(Path(folder, "b"), 1, [{"x": piece} for piece in pieces(b, second)])
         (found,) = compare_checkpoints(one, two).tensors
@@ -163,16 +158,6 @@ def test_row_blocks_tile_a_tensor_and_are_small(
     assert tiling_of(shape, blocks) is None
     row = math.prod(shape[1:]) * 4
     assert all(block.volume * 4 <= max(40, row) for block in blocks)
-
-
-def test_number_of_open_files_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_module, "OPEN_FILES", 2)
-    x = torch.randn(10, 2)
-    path = save_pieces(tmp_path, 1, [{"x": piece} for piece in pieces(x, [[2, 4, 6, 8]])])
-    with Reader(path, read_manifest(path)) as reader:
-        assert torch.equal(reader.read("x", Region((0, 0), (10, 2))), x)
-        assert len(reader._open) == 2
-    assert not reader._open
 
 
 def test_file_that_holds_another_tensor_than_listed_is_an_error(tmp_path: Path) -> None:
