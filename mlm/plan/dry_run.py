@@ -37,9 +37,9 @@ def run(config: PlanDryRunConfig) -> DryRun:
     for name in ("torch.distributed", "torch.nn.parallel"):  # advice for real groups
         logging.getLogger(name).setLevel(logging.ERROR)
     result = dry_run(config, config.rank, device=CPU if config.dist.device == "cpu" else META)
-    found = record(result, config)
-    show(found, screen)
-    save_result(config.out, found, screen.print)
+    facts = record(result, config)
+    show(facts, screen)
+    save_result(config.out, facts, screen.print)
     return result
 
 
@@ -53,7 +53,7 @@ def flops_of(result: DryRun) -> dict[str, int]:
 def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
     """All of a dry run in values that JSON holds; bytes and FLOPs are of this rank and one step."""
     ctx, peak, counts = result.ctx, result.log.peak(), result.counts
-    messages = sorted(counts.messages.items(), key=lambda each: (each[0].axis, -each[0].bytes * each[1]))
+    messages = sorted(counts.messages.items(), key=lambda item: (item[0].axis, -item[0].bytes * item[1]))
     return {
         "format": "mlm-dry-run-1",
         "settings": to_dict(config),
@@ -80,22 +80,28 @@ def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any], screen: Screen) -> None:
-    memory = found["memory"]
-    where = ", ".join(f"{axis} {rank}" for axis, rank in found["place"].items())
-    screen.print(f"{found['settings']['name']}: rank {found['rank']} of {found['ranks']} ({where})")
-    chunks = "; ".join(f"{layers[0]} to {layers[-1]}" if layers else "none" for layers in found["layers"])
-    screen.print(f"layers {chunks}; {found['parameters']:,} parameters here")
-    steps = f"{found['micro_batches']} micro-batches, {found['micro_batches_run']} of them run"
-    screen.print(f"one step: {steps}; {found['attention']} attention\n")
-    flops = [(name, n, f"{n / 1e12:,.3f}") for name, n in found["flops"].items() if n]
+def show(facts: dict[str, Any], screen: Screen) -> None:
+    memory = facts["memory"]
+    where = ", ".join(f"{axis} {rank}" for axis, rank in facts["place"].items())
+    screen.print(f"{facts['settings']['name']}: rank {facts['rank']} of {facts['ranks']} ({where})")
+    chunks = "; ".join(f"{layers[0]} to {layers[-1]}" if layers else "none" for layers in facts["layers"])
+    screen.print(f"layers {chunks}; {facts['parameters']:,} parameters here")
+    steps = f"{facts['micro_batches']} micro-batches, {facts['micro_batches_run']} of them run"
+    screen.print(f"one step: {steps}; {facts['attention']} attention\n")
+    flops = [(name, n, f"{n / 1e12:,.3f}") for name, n in facts["flops"].items() if n]
     show_table(screen, "Matrix products of a step", ("", "FLOPs#", "TFLOPs#"), flops)
     messages = [
         (
-            *(each["axis"], each["operation"], each["count"], each["bytes"], each["count"] * each["bytes"]),
-            f"{each['count'] * each['ring_bytes_each'] / 1e9:,.6g}",
+            *(
+                message["axis"],
+                message["operation"],
+                message["count"],
+                message["bytes"],
+                message["count"] * message["bytes"],
+            ),
+            f"{message['count'] * message['ring_bytes_each'] / 1e9:,.6g}",
         )
-        for each in found["communication"]
+        for message in facts["communication"]
     ]
     columns = ("axis", "operation", "count#", "bytes each#", "bytes#", "GB sent in a ring#")
     show_table(screen, "Communication of a step", columns, messages)
@@ -104,4 +110,4 @@ def show(found: dict[str, Any], screen: Screen) -> None:
         sizes["process, if it keeps no freed blocks"] = memory["process"]
     rows = [(name, n, f"{n / 2**30:.3f}", f"{n / memory['peak']:.1%}") for name, n in sizes.items()]
     show_table(screen, f"Memory at its peak (in {memory['phase']})", ("", "bytes#", "GiB#", "of it#"), rows)
-    screen.print(found["scope"])
+    screen.print(facts["scope"])

@@ -177,8 +177,8 @@ def calibrated() -> HardwareConfig | None:
 
 def cpu_name() -> str:
     text = Path("/proc/cpuinfo").read_text("utf-8", errors="replace")
-    found = re.search(r"^model name\s*:\s*(.+)", text, re.MULTILINE)
-    return found[1].strip() if found else "CPU"
+    match = re.search(r"^model name\s*:\s*(.+)", text, re.MULTILINE)
+    return match[1].strip() if match else "CPU"
 
 
 def gib(size: float) -> str:

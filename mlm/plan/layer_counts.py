@@ -64,8 +64,8 @@ class ShardSize:
 
     def share(self, rank: int, ranks: int) -> int:
         """Elements of one of `ranks` that shard the rows as torch.chunk does."""
-        each = -(-self.rows // ranks)
-        return min(each, self.rows - min(rank * each, self.rows)) * self.columns
+        most = -(-self.rows // ranks)
+        return min(most, self.rows - min(rank * most, self.rows)) * self.columns
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,8 +62,8 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
             f"{layout.label}, lacks {gib(lacks)}); use more GPUs, or free settings that are kept"
         )
     rows = [
-        as_row(query, each, config.tokens, config.price_per_gpu_hour, share(each.layout.gpus))
-        for each in result.best
+        as_row(query, forecast, config.tokens, config.price_per_gpu_hour, share(forecast.layout.gpus))
+        for forecast in result.best
     ]
     model = f"{format_count(count_parameters(config.model))} parameters"
     if architecture_of(config.model).experts:
@@ -159,12 +159,14 @@ def compare(config: PlanCompareConfig) -> tuple[LayoutForecast, LayoutForecast]:
             cells.append((name, format_seconds(of_a), format_seconds(of_b), more))
     show_table(screen, "", ("", "A#", "B#", "B - A#"), cells)
     reasons = dict[str, None]()
-    for name, query, each in zip("AB", queries, forecasts, strict=True):
-        error, assumed = time_error(query.hardware, config.model, query.gpus, each.step.unmeasured)
+    for name, query, forecast in zip("AB", queries, forecasts, strict=True):
+        error, assumed = time_error(query.hardware, config.model, query.gpus, forecast.step.unmeasured)
         reasons |= dict.fromkeys(assumed)
-        took = spread(each.step.total, error, format_seconds)
-        needs = fit(each.memory.total, query.memory_bytes)
-        screen.print(f"{name}: {each.layout.label} on {query.gpus} GPUs; {took} a step; the fullest {needs}")
+        took = spread(forecast.step.total, error, format_seconds)
+        needs = fit(forecast.memory.total, query.memory_bytes)
+        screen.print(
+            f"{name}: {forecast.layout.label} on {query.gpus} GPUs; {took} a step; the fullest {needs}"
+        )
     ratio, gpus = b.step.total / a.step.total, b.layout.gpus / a.layout.gpus
     screen.print(f"B takes {ratio:.3g} times the time of A and {ratio * gpus:.3g} times its GPU-hours")
     for line in time_caution(reasons):
@@ -201,7 +203,7 @@ def memory(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:
         elif max(values) >= 0.005 * GIB:  # parts that no rank has are left out
             lines.append((f"{name}, GiB", *(f"{x / GIB:.2f}" for x in values)))
     show_table(screen, "", ("", *(f"rank {rank}#" for rank in peaks)), lines)
-    rank, fullest = max(peaks.items(), key=lambda each: each[1].total)
+    rank, fullest = max(peaks.items(), key=lambda item: item[1].total)
     screen.print(f"rank {rank} {fit(fullest.total, capacity)}")
     for line in node_cautions(hardware, layout):
         screen.print(line)

@@ -226,8 +226,8 @@ class MemoryModel:
         """
         counts = self.counts.ends(replace(layout.split, recompute="none"), layout.micro_batch)
         first, usual = (
-            each.peak_workspace_bytes[VOCABULARY] + each.saved_bytes[VOCABULARY]
-            for each in (counts.first, counts.passes[0])
+            count.peak_workspace_bytes[VOCABULARY] + count.saved_bytes[VOCABULARY]
+            for count in (counts.first, counts.passes[0])
         )
         waits = layout.micro_batches - 1 if layout.pipeline == "gpipe" else 0  # besides the newest
         waiting = waits * counts.passes[0].saved_bytes[VOCABULARY]

@@ -76,18 +76,18 @@ def memory_row(memory: DeviceMemory) -> Row:
     return {"memory_bytes": memory.total, **parts}
 
 
-def write_rows(config: PlannedRunConfig, command: str, found: Mapping[str, Any], screen: Console) -> None:
-    """Write the rows of a command where `out` is given: the last of `found`, as a .csv, or all as JSON.
+def write_rows(config: PlannedRunConfig, command: str, facts: Mapping[str, Any], screen: Console) -> None:
+    """Write the rows of a command where `out` is given: the last of `facts`, as a .csv, or all as JSON.
 
     Raises UserError if it cannot be written.
     """
-    *_, rows = found.values()
+    *_, rows = facts.values()
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]))
     writer.writeheader()
     writer.writerows(rows)
     is_table = config.out is not None and Path(config.out).suffix == ".csv"
-    whole = {"format": f"mlm-plan-{command}-1", "settings": to_dict(config), **found}
+    whole = {"format": f"mlm-plan-{command}-1", "settings": to_dict(config), **facts}
     save_result(config.out, text.getvalue().encode() if is_table else whole, screen.print)
 
 

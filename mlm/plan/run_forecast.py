@@ -69,8 +69,8 @@ def forecast(config: PretrainConfig, ranks: int, hardware: HardwareConfig | None
     query, step, mfu = Query(run=config, hardware=hardware, gpus=ranks), None, None
     models = Models(query)
     if getattr(hardware.peak_tflops, config.precision.dtype) is not None:
-        found = models.forecast(layout)
-        step, mfu = found.step, as_row(query, found)["mfu"]
+        result = models.forecast(layout)
+        step, mfu = result.step, as_row(query, result)["mfu"]
     memory = models.memory
     return Forecast(query, layout, memory.worst(layout).total, memory.peak(layout).total, step, mfu)
 

@@ -69,16 +69,16 @@ def search(query: Query, most: int = 10, *, is_lean: bool = False) -> SearchResu
         if least > capacity or models.memory.worst(layout).total > capacity:
             too_large.append((least, n, bound))
             continue
-        found = models.forecast(layout)
+        candidate = models.forecast(layout)
         if is_lean:
-            best = [x for x in best if not _beats(found, x)]
-            best += [] if any(_beats(x, found) for x in best) else [found]
+            best = [x for x in best if not _beats(candidate, x)]
+            best += [] if any(_beats(x, candidate) for x in best) else [candidate]
         else:
-            best = sorted([*best, found], key=lambda x: (x.step.total, x.memory.total))
+            best = sorted([*best, candidate], key=lambda x: (x.step.total, x.memory.total))
     if is_lean:
         best.sort(key=lambda x: x.memory.total)
         # what is slower than all that fit is no loss
-        too_large = [each for each in too_large if not best or each[2] < best[-1].step.total]
+        too_large = [entry for entry in too_large if not best or entry[2] < best[-1].step.total]
         few = min(most, len(best))
         best = [best[n * (len(best) - 1) // max(few - 1, 1)] for n in range(few)]
     nearest: tuple[PlannedLayout, float] | None = None

@@ -143,25 +143,25 @@ class Trace:
         skips = name in OVERWRITES or "out" in changed
         read = list(tensors_of(x for key, x in arguments.items() if not (skips and key in changed)))
         before = {x.untyped_storage()._cdata for x in (*read, *written)}
-        made = [x for x in tensors_of([out]) if x.untyped_storage()._cdata not in before]
-        for x in made:
+        results = [x for x in tensors_of([out]) if x.untyped_storage()._cdata not in before]
+        for x in results:
             self._pending.pop(x.untyped_storage()._cdata, None)
             self._read.pop(x.untyped_storage()._cdata, None)
-        if name.startswith(ALLOCATIONS) or not (made or written):
+        if name.startswith(ALLOCATIONS) or not (results or written):
             return
         if flops or name in LOOKUPS:
             self._write_pending(read)
         work = self.work[place]
         if flops:
-            work.events.append(product_of(name, arguments, read, made or written, flops))
+            work.events.append(product_of(name, arguments, read, results or written, flops))
             return
         work.kernels += 1
         if name in LOOKUPS:
-            size = 2 * (sum(map(bytes_of, made)) or bytes_of(read[-1]))
+            size = 2 * (sum(map(bytes_of, results)) or bytes_of(read[-1]))
             work.eager_bytes += size
             work.fused_bytes += size
             return
-        work.eager_bytes += sum(map(bytes_of, (*read, *made, *written)))
+        work.eager_bytes += sum(map(bytes_of, (*read, *results, *written)))
         for x in read:
             key = x.untyped_storage()._cdata
             if key in self._pending and self._pending[key][0] == place:
@@ -171,7 +171,7 @@ class Trace:
                 self._read[key].add(place)
                 work.fused_bytes += bytes_of(x)
         work.fused_bytes += sum(map(bytes_of, written))
-        self._pending |= {x.untyped_storage()._cdata: (place, bytes_of(x)) for x in made}
+        self._pending |= {x.untyped_storage()._cdata: (place, bytes_of(x)) for x in results}
 
     def _write_pending(self, read: Iterable[Tensor]) -> None:
         """Count as written what a kernel made and something else reads."""

@@ -57,7 +57,7 @@ class Chunks(Collection[Chunk]):
         return len(self.file)
 
     def __contains__(self, chunk: object) -> bool:
-        return any(each == chunk for each in self)
+        return any(own == chunk for own in self)
 
     def __iter__(self) -> Iterator[Chunk]:
         return self._chunks(np.arange(len(self)))
@@ -128,12 +128,12 @@ def columns_of(
     dims, place = dims_of(shapes), {name: number for number, name in enumerate(files)}
     none = np.zeros((0, dims), np.int64)
     of_file, offsets, sizes = [np.zeros(0, np.int32)], [none], [none]
-    for shape, mine in zip(shapes, chunks, strict=True):
-        rows = Chunks.of(mine, len(shape))
+    for shape, of_tensor in zip(shapes, chunks, strict=True):
+        rows = Chunks.of(of_tensor, len(shape))
         of_file.append(np.array([place.get(name, -1) for name in rows.names], np.int32)[rows.file])
         offsets.append(padded(rows.offset, dims, 0))
         sizes.append(padded(rows.size, dims, 1))
-    tensor = np.repeat(np.arange(len(chunks), dtype=np.int32), [len(mine) for mine in chunks])
+    tensor = np.repeat(np.arange(len(chunks), dtype=np.int32), [len(of_tensor) for of_tensor in chunks])
     file = np.concatenate(of_file)
     order = np.lexsort((file, tensor))
     offset, size = (np.concatenate(parts)[order] for parts in (offsets, sizes))

@@ -110,13 +110,13 @@ def compare_checkpoints(first: Path, second: Path) -> CheckpointComparison:
     """
     with reading_from(first, RESTORE):
         manifests = read_manifest(first), read_manifest(second)
-        mine, theirs = (manifest.tensors.keys() for manifest in manifests)
+        of_first, of_second = (manifest.tensors.keys() for manifest in manifests)
         forms = {
             name: [
                 f"{DTYPE_NAMES[entry.dtype]} {list(entry.shape)}"
                 for entry in (manifest.tensors[name] for manifest in manifests)
             ]
-            for name in mine & theirs
+            for name in of_first & of_second
         }
         with Reader(first, manifests[0]) as a, Reader(second, manifests[1]) as b:
             alike = sorted(name for name, (here, there) in forms.items() if here == there)
@@ -125,8 +125,8 @@ def compare_checkpoints(first: Path, second: Path) -> CheckpointComparison:
                 tensors = tuple(_compare(a, b, name, advance) for name in alike)
     return CheckpointComparison(
         *manifests,
-        only_first=tuple(sorted(mine - theirs)),
-        only_second=tuple(sorted(theirs - mine)),
+        only_first=tuple(sorted(of_first - of_second)),
+        only_second=tuple(sorted(of_second - of_first)),
         forms=tuple(FormDifference(n, *forms[n]) for n in sorted(forms) if len(set(forms[n])) > 1),
         tensors=tensors,
     )

@@ -58,13 +58,13 @@ class Ranks:
     def _gather(self, value: bytes, *, to_all: bool) -> list[bytes]:
         if self.group is None:
             return [value]
-        mine = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        payload = torch.frombuffer(bytearray(value), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         with self._waiting("all_gather"):
-            dist.all_gather(lengths, torch.tensor([mine.numel()]), group=self.group)
+            dist.all_gather(lengths, torch.tensor([payload.numel()]), group=self.group)
         sizes = [int(n) for n in lengths]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)  # gloo rejects uneven sizes
-        padded[: mine.numel()] = mine
+        padded[: payload.numel()] = payload
         received = [torch.empty_like(padded) for _ in sizes] if to_all or self.is_main else []
         with self._waiting("all_gather" if to_all else "gather"):
             if to_all:
@@ -77,11 +77,11 @@ class Ranks:
         """Rank 0's value, on every rank."""
         if self.group is None:
             return value
-        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        length = torch.tensor([mine.numel()])
+        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        length = torch.tensor([payload.numel()])
         with self._waiting("broadcast"):
             dist.broadcast(length, group=self.group, group_src=0)
-            text = mine if self.is_main else torch.empty(int(length), dtype=torch.uint8)
+            text = payload if self.is_main else torch.empty(int(length), dtype=torch.uint8)
             dist.broadcast(text, group=self.group, group_src=0)
         return json.loads(text.numpy().tobytes())
 

@@ -146,18 +146,18 @@ def descendants_set_aside(root: Path, head: Path) -> dict[int, Path]:
 
 def find_saves(root: Path, saves: Sequence[Save]) -> list[Path]:
     """The checkpoints left of these saves, in their order, set aside or not. Raises CheckpointError."""
-    found = saves_in(root)
-    return [found[save] for save in saves if save in found]
+    by_save = saves_in(root)
+    return [by_save[save] for save in saves if save in by_save]
 
 
 def saves_in(root: Path) -> dict[Save, Path]:
     """The checkpoints in `root` by their save, those set aside too. Raises CheckpointError."""
-    paths, found = list(checkpoints(root).values()), dict[Save, Path]()
+    paths, by_save = list(checkpoints(root).values()), dict[Save, Path]()
     paths += [path for path in root.iterdir() if ASIDE.fullmatch(path.name)] if root.is_dir() else []
     for path in paths:
         with suppress(UserError, OSError):
-            found.setdefault(read_manifest_head(path).save, path)
-    return found
+            by_save.setdefault(read_manifest_head(path).save, path)
+    return by_save
 
 
 def ancestors_of(path: Path) -> tuple[Save, ...]:

@@ -73,5 +73,5 @@ def largest_jump(tensors: Mapping[str, TensorEntry]) -> tuple[str, float] | None
         least = LEAST_RMS * math.sqrt(math.prod(entry.shape))
         if name.startswith("model.") and entry.norm is not None and (entry.norm_before or 0.0) > least:
             ratios[name] = entry.norm / (entry.norm_before or 1.0)
-    jumps = [each for each in ratios.items() if not 1 / JUMP < each[1] < JUMP]
-    return max(jumps, key=lambda each: each[1], default=None)
+    jumps = [item for item in ratios.items() if not 1 / JUMP < item[1] < JUMP]
+    return max(jumps, key=lambda item: item[1], default=None)

@@ -59,7 +59,7 @@ def list_items(root: Path, *, keep_last: int, keep_every: int, since: int | None
 
 
 def bytes_of(path: Path) -> int:
-    return sum(each.lstat().st_size for each in (path.iterdir() if path.is_dir() else [path]))
+    return sum(file.lstat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
 
 
 def delete(root: Path, items: list[Item]) -> list[Path]:

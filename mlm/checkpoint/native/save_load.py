@@ -287,11 +287,13 @@ def _check_fit(
         problems, what, remedy = dtypes, "another precision", "Set precision=… as it was trained"
     if problems:
         more = f"; and {len(problems) - LISTED} more" if problems[LISTED:] else ""
-        mine, saved = config.get("model"), manifest.state.get("config")
-        theirs = saved.get("model") if isinstance(saved, dict) else None
+        model, saved = config.get("model"), manifest.state.get("config")
+        saved_model = saved.get("model") if isinstance(saved, dict) else None
         settings = ""
-        if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
-            keys = [key for key in mine if key in theirs and mine[key] != theirs[key]]
-            settings = "".join(f"; model.{key} is {mine[key]} here, {theirs[key]} there" for key in keys)
+        if isinstance(model, Mapping) and isinstance(saved_model, Mapping):
+            keys = [key for key in model if key in saved_model and model[key] != saved_model[key]]
+            settings = "".join(
+                f"; model.{key} is {model[key]} here, {saved_model[key]} there" for key in keys
+            )
         listed = "; ".join(problems[:LISTED])
         raise UserError(f"{path}: checkpoint of {what}: {listed}{more}{settings}. {remedy}")

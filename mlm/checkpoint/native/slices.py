@@ -61,8 +61,8 @@ class TensorSplit:
 
     def rows(self, size: int, tp: int, rank: int) -> range:
         """The rows of tp_dim, `size` in all, that a tp rank holds."""
-        each = -(-size // (self.multiple * tp)) * self.multiple
-        return range(min(rank * each, size), min((rank + 1) * each, size))
+        rows = -(-size // (self.multiple * tp)) * self.multiple
+        return range(min(rank * rows, size), min((rank + 1) * rows, size))
 
 
 UNSPLIT = TensorSplit(None, "first")
