@@ -4,10 +4,8 @@ A checkpoint of many ranks has a million chunks. As Python objects they cost a m
 check is a few passes over arrays, and `Chunk` objects are made only of the chunks that are requested.
 """
 
-import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import Any, TypeAlias
@@ -16,14 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mlm.checkpoint.native.slices import Region, describe
-from mlm.util.splitmix import mix
 
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
-Hashes: TypeAlias = npt.NDArray[np.uint64]
+Shape: TypeAlias = tuple[int, ...]
 
-ROWS = 1 << 20
-"""Chunks per pass of a check: bounds its memory."""
-PRIME = np.uint64((1 << 31) - 1)  # products of two numbers below it fit into 64 bits
+MOST_CORNERS = 1 << 27
+"""Corners of the chunks of a tensor that are compared, 1 GiB: a chunk has two for each dim that is split."""
 
 
 @dataclass(frozen=True)
@@ -91,22 +87,12 @@ class Columns:
     offset: Ints
     size: Ints
 
-    @cached_property
-    def full(self) -> npt.NDArray[np.int64]:
-        """The shapes, padded with 1: [tensors, dims]."""
-        dims = dims_of(self.shapes)
-        rows = [(*shape, *[1] * (dims - len(shape))) for shape in self.shapes]
-        return np.array(rows, np.int64).reshape(len(rows), dims)
-
     def by_tensor(self, names: Sequence[str]) -> list[Chunks]:
         edges = np.searchsorted(self.tensor, np.arange(len(self.shapes) + 1)).tolist()
         return [
             Chunks(names, self.file[a:b], self.offset[a:b, : len(shape)], self.size[a:b, : len(shape)])
             for shape, (a, b) in zip(self.shapes, pairwise(edges), strict=True)
         ]
-
-    def blocks(self) -> Iterator[slice]:
-        return (slice(a, a + ROWS) for a in range(0, len(self.tensor), ROWS))
 
 
 def dims_of(shapes: Sequence[tuple[int, ...]]) -> int:
@@ -173,63 +159,59 @@ def check_sizes(columns: Columns, itemsizes: Sequence[int], files: Mapping[str, 
 
     Memory is allocated by the shapes of tensors. Sums are rounded; a file's header is compared exactly.
     """
-    names, itemsize = list(files), np.array(itemsizes, np.float64)
-    needed = np.zeros(len(names))
-    for rows in columns.blocks():
-        volume = columns.size[rows].astype(np.float64).prod(1) * itemsize[columns.tensor[rows]]
-        needed += np.bincount(columns.file[rows], volume, len(names))
+    names = list(files)
+    volume = columns.size.astype(np.float64).prod(1) * np.array(itemsizes, np.float64)[columns.tensor]
+    needed = np.bincount(columns.file, volume, len(names))
     for name, count in zip(names, needed.tolist(), strict=True):
         if count * (1 - 1e-9) > files[name]:
             raise ValueError(f"{name} of {files[name]} bytes cannot hold {count:.0f} bytes of tensors")
 
 
-def tiling_problem(columns: Columns, names: Sequence[str]) -> str | None:
-    """The first tensor whose chunks do not hold each element exactly once, and why; None when there is none.
+def first_tiling_problem(
+    names: Iterable[str], shapes: Iterable[Shape], chunks: Iterable[Chunks]
+) -> str | None:
+    """The first tensor that its chunks do not tile, and why; None when there is none."""
+    for name, shape, of_tensor in zip(names, shapes, chunks, strict=True):
+        if problem := tiling_problem(shape, of_tensor):
+            return f"{name}: {problem}"
+    return None
 
-    `names` are those of the tensors. The work is linear in the chunks, however they lie.
+
+def tiling_problem(shape: Shape, chunks: Chunks) -> str | None:
+    """Why chunks do not hold each element of a tensor exactly once; None if they do.
+
+    They do if they are inside, have as many elements as the tensor, and of all their corners those that occur
+    an odd number of times are the corners of the tensor: then each element is held an odd number of times.
     """
-    for rows in columns.blocks():
-        offset, size, full = columns.offset[rows], columns.size[rows], columns.full[columns.tensor[rows]]
-        inside = ((offset >= 0) & (size >= 1) & (size <= full) & (offset <= full - size)).all(1)
-        if not inside.all():
-            row = int(inside.argmin())
-            tensor = int(columns.tensor[rows][row])
-            shape = columns.shapes[tensor]
-            piece = Region(*(tuple(c[row, : len(shape)].tolist()) for c in (offset, size)))
-            return f"{names[tensor]}: piece {describe(piece)} is not inside shape {list(shape)}"
-    if (untiled := _first_untiled(columns)) is None:
+    full, offset, size = np.array(shape, np.int64), chunks.offset, chunks.size
+    inside = ((offset >= 0) & (size >= 1) & (size <= full) & (offset <= full - size)).all(1)
+    if not inside.all():
+        row = int(inside.argmin())
+        piece = Region(tuple(offset[row].tolist()), tuple(size[row].tolist()))
+        return f"piece {describe(piece)} is not inside shape {list(shape)}"
+    count = prod(shape)
+    # A forged shape may have more elements than an int64 counts.
+    volumes = size.prod(1).tolist() if count < 1 << 62 else map(prod, size.tolist())
+    if (held := sum(volumes)) != count:
+        why = "there is a hole" if held < count else "pieces overlap"
+        return f"its {len(chunks)} pieces hold {held} of {count} elements: {why}"
+    if len(chunks) <= 1:
         return None
-    sizes = columns.by_tensor(())[untiled].size.tolist()
-    held, count = sum(map(prod, sizes)), prod(columns.shapes[untiled])
-    why = "there is a hole" if held < count else "pieces overlap"
-    return f"{names[untiled]}: its {len(sizes)} pieces hold {held} of {count} elements: {why}"
+    dims = np.flatnonzero((size != full).any(0))
+    if len(chunks) << len(dims) > MOST_CORNERS or prod((full[dims] + 1).tolist()) >= 1 << 62:
+        return f"its {len(chunks)} pieces are split along too many dims"
 
+    def odd_corners(low: Ints, high: Ints) -> Ints:
+        """Numbers of the corners that an odd number of the pieces from `low` to `high` has, sorted."""
+        corners = np.zeros((len(low), 1), np.int64)
+        for dim in dims:
+            corners = corners * (full[dim] + 1)
+            corners = np.concatenate([corners + low[:, dim, None], corners + high[:, dim, None]], 1)
+        numbers, counts = np.unique(corners, return_counts=True)
+        odd: Ints = numbers[counts % 2 == 1]
+        return odd
 
-def _first_untiled(columns: Columns) -> int | None:
-    """Number of the first tensor that is not tiled by its chunks, which are inside it.
-
-    With a random function h, the product over dims of h(end) - h(begin) is a fingerprint of a piece that adds
-    up: those of pieces that tile a tensor sum to that of the tensor. Other sums agree, modulo a prime, with a
-    probability of dims / PRIME at each of two salts, unless an adversary knows these.
-    """
-    whole = np.zeros_like(columns.full)
-    differs = np.zeros(len(whole), np.bool_)
-    for salt in (secrets.randbits(63), secrets.randbits(63)):
-        sums = np.zeros(len(whole), np.uint64)
-        for rows in columns.blocks():
-            offset = columns.offset[rows]
-            np.add.at(sums, columns.tensor[rows], _fingerprints(offset, offset + columns.size[rows], salt))
-        differs |= sums % PRIME != _fingerprints(whole, columns.full, salt)
-    return int(differs.argmax()) if differs.any() else None
-
-
-def _fingerprints(begin: Ints, end: Ints, salt: int) -> Hashes:
-    """Numbers below PRIME of the pieces from `begin` to `end`, both [n, dims]."""
-    product = np.ones(len(begin), np.uint64)
-    for dim in range(begin.shape[1]):
-        low, high = (
-            mix(mix(side[:, dim].astype(np.uint64) + np.uint64(salt)) + np.uint64(dim)) % PRIME
-            for side in (begin, end)
-        )
-        product = product * (high + PRIME - low) % PRIME
-    return product
+    whole = odd_corners(np.zeros_like(full)[None], full[None])
+    if not np.array_equal(odd_corners(offset, offset + size), whole):
+        return f"its {len(chunks)} pieces hold {held} of {count} elements: pieces overlap"
+    return None

@@ -21,8 +21,8 @@ from mlm.checkpoint.native.columns import (
     decode_columns,
     dims_of,
     encode_columns,
+    first_tiling_problem,
     padded,
-    tiling_problem,
 )
 from mlm.checkpoint.native.format import DTYPE_NAMES, DTYPES, CheckpointError, TensorEntry
 from mlm.checkpoint.native.slices import TensorShard, TensorSplit
@@ -89,7 +89,7 @@ def merge_declared(root: Path, declared: Sequence[bytes]) -> dict[str, TensorEnt
         np.concatenate([padded(part.offset, dims, 0) for *_, part in parts])[order],
         np.concatenate([padded(part.size, dims, 1) for *_, part in parts])[order],
     )
-    if problem := tiling_problem(columns, list(entries)):
-        raise CheckpointError(f"{root}: {problem}: nothing was saved")
     chunks = columns.by_tensor([file_name(rank) for rank in range(len(declared))])
+    if problem := first_tiling_problem(entries, shapes, chunks):
+        raise CheckpointError(f"{root}: {problem}: nothing was saved")
     return {n: replace(entry, chunks=c) for (n, entry), c in zip(entries.items(), chunks, strict=True)}

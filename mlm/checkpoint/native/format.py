@@ -26,7 +26,7 @@ from mlm.checkpoint.native.columns import (
     columns_of,
     decode_columns,
     encode_columns,
-    tiling_problem,
+    first_tiling_problem,
 )
 from mlm.checkpoint.native.run_state import RESTORE as RESTORE
 from mlm.checkpoint.native.run_state import Save
@@ -272,12 +272,12 @@ def _build(body: dict[str, JSON], version: int, digest: str, with_chunks: bool) 
     if with_chunks:  # they tile the tensors and fit into the files
         entries, names = list(tensors.values()), sorted(files)
         columns = decode_columns(unpack(body["chunks"]), [entry.shape for entry in entries], len(files))
-        if problem := tiling_problem(columns, list(tensors)):
+        chunks = columns.by_tensor(names)
+        if problem := first_tiling_problem(tensors, columns.shapes, chunks):
             raise ValueError(problem)
         itemsizes = [entry.dtype.itemsize for entry in entries]
         check_sizes(columns, itemsizes, {name: files[name].bytes for name in names})
-        chunks = zip(entries, columns.by_tensor(names), strict=True)
-        tensors = {name: replace(entry, chunks=c) for name, (entry, c) in zip(tensors, chunks, strict=True)}
+        tensors = {n: replace(entry, chunks=c) for (n, entry), c in zip(tensors.items(), chunks, strict=True)}
     return Manifest(step, save_id, tensors, files, body["state"], digest)
 
 

@@ -123,6 +123,7 @@ def write_stream(
                 assert Form(tensor.dtype, tuple(tensor.shape)) == form, "not what was announced"
                 flat = tensor.detach().cpu().contiguous().reshape(-1)
                 _append(f, digester, flat.view(torch.uint8).numpy().data, progress)
+                del tensor, flat  # before the next one is read
             f.flush()
             os.fsync(f.fileno())
     except OSError as e:

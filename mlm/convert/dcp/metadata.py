@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mlm.checkpoint.native.columns import Chunk, columns_of, tiling_problem
+from mlm.checkpoint.native.columns import Chunk, Chunks, tiling_problem
 from mlm.checkpoint.native.format import DTYPES, MAX_DIMS, MAX_NAME
 from mlm.checkpoint.native.slices import Region
 from mlm.convert.dcp.unpickled import Name, PickleError, Record, read_pickle
@@ -181,7 +181,6 @@ def _check_pieces(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
         for piece in tensor.pieces:
             if (end := piece.begin + piece.length) > sizes[piece.file]:
                 raise PickleError(f"{name}: its item ends at byte {end} of {piece.file}, which is shorter")
-    chunks = [[Chunk(piece.file, piece.region) for piece in tensor.pieces] for tensor in tensors.values()]
-    columns = columns_of([tensor.shape for tensor in tensors.values()], chunks, files)
-    if problem := tiling_problem(columns, list(tensors)):
-        raise PickleError(problem)
+        chunks = Chunks.of([Chunk(piece.file, piece.region) for piece in tensor.pieces], len(tensor.shape))
+        if problem := tiling_problem(tensor.shape, chunks):
+            raise PickleError(f"{name}: {problem}")

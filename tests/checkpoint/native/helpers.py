@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.native import declaration, save_load
-from mlm.checkpoint.native.columns import Chunk, columns_of, tiling_problem
+from mlm.checkpoint.native.columns import Chunk, Chunks, tiling_problem
 from mlm.checkpoint.native.folders import open_staging, step_name
 from mlm.checkpoint.native.format import MANIFEST, Manifest, canonical, pack, unpack
 from mlm.checkpoint.native.save_load import TensorShard, load_checkpoint, save_checkpoint
@@ -102,4 +102,4 @@ def forge_chunks(body: dict[str, Any], edit: Callable[[dict[str, Any]], Any]) ->
 def tiling_of(shape: tuple[int, ...], regions: Sequence[Region]) -> str | None:
     """Why the regions do not hold each element of a tensor once; None if they do."""
     chunks = [Chunk(f"{number:04d}", region) for number, region in enumerate(regions)]
-    return tiling_problem(columns_of([shape], [chunks], [chunk.file for chunk in chunks]), ["w"])
+    return tiling_problem(shape, Chunks.of(chunks, len(shape)))

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlm.checkpoint.native import columns as columns_module
 from mlm.checkpoint.native.columns import (
     Chunk,
     Chunks,
@@ -125,8 +124,8 @@ def test_the_check_of_all_tensors_agrees_with_counts(found: list[Any], grids: li
     files = [str(i) for i in range(100)]
     content = encode_columns(columns_of(SHAPES, chunks, sorted(files)))
     columns = decode_columns(content, SHAPES, len(files))
-    whole = [is_held_once(shape, mine) for shape, mine in zip(SHAPES, pieces_of, strict=True)]
-    assert (tiling_problem(columns, ["a", "b"]) is None) == all(whole)
+    for shape, regions, chunks in zip(SHAPES, pieces_of, columns.by_tensor(files), strict=True):
+        assert (tiling_problem(shape, chunks) is None) == is_held_once(shape, regions)
 
 
 def is_held_once(shape: tuple[int, ...], regions: list[Region]) -> bool:
@@ -153,10 +152,10 @@ def declared(ranks: int) -> list[bytes]:
     ]
 
 
-def test_the_work_of_a_save_is_linear_in_the_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted: numbers that pass through the hash, tables parsed, chunk objects made."""
+def test_a_save_makes_no_object_of_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted: tables parsed, chunk objects made."""
     parts = {ranks: declared(ranks) for ranks in (64, 128, 256)}
-    mix, loads, make = columns_module.mix, json.loads, Chunk.__init__
+    loads, make = json.loads, Chunk.__init__
     counts: list[dict[str, int]] = []
 
     def counted(what: str, size: Callable[..., int], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,17 +165,14 @@ def test_the_work_of_a_save_is_linear_in_the_chunks(tmp_path: Path, monkeypatch:
 
         return wrapped
 
-    monkeypatch.setattr(columns_module, "mix", counted("hashed", len, mix))
     monkeypatch.setattr(Chunk, "__init__", counted("chunks", lambda *_: 1, make))
     fake = SimpleNamespace(loads=counted("parsed", lambda *_: 1, loads), dumps=json.dumps)
     monkeypatch.setattr("mlm.checkpoint.native.declaration.json", fake)
     for ranks in parts:
-        counts.append({"hashed": 0, "chunks": 0, "parsed": 0})
+        counts.append({"chunks": 0, "parsed": 0})
         merge_declared(tmp_path, parts[ranks])
     assert [c["parsed"] for c in counts] == [1, 1, 1]
     assert [c["chunks"] for c in counts] == [0, 0, 0]
-    hashed = [c["hashed"] for c in counts]
-    assert hashed[2] - hashed[1] == 2 * (hashed[1] - hashed[0])
 
 
 def test_a_load_makes_objects_only_of_the_chunks_it_reads(
