@@ -267,6 +267,13 @@ def test_a_step_need_not_be_run_in_full(layout: str, rank: int, few: int, many: 
     assert whole.log.peak().bytes - short.log.peak().bytes == losses
 
 
+def test_samples_that_mask_other_tokens_count_alike() -> None:
+    """A BERT's micro-batches differ in their masked tokens; one stands for all."""
+    words = ["model=bert_tiny", "tp=2", "dp=2", "train.global_batch_size=16", "train.micro_batch_size=1"]
+    found = dry_run(load_config("plan_dry_run", words), 0)
+    assert found.micro_batches == 8 > found.micro_batches_run
+
+
 def test_the_parts_of_the_peak_are_all_of_it() -> None:
     for layout, stage_ranks in (
         ("tp=2 pp=2 dp=2 sequence_parallel=true recompute=full", (0, 7)),
