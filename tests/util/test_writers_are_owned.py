@@ -14,7 +14,6 @@ ALLOWED = {
     "convert/targets.py": "files in the folder of a conversion, which it claimed",
     "convert/conversion.py": "the list of what is finished, in that folder",
     "checkpoint/native/retention.py": "renames checkpoints of a run, by their names",
-    "checkpoint/native/save_load.py": "names the first state that is not finite, out of its staging folder",
     "checkpoint/native/staging.py": "files of a staging folder",
     "corpus/build.py": ".building and the locks of folders it claimed",
     "corpus/stages/publish.py": "moves what it merged into the corpus",
