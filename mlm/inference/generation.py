@@ -132,8 +132,6 @@ def before_stop(text: str, stops: Sequence[str], start: int = 0) -> str:
 
 @dataclass(eq=False)
 class _Text:
-    """A prompt and its continuation so far."""
-
     index: int
     """Its index among the prompts."""
     number: int

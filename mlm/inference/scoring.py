@@ -51,8 +51,6 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Score of one request."""
-
     loss: float
     """Summed over the scored tokens, in nats: the negative log-likelihood."""
     is_greedy: bool
@@ -180,7 +178,6 @@ class KeptScores:
 
 
 def digest_requests(requests: Sequence[Request]) -> str:
-    """Digest of requests in their order."""
     digest = xxhash.xxh3_128()
     for request in requests:
         digest.update(np.array([len(request.tokens), request.first], dtype="<i8").tobytes())

@@ -40,7 +40,6 @@ class LoadedModel:
 
     @property
     def config(self) -> PretrainConfig:
-        """Settings that it was trained with."""
         return self.source.config
 
     @property

@@ -148,7 +148,6 @@ class SelfAttention(nn.Module):
 
     @skip_compile  # communication that is waited for later is not traced
     def _across_ranks(self, qkv: Tensor, stream: DropoutStream | None) -> Tensor:
-        """Attention to the tokens of all cp ranks."""
         q, k, v = self.heads(qkv)
 
         def drop(x: Tensor, heads: range, rows: Tensor, columns: Tensor) -> Tensor:

@@ -36,7 +36,6 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """Factor of an adapter's output."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
@@ -103,7 +102,6 @@ class ModelConfig:
 
     @property
     def ffn_size(self) -> int:
-        """Width of the MLP with its default filled in."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property

@@ -243,7 +243,6 @@ def model_problem(model: ModelConfig) -> Problem | None:
 
 
 def pretraining_problem(config: Any) -> Problem | None:
-    """Return the problem of a head that is not pretrained."""
     head = config.model.head
     if head == "language_model":
         return None
@@ -255,7 +254,6 @@ def pretraining_problem(config: Any) -> Problem | None:
 
 
 def data_problem(config: Any) -> Problem | None:
-    """Return the problem of data settings that the model's samples cannot be made with."""
     try:
         problem: Problem | None = family_of(config.model.kind).data_problem(config.data)
     except OwnCodeError:  # reported by `model_problem`

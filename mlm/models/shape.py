@@ -58,7 +58,6 @@ def layer_weights(model: ModelConfig) -> float:
 
 
 def _active_size(model: ModelConfig, name: str, p: "Tensor") -> int:
-    """Elements of a parameter that a token goes through."""
     parts = architecture_of(model)
     return p.numel() * parts.experts_per_token // parts.experts if ".experts." in name else p.numel()
 

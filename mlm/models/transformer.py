@@ -101,7 +101,6 @@ class MLP(nn.Module):
         return y
 
     def inner(self, y: Tensor) -> Tensor:
-        """Return the input of W2 for the output of W1."""
         return activate(y, self.activation)
 
 

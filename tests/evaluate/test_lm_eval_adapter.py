@@ -114,28 +114,24 @@ def evaluate(model: Any, folder: Path, **arguments: Any) -> tuple[dict[str, floa
 
 
 @pytest.mark.slow
-def test_numbers_are_those_of_the_hf_model(folder: Path) -> None:
-    """Texts of 2 to 100 tokens for a model that reads 48; float32 sums in another order."""
+@pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
+def test_numbers_are_those_of_the_hf_model(folder: Path, kind: str) -> None:
+    """Texts of 2 to 100 tokens for a model that reads 48; float32 sums in another order.
+
+    The Mixtral is exported with a beginning of texts that both models read.
+    """
     pytest.importorskip("accelerate", reason="lm-eval's own hf model needs it: pip install 'lm-eval[hf]'")
-    ours, texts = evaluate("mlm", folder, ckpt=str(folder / "run"), batch_size=3)
-    theirs, their_texts = evaluate("hf", folder, pretrained=str(folder / "model"), batch_size=3)
+    run, model = folder / "run", folder / "model"
+    if kind == "mixtral":
+        source = write_llama(folder / "mixtral", template=None, kind="Mixtral")
+        run = import_model(source, folder / "mixtral-run", verify=False)
+        model = export_model(run, folder / "mixtral-model")
+    ours, texts = evaluate("mlm", folder, ckpt=str(run), batch_size=3)
+    theirs, their_texts = evaluate("hf", folder, pretrained=str(model), batch_size=3)
     assert len(ours) == 8
     assert ours == pytest.approx(theirs, rel=1e-4)
     count = len(DOCUMENTS)
     assert texts[-count:] == their_texts[-count:]  # generated
-
-
-@pytest.mark.slow
-def test_numbers_of_a_mixture_are_those_of_the_hf_model(folder: Path) -> None:
-    """Of a Mixtral, exported with a beginning of texts that both name."""
-    pytest.importorskip("accelerate", reason="lm-eval's own hf model needs it: pip install 'lm-eval[hf]'")
-    source = write_llama(folder / "mixtral", template=None, kind="Mixtral")
-    run = import_model(source, folder / "mixtral-run", verify=False)
-    model = export_model(run, folder / "mixtral-model")
-    ours, texts = evaluate("mlm", folder, ckpt=str(run), batch_size=3)
-    theirs, their_texts = evaluate("hf", folder, pretrained=str(model), batch_size=3)
-    assert ours == pytest.approx(theirs, rel=1e-4)
-    assert texts[-len(DOCUMENTS) :] == their_texts[-len(DOCUMENTS) :]
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +145,7 @@ def two_ranks(folder: Path) -> Iterator[MlmLM]:
     yield model
     assert isinstance(model.model, lm_eval_ranks.RemoteModel)
     model.model.close()
+    assert model.model.process.returncode == 0
 
 
 def instances(*arguments: tuple[Any, ...]) -> list[Any]:
@@ -165,14 +162,6 @@ def test_two_ranks_of_their_own_answer_as_one(one_rank: MlmLM, two_ranks: MlmLM)
     prompts = instances(*((text, {"until": ["be"], "max_gen_toks": 9}) for text in texts))
     assert two_ranks.generate_until(prompts) == one_rank.generate_until(prompts)
     assert two_ranks.loglikelihood([]) == []
-
-
-@pytest.mark.slow
-def test_ranks_leave_when_nothing_more_is_asked(two_ranks: MlmLM) -> None:
-    model = two_ranks.model
-    assert isinstance(model, lm_eval_ranks.RemoteModel)
-    model.close()
-    assert model.process.returncode == 0
 
 
 def test_ranks_that_do_not_come_up_are_a_problem(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,13 +250,10 @@ def test_arguments_say_what_the_flags_of_lm_eval_mean(folder: Path) -> None:
     )
     assert (config.parallel.tp, config.precision.dtype, config.batch_size) == (2, "bf16", 16)
     assert config.dist.device == "cpu"
-    assert settings({"ckpt": str(folder / "run"), "batch_size": "auto:4"})[0].batch_size == 8
-
-
-def test_the_device_that_lm_eval_names_by_itself_is_no_choice(folder: Path) -> None:
-    """Its command passes cuda:0 on machines without a GPU too."""
-    named = EvaluatorConfig.__dataclass_fields__["device"].default
-    assert settings({"ckpt": str(folder / "run"), "device": named})[0].dist.device == "auto"
+    # lm-eval's command passes its default device on machines without a GPU too
+    default = EvaluatorConfig.__dataclass_fields__["device"].default
+    config, _ = settings({"ckpt": str(folder / "run"), "batch_size": "auto:4", "device": default})
+    assert (config.batch_size, config.dist.device) == (8, "auto")
 
 
 @pytest.mark.parametrize("as_text", [False, True])

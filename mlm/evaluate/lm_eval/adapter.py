@@ -77,7 +77,6 @@ class MlmLM(TemplateLM):
     def create_from_arg_string(
         cls, arg_string: str, additional_config: dict[str, Any] | None = None
     ) -> "MlmLM":
-        """As `create_from_arg_obj`, for key=value,key=value."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @property

@@ -74,17 +74,12 @@ def serve(config: LmEvalConfig, ctx: ParallelContext) -> None:
 
     def reply(message: Message) -> None:
         if connection is not None:
-            send(connection, message)
+            connection.send_bytes(json.dumps(message).encode())
 
     reply({"ready": True})
     while (request := ranks.broadcast(next_request(connection, idle_s))) != "end":
         if request is not None:
             reply(answer(model, request, lambda count: reply({"advance": count})))
-
-
-def send(connection: Connection, message: Message) -> None:
-    """Send a message. Raises OSError when the peer has disconnected."""
-    connection.send_bytes(json.dumps(message).encode())
 
 
 def next_request(connection: Connection | None, idle_s: float) -> Message | str | None:
@@ -99,7 +94,6 @@ def next_request(connection: Connection | None, idle_s: float) -> Message | str 
 
 
 def answer(model: LocalModel, request: Message, advance: Advance) -> Message:
-    """Execute a request on this rank; return the reply."""
     if request["do"] == "score":
         requests = [Request(np.array(tokens, np.int64), first) for first, tokens in request["requests"]]
         return {"scores": [[s.loss, s.is_greedy, s.tokens] for s in model.score(requests, advance)]}
@@ -154,7 +148,6 @@ class RemoteModel:
         return list(self._ask(message, advance)["new"])
 
     def close(self) -> None:
-        """End the ranks."""
         self.connection.close()  # rank 0 sees the end of the stream, and all exit
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(EXIT_S)
@@ -163,7 +156,7 @@ class RemoteModel:
 
     def _ask(self, request: Message, advance: Advance) -> Message:
         try:
-            send(self.connection, request)
+            self.connection.send_bytes(json.dumps(request).encode())
             return self._reply(advance)
         except KeyboardInterrupt:
             self._end()  # they are in the middle of it

@@ -20,8 +20,6 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class ProtocolResult:
-    """Metrics of a model by one protocol."""
-
     metrics: dict[str, Metric]
     samples: list[dict[str, Any]]
     """One per window, article or passage, for the file of samples."""

@@ -145,7 +145,6 @@ class MaskedTokens:
         self.ctx, self.dtype = ctx, dtype
 
     def inputs(self, chunk: BERT, batch: BERTBatch) -> tuple[Inputs, MaskedTargets]:
-        """Inputs and targets of a micro-batch, on the device."""
         to = partial(to_device, device=self.ctx.device)
         spans = padding_spans(batch.lengths, batch.tokens.shape[1], self.dtype, self.ctx.device)
         inputs = Inputs(to(batch.tokens), to(batch.lengths), to(batch.token_types), spans)

@@ -222,7 +222,6 @@ class NextToken:
         return tokens, self.boundaries.scored(tokens, labels), documents
 
     def counts(self, batch: Batch) -> Sequence[int]:
-        """Scored tokens."""
         labels = batch.labels
         if self.boundaries is not None:
             labels = self.boundaries.scored(batch.tokens, labels)

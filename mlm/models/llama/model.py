@@ -25,7 +25,6 @@ from mlm.parallel.mesh import Axis, ExpertAxes
 
 
 def build_attention(config: ModelConfig, **arguments: Any) -> GroupedQueryAttention:
-    """Return the attention of a model's settings; `arguments` as of SelfAttention."""
     attention = LatentAttention if LlamaSettings.of(config).kv_lora_rank else GroupedQueryAttention
     return attention(config, **arguments)
 
