@@ -1,6 +1,5 @@
 """Loss and gradients of each kind of task against transformers, same weights and no dropout, in float64."""
 
-from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from mlm.convert.huggingface.gpt2 import MAPPING
+from mlm.convert.huggingface.families import mapping_of_kind
 from mlm.finetune.batches import TaskBatch, mask_labels, stack_labels
 from mlm.finetune.examples import Example
 from mlm.finetune.registry import task_type
@@ -20,7 +19,6 @@ from mlm.models.family import family_of
 from mlm.parallel.config import IGNORE_INDEX
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_full, parameter_shards
-from tests.models.bert.reference import as_ours
 
 VOCAB, ONE = 61, Axis("tp")
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "max_positions": 16, "vocab_size": VOCAB}
@@ -93,15 +91,9 @@ def theirs(kind: str, model: str, batch: TaskBatch) -> tuple[ModelConfig, Any]:
 
 def in_our_names(tensors: dict[str, Tensor | None], config: ModelConfig) -> dict[str, Tensor]:
     """Parameters or gradients of theirs by the names of our model."""
-    if config.kind == "gpt2":
-        ours = MAPPING.to_ours(tensors, config)
-        return {**ours, "classifier.bias": torch.zeros(config.num_labels)}
-    for prefix in ("classifier", "qa_outputs"):
-        if f"{prefix}.weight" in tensors:
-            head = {f"classifier.{end}": tensors[f"{prefix}.{end}"] for end in ("weight", "bias")}
-    ours = as_ours(defaultdict(lambda: torch.zeros(1), tensors), config)
-    beside = ("mlm_head.", "sop_head.", *(["pooler."] if config.head == "span" else []))
-    return {name: value for name, value in ours.items() if not name.startswith(beside)} | head
+    ours = mapping_of_kind(config.kind).to_ours(tensors, config)
+    # transformers' GPT-2 has no bias there
+    return ours if config.kind == "bert" else {**ours, "classifier.bias": torch.zeros(config.num_labels)}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mlm.parallel.uncompiled import prepare_to_compile
 from torch._dynamo.testing import CompileCounter
 
 from mlm.models.backbone import Transformer
@@ -16,7 +15,7 @@ from mlm.models.config import ModelConfig
 from mlm.models.documents import Boundaries
 from mlm.models.gpt2.model import GPT2
 from mlm.models.llama.model import Llama
-from mlm.parallel.compute_state import CachedHalfParams
+from mlm.parallel.compute_state import CachedHalfParams, prepare_to_compile
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import init_parameters

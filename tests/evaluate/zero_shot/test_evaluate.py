@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mlm.cli.compose.composition import load_config
+from mlm.cli.evaluate import check_zero_shot, loss
 from mlm.cli.evaluate import zero_shot as evaluate
 from mlm.cli.evaluate.settings import (
     AllDataConfig,
@@ -19,8 +20,6 @@ from mlm.cli.evaluate.settings import (
     EvalWikitext103Config,
     LambadaDataConfig,
     WikitextDataConfig,
-    check_zero_shot,
-    loss,
 )
 from mlm.convert.source import open_source
 from mlm.corpus.train_tokenizer import train_bpe
@@ -113,12 +112,6 @@ def test_scores_are_the_same_at_every_layout_and_batch_size(
     assert 0 < metrics(alone)["Megatron-LM accuracy"] < 1
 
 
-def test_a_model_folder_of_transformers_scores_as_its_import(folder: Path) -> None:
-    imported = run(cloze(folder))
-    direct = run(cloze(folder, ckpt=str(folder / "model")))
-    assert metrics(direct) == pytest.approx(metrics(imported), rel=1e-9)
-
-
 def test_a_receipt_says_what_the_scores_depend_on(folder: Path) -> None:
     result = run(everything(folder))
     named = {"checkpoint", "checkpoint_digest", "trained_on", "step", "tokenizer_digest", "precision"}
@@ -183,14 +176,19 @@ def partial(folder: Path) -> list[Path]:
     return list(folder.glob(".stopped.*.partial.jsonl"))
 
 
-def test_a_trial_does_not_replace_a_full_result(folder: Path) -> None:
+def test_a_trial_says_so_and_does_not_replace_a_full_result(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = cloze(folder, out=None)
     full = folder / "run" / "eval-lambada.json"
     run(config)
     before = full.read_bytes()
+    capsys.readouterr()
     run(replace(config, limit=2))
+    assert "limit=2" in capsys.readouterr().out
     assert full.read_bytes() == before
-    assert (folder / "run" / "eval-lambada-limit2.json").exists()
+    trial = json.loads((folder / "run" / "eval-lambada-limit2.json").read_text())
+    assert {entry["N"] for entry in trial["results"]} == {2}
 
 
 def test_the_result_of_another_evaluation_is_kept_under_a_name_with_its_digest(folder: Path) -> None:
@@ -203,14 +201,6 @@ def test_the_result_of_another_evaluation_is_kept_under_a_name_with_its_digest(f
 
 def interrupted(*args: Any, **kwargs: Any) -> None:
     raise KeyboardInterrupt
-
-
-def test_a_limit_scores_the_first_passages_and_says_so(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trial = cloze(folder, limit=3, out=str(folder / "trial.json"))
-    assert {entry["N"] for entry in run(trial)["results"]} == {3}
-    assert "limit=3" in capsys.readouterr().out
 
 
 # ----- rejected before any rank starts
@@ -259,7 +249,6 @@ def test_a_stride_longer_than_the_window_is_rejected(folder: Path) -> None:
         ({"samples": "missing/folder/x.jsonl"}, "samples=missing/folder/x.jsonl"),
         ({"out": "."}, "out=."),
         ({"ckpt": "missing"}, "ckpt=missing"),
-        ({"data": LambadaDataConfig(path="missing.jsonl")}, "missing.jsonl"),
     ],
 )
 def test_a_wrong_path_is_named(folder: Path, changes: dict[str, Any], setting: str) -> None:
@@ -272,7 +261,6 @@ def test_a_wrong_path_is_named(folder: Path, changes: dict[str, Any], setting: s
     ("changes", "problem"),
     [
         ({"limit": 0}, "limit=0 must be greater than 0"),
-        ({"batch_size": 0}, "batch_size=0 must be greater than 0"),
         ({"data": LambadaDataConfig(path="missing.jsonl")}, "data.path=missing.jsonl: no such file"),
         ({"tokenizer": "missing.json"}, "tokenizer=missing.json: no such file"),
         ({"samples": "samples.jsonl"}, ""),

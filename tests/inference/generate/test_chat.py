@@ -89,13 +89,6 @@ def test_prompts_are_conversations_as_in_training(tmp_path: Path) -> None:
     assert list(found.ids) == theirs(folder).apply_chat_template(said, **options)
 
 
-def test_a_mixture_answers_as_that_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    mixtral = write_llama(tmp_path / "mixtral", kind="Mixtral")
-    (one,) = answers(mixtral, "prompt=sat?")
-    assert one["tokens"] == their_answer(mixtral, [{"role": "user", "content": "sat?"}])
-
-
 def test_message_comes_from_standard_input(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mlm.convert.huggingface.bert import MAPPING
 from mlm.models.backbone import Inputs
 from mlm.models.bert.model import BERT, masked_targets
 from mlm.models.config import ModelConfig
@@ -18,7 +19,7 @@ from mlm.parallel.gradients import sum_replicated_gradients
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import load_full, parameter_shards
-from tests.models.bert.reference import as_ours, pretraining_model
+from tests.models.bert.reference import pretraining_model
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but, thinned
 
@@ -64,8 +65,8 @@ def reference(norm: str, activation: str, padded: bool) -> dict[str, Any]:
     told = (out.seq_relationship_logits.argmax(-1) == is_swapped).float().mean()
     return {
         "config": config,
-        "weights": as_ours(model.state_dict(), config),
-        "grads": as_ours({name: p.grad for name, p in model.named_parameters()}, config),
+        "weights": MAPPING.to_ours(model.state_dict(), config),
+        "grads": MAPPING.to_ours({name: p.grad for name, p in model.named_parameters()}, config),
         "batch": (tokens, lengths, token_types, labels, is_swapped),
         "parts": torch.stack([mlm, sop, hits, told]).detach(),
         "counts": torch.tensor([is_masked.sum(), BATCH, is_masked.sum(), BATCH]),

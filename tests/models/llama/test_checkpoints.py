@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.cli.convert.settings import ReshardConfig, reshard
+from mlm.cli.convert import reshard
+from mlm.cli.convert.settings import ReshardConfig
 from mlm.optim.adamw import MOMENTS, ensure_state, moment
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import derive_seed

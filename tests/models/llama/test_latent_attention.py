@@ -11,9 +11,8 @@ from mlm.models.cache import DecodePass, KeyValueCache, PrefillPass
 from mlm.models.config import ModelConfig
 from mlm.models.llama.latent_attention import LatentAttention
 from mlm.models.llama.model import Llama
-from mlm.models.shape import layer_weights
 from mlm.parallel.gradients import sum_replicated_gradients
-from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import load_full, parameter_shards, shard_of
 from tests.ranks import run_on_ranks
@@ -163,10 +162,3 @@ def check_cache(ctx: ParallelContext) -> None:
         for keys, values in cache._layers.values():
             assert keys is values
             assert keys.shape[1::2] == (1, 4 + 9)  # one head for all: R + C
-
-
-def test_weights_are_counted() -> None:
-    """The formula's elements of a layer are those of its matrices."""
-    for config in MODELS.values():
-        layer = Llama(config, tp=Axis("tp")).layers["0"]
-        assert layer_weights(config) == sum(p.numel() for p in layer.parameters() if p.dim() == 2)

@@ -125,12 +125,3 @@ def test_angles_of_half_precision_are_computed_in_float32(dtype: torch.dtype) ->
     for found, want in ((rotary.cos, exact.cos), (rotary.sin, exact.sin)):
         assert found.dtype == dtype
         assert (found.double() - want).abs().max() <= rounding
-
-
-def test_a_factor_scales_cosines_and_sines() -> None:
-    """Attention's temperature: queries and keys grow by it alike."""
-    turns, x = torch.tensor([1.0, 0.1], dtype=torch.float64), normal(S, B, 3, 4)
-    plain = Rotary.of(torch.arange(S)[:, None], turns, 1.0, torch.float64).rotate(x)
-    torch.testing.assert_close(
-        Rotary.of(torch.arange(S)[:, None], turns, 1.5, torch.float64).rotate(x), 1.5 * plain
-    )
