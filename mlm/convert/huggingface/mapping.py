@@ -206,7 +206,6 @@ class HuggingFaceMapping:
     """A model family as `transformers` names, configures and runs it."""
 
     model_types: tuple[str, ...]
-    """Values of model_type in config.json."""
     architecture: Callable[[ModelConfig], str]
     """Return the class that holds such a model with its head."""
     prefix: str
@@ -225,7 +224,7 @@ class HuggingFaceMapping:
     content: Callable[[ModelConfig, Mapping[str, tuple[int, ...]], str], FolderContent]
     """(settings from `read`, plain name -> shape, the folder for messages) -> the model they make."""
     write: Callable[[ModelConfig, TokenIds], dict[str, JSON]]
-    """Return config.json."""
+    """Return the config.json that the class of the model's head loads."""
     locations: Callable[[ModelConfig], Iterator[tuple[str, Location]]]
     """Yield (our name, location) of every parameter, in the order of the model."""
     heads_without_bias: frozenset[str] = frozenset()
