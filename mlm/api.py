@@ -55,8 +55,8 @@ FORMATS = ("fp32", "bf16", "fp16", "fp64")
 """Number formats of a loaded model; tf32 is for training."""
 NAMES = {
     name: short
-    for short, dtype in ((short, DTYPES[short]) for short in FORMATS)
-    for name in (short, dtype, str(dtype), str(dtype).removeprefix("torch."))
+    for short in FORMATS
+    for name in (short, DTYPES[short], str(DTYPES[short]), str(DTYPES[short]).removeprefix("torch."))
 }
 """Names of number formats, and torch's objects, by the name in settings."""
 
