@@ -66,7 +66,7 @@ def test_the_owners_rectangles_tile_every_parameter(tp: int, dp: int) -> None:
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (2, 3), (4, 2)])
-def test_load_whole_fills_each_rank_with_its_rectangle(tp: int, dp: int) -> None:
+def test_load_full_fills_each_rank_with_its_region(tp: int, dp: int) -> None:
     torch.manual_seed(0)
     one = list(parameter_shards(model_of(Axis("tp")), Axis("tp")))
     whole = {s.name: torch.randn(s.global_shape) for s in one}
