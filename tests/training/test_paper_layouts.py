@@ -14,7 +14,7 @@ from mlm.cli.compose.composition import load_config
 from mlm.data.sampler import Batch
 from mlm.models.gpt2.model import NextToken
 from mlm.models.shape import count_parameters
-from mlm.parallel.mesh import ParallelContext, build_mesh, coordinates, shape_context
+from mlm.parallel.mesh import ParallelContext, build_mesh, shape_context
 from mlm.parallel.pipeline.actions import Action, Op, Receive, Send
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
@@ -61,7 +61,7 @@ def test_the_groups_of_a_rank_are_its_neighbours(overrides: list[str], world: in
     assert p.dp is not None
     for rank in (0, 9, world // 2 + 1, world - 1):
         with as_rank(config, rank) as ctx:
-            t, s, d = coordinates(rank, tp=p.tp, pp=p.pp, dp=p.dp)
+            t, s, d = rank % p.tp, rank // (p.tp * p.dp), rank // p.tp % p.dp
             assert (ctx.tp.rank, ctx.pp.rank, ctx.dp.rank) == (t, s, d)
             assert ctx.tp.ranks == tuple(range(rank - t, rank - t + p.tp))
             assert ctx.dp.ranks == tuple(range(rank - d * p.tp, rank + (p.dp - d) * p.tp, p.tp))
