@@ -32,7 +32,6 @@ class PoweredMLP(MLP):
         self.power = float(option(config, "power"))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[S, B, H] -> [S, B, H]."""
         return self.down(F.relu(self.up(x)).pow(self.power))
 
 
