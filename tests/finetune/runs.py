@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -41,6 +42,7 @@ from mlm.tracking.config import LogConfig
 from mlm.util.ownership import claim_folder
 from tests.checkpoint.native.helpers import save
 from tests.finetune.material import WORDS, bert, gpt2, pairs, shipped, write_rows
+from tests.ranks import command, run_on_ranks
 
 SHAPE = {"num_layers": 4, "hidden_size": 16, "num_heads": 2, "max_positions": 48, "vocab_size": 128}
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -49,7 +51,8 @@ GPT2 = replace(BERT, kind="gpt2", vocab_size=384, token_types=0, activation="gel
 LLAMA = replace(
     GPT2, kind="llama", ffn_hidden_size=24, activation="silu", options={"num_kv_heads": 1, "window": 30}
 )
-MIXTURE = replace(LLAMA, options={"num_kv_heads": 1, "num_experts": 4, "balance": "global_batch"})
+EXPERTS = replace(LLAMA, options={"num_kv_heads": 1, "num_experts": 4, "balance": "global_batch"})
+MODELS = {"bert": BERT, "gpt2": GPT2, "llama": LLAMA, "experts": EXPERTS}
 KINDS = ("classification", "regression", "choice", "span")
 CHANGES: dict[str, Any] = {"max_length": 40}
 
@@ -191,8 +194,22 @@ def read(path: Path) -> Any:
 
 def records(out: Path, kind: str) -> list[dict[str, Any]]:
     """The records of a kind in a run's metrics.jsonl."""
-    lines = (json.loads(line) for line in (out / "metrics.jsonl").read_bytes().splitlines())
-    return [line for line in lines if line["kind"] == kind]
+    return [line for line in json_lines(out / "metrics.jsonl") if line["kind"] == kind]
+
+
+def json_lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def check_layout(config: FinetuneConfig, alone: Path) -> None:
+    """Run on the ranks of a layout: losses and weights, in float64, are those of a run of one process."""
+    parallel, out = config.parallel, Path(config.out)
+    run_on_ranks(
+        command, training.run, config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1, ep=parallel.ep
+    )
+    assert losses(out) == pytest.approx(losses(alone), abs=1e-9)
+    split, whole = (weights(run / "checkpoints") for run in (out, alone))
+    torch.testing.assert_close(split, whole, rtol=0, atol=1e-7)
 
 
 def losses(out: Path) -> list[float]:

@@ -25,8 +25,8 @@ from mlm.tracking.config import LogConfig
 from mlm.training.pipelined import PipelinedModel
 from mlm.util.errors import UserError
 from tests.checkpoint.native.helpers import edit_manifest
-from tests.finetune.chats import chatting, write_chats, write_llama
-from tests.finetune.runs import losses, weights
+from tests.finetune.chats import chatting, write_llama
+from tests.finetune.runs import check_layout, losses, weights
 from tests.ranks import command, run_on_ranks
 from tests.slow import slow_but
 
@@ -39,12 +39,9 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("adapters")
-    write_llama(made / "llama")
-    write_chats(made / "chat")
-    training.run(adapting(made), ParallelContext())
-    return made
+def folder(chats: Path) -> Path:
+    training.run(adapting(chats), ParallelContext())
+    return chats
 
 
 def adapting(folder: Path, **changes: Any) -> FinetuneConfig:
@@ -53,12 +50,7 @@ def adapting(folder: Path, **changes: Any) -> FinetuneConfig:
 
 @pytest.mark.parametrize("layout", slow_but({0, 1}, LAYOUTS))
 def test_a_run_with_adapters_is_the_same_at_every_layout(folder: Path, tmp_path: Path, layout: str) -> None:
-    parallel = LAYOUTS[layout]
-    config = adapting(folder, parallel=parallel, out=str(tmp_path / "out"))
-    run_on_ranks(command, training.run, config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
-    assert losses(tmp_path / "out") == pytest.approx(losses(folder / "out"), abs=1e-9)
-    alone, split = (weights(Path(out, "checkpoints")) for out in (folder / "out", tmp_path / "out"))
-    torch.testing.assert_close(split, alone, rtol=0, atol=1e-7)
+    check_layout(adapting(folder, parallel=LAYOUTS[layout], out=str(tmp_path / "out")), folder / "out")
 
 
 def test_checkpoints_hold_the_adapters_alone(folder: Path) -> None:
@@ -142,9 +134,8 @@ def test_pretraining_with_adapters_is_the_same_over_context_ranks(folder: Path, 
 def test_pretraining_goes_on_beside_its_own_base_alone(folder: Path, tmp_path: Path) -> None:
     config = pretraining(folder, tmp_path / "out")
     pretrain_run.run(config, ParallelContext())
-    write_llama(tmp_path / "other", seed=1)
     with pytest.raises(UserError, match="holds adapters of another base"):
-        pretrain_run.run(replace(config, ckpt=str(tmp_path / "other")), ParallelContext())
+        pretrain_run.run(replace(config, ckpt=str(folder / "other")), ParallelContext())
     (problem,) = check_pretrain(replace(config, ckpt=None), world_size=None, local_devices=None)
     assert str(problem).startswith("lora.rank=4: adapters are trained beside the weights of a trained model")
 

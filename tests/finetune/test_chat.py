@@ -1,6 +1,6 @@
 """`mlm finetune chat`: equal to a plain loop of `transformers`, packed or not, at every layout."""
 
-import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,9 @@ from mlm.parallel.sharding import parameter_shards
 from mlm.training.pipelined import PipelinedModel
 from mlm.util.errors import UserError
 from tests.data.chats import CHATML, theirs
-from tests.finetune.chats import POSITIONS, chat_task, chatting, write_chats, write_llama
+from tests.finetune.chats import POSITIONS, chat_task, chatting, write_llama
 from tests.finetune.material import write_rows
-from tests.finetune.runs import GPT2, finetune, losses, read, weights, write_model
-from tests.ranks import command, run_on_ranks
+from tests.finetune.runs import GPT2, check_layout, finetune, json_lines, losses, read, weights, write_model
 from tests.slow import slow_but
 
 TALK = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]
@@ -37,17 +36,11 @@ SHORT = {"epochs": 1, "global_batch_size": 8}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("chat")
-    write_llama(made / "llama")
-    write_llama(made / "mixtral", kind="Mixtral")
-    write_chats(made / "chat")
-    return made
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "chat" / "train.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+def folder(chats: Path) -> Path:
+    """Runs of one process: `alone`, and `alone-experts` of a mixture of experts."""
+    for model, name in (("llama", "alone"), ("mixtral", "alone-experts")):
+        finetune(chatting(chats, ckpt=str(chats / model), out=str(chats / name), train=SHORT))
+    return chats
 
 
 def evaluation(config: FinetuneConfig) -> TokenizedSplit:
@@ -68,7 +61,7 @@ def test_losses_equal_a_plain_loop_of_transformers(folder: Path, kind: str) -> N
     )
     result = finetune(config)
     order = Order(evaluation(config).examples, batch_size=4, sort_batches=1, seed=config.seed)
-    rows = [each["messages"] for each in rows_of(folder)]
+    rows = [row["messages"] for row in json_lines(folder / "chat/train.jsonl")]
     tokenizer = theirs(folder / kind)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / kind)
     given = config.optimizer
@@ -135,39 +128,22 @@ LAYOUTS = {
     "tp2-pp2-sp": ParallelConfig(tp=2, pp=2, sequence_parallel=True),
     "dp3-zero3": ParallelConfig(dp=3, zero=3),
     "pp2-dp2-zero2": ParallelConfig(pp=2, dp=2, zero=2),
+    "experts": ParallelConfig(dp=2, ep=2),
 }
 
 
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> Path:
-    config = chatting(folder, out=str(folder / "alone"), train=SHORT)
-    finetune(config)
-    return Path(config.out)
-
-
-@pytest.mark.parametrize("layout", slow_but({2}, LAYOUTS))
-def test_run_is_the_same_at_every_layout(folder: Path, alone: Path, layout: str) -> None:
+@pytest.mark.parametrize("layout", slow_but({2, 3}, LAYOUTS))
+def test_run_is_the_same_at_every_layout(folder: Path, tmp_path: Path, layout: str) -> None:
     """Losses, weights and scores, in float64. Steps of 8, 8 and 4 conversations: some ranks have none."""
-    parallel = LAYOUTS[layout]
-    config = chatting(folder, out=str(folder / layout), parallel=parallel, train=SHORT)
-    run_on_ranks(command, training.run, config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
-    assert losses(Path(config.out)) == pytest.approx(losses(alone), rel=1e-9)
-    ours, mine = (read(out / "result.json") for out in (Path(config.out), alone))
-    assert ours["best_step"] == mine["best_step"]
-    assert ours["scores"]["validation"] == pytest.approx(mine["scores"]["validation"], rel=1e-9)
-    first, second = (weights(out / "best" / "checkpoints") for out in (Path(config.out), alone))
-    torch.testing.assert_close(first, second, rtol=1e-7, atol=1e-9)
-
-
-def test_run_with_experts_is_the_same_at_ep_2(folder: Path) -> None:
-    """Losses and scores, in float64."""
-    found = []
-    for name, parallel in (("mixtral-alone", ParallelConfig()), ("mixtral-ep2", ParallelConfig(dp=2, ep=2))):
-        out, ckpt = folder / name, str(folder / "mixtral")
-        config = chatting(folder, ckpt=ckpt, out=str(out), parallel=parallel, train=SHORT)
-        run_on_ranks(command, training.run, config, dp=parallel.dp or 1, ep=parallel.ep)
-        found.append([*losses(out), read(out / "result.json")["scores"]["validation"]["loss"]])
-    assert found[1] == pytest.approx(found[0], rel=1e-9)
+    ckpt, alone = ("mixtral", "alone-experts") if layout == "experts" else ("llama", "alone")
+    runs = [folder / alone, tmp_path]
+    parallel, ckpt = LAYOUTS[layout], str(folder / ckpt)
+    check_layout(chatting(folder, ckpt=ckpt, out=str(tmp_path), parallel=parallel, train=SHORT), runs[0])
+    whole, split = (read(out / "result.json") for out in runs)
+    assert split["best_step"] == whole["best_step"]
+    assert split["scores"]["validation"] == pytest.approx(whole["scores"]["validation"], rel=1e-9)
+    best_whole, best_split = (weights(out / "best" / "checkpoints") for out in runs)
+    torch.testing.assert_close(best_split, best_whole, rtol=1e-7, atol=1e-9)
 
 
 def part_of(task: TaskConfig, name: str, file: str) -> TaskSplit:
@@ -198,8 +174,7 @@ def test_share_held_out_is_that_of_the_decimal_as_typed(tmp_path: Path) -> None:
 def test_command_trains_on_one_file_and_evaluates_what_it_held_out(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = rows_of(folder)
-    file, out = write_rows(tmp_path / "talks.jsonl", rows), tmp_path / "out"
+    file, out = shutil.copy(folder / "chat/train.jsonl", tmp_path / "talks.jsonl"), tmp_path / "out"
     words = [f"ckpt={folder / 'llama'}", "task.held_out=0.2", "train.epochs=1", "dist.device=cpu"]
     words += ["train.global_batch_size=8", "log.live=off", "optimizer.lr=1e-2"]
     assert main(["finetune", "chat", f"data={file}", f"out={out}", *words]) == 0

@@ -1,6 +1,5 @@
 """`mlm eval TASK`: the same scores at every layout and batch size, splits, predictions, receipts."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,54 +11,54 @@ from mlm.finetune import evaluate
 from mlm.finetune.config import EvalTaskConfig
 from mlm.finetune.splits import read_split
 from mlm.parallel.config import ParallelConfig
-from mlm.parallel.mesh import ParallelContext
 from tests.finetune.material import bert
 from tests.finetune.runs import (
-    GPT2,
     evaluation,
     finetune,
     finetuning,
+    json_lines,
     read,
     score,
     task_of,
     write_data,
-    write_model,
 )
-from tests.ranks import run_on_ranks
+from tests.ranks import command, run_on_ranks
 from tests.slow import slow_but
 
 KINDS = ("classification", "span")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(folder: Path) -> Path:
     """A finetuned run of two kinds, `out-KIND`."""
-    made = tmp_path_factory.mktemp("eval_task")
-    write_model(made / "bert")
-    write_model(made / "gpt2", GPT2)
     for kind in KINDS:
-        write_data(made / kind, kind)
-        finetune(finetuning(made, kind, out=str(made / f"out-{kind}")))
-    return made
+        finetune(finetuning(folder, kind, out=str(folder / f"out-{kind}")))
+    return folder
 
 
 def of(folder: Path, kind: str, out: Path, **changes: Any) -> EvalTaskConfig:
     return evaluation(folder, kind, ckpt=str(folder / f"out-{kind}"), out=str(out), **changes)
 
 
-def on_ranks(ctx: ParallelContext, config: EvalTaskConfig) -> None:
-    evaluate.run(config, ctx)
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_are_those_of_the_run(folder: Path, tmp_path: Path, kind: str) -> None:
-    found = score(of(folder, kind, tmp_path / "eval.json"))
+def test_the_receipt_has_the_scores_of_the_run_and_what_they_depend_on(
+    folder: Path, tmp_path: Path, kind: str
+) -> None:
+    found, tokenizer = score(of(folder, kind, tmp_path / "eval.json")), bert()
     (entry,) = found["results"]
     assert {entry["split"]: entry["metrics"]} == read(folder / f"out-{kind}/result.json")["scores"]
     best = next((folder / f"out-{kind}/best/checkpoints").glob("step-*"))
     assert (found["checkpoint"], found["checkpoint_digest"]) == (str(best), read_manifest(best).digest)
     split = read_split(task_of(kind), "validation", path=str(folder / kind))
     assert (entry["rows"], entry["digest"], entry["has_labels"]) == (9, split.digest, True)
+    assert found["tokenizer_digest"] == tokenizer.digest
+    assert found["vocabulary_digest"] == tokenizer.vocabulary_digest
+    assert found["config"]["batch_size"] == 8
+    assert found["finetuned_on"]["task.name"] == task_of(kind).name
+    assert {"mlm", "torch", "tokenizers", "scikit-learn", "python"} <= found["versions"].keys()
+    if kind == "classification":
+        p = entry["metrics"]["accuracy"]
+        assert entry["standard_errors"] == {"accuracy": pytest.approx((p * (1 - p) / 8) ** 0.5)}
 
 
 @pytest.mark.parametrize("kind", slow_but({0}, KINDS))
@@ -83,7 +82,7 @@ def test_predictions_do_not_depend_on_layout_and_batch_size(
     changes = {"batch_size": batch_size, "parallel": parallel, "predictions": str(split)}
     config = of(folder, kind, tmp_path / "other.json", **changes)
     assert evaluate.preflight(config) == []
-    run_on_ranks(on_ranks, config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
+    run_on_ranks(command, evaluate.run, config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
     other = read(tmp_path / "other.json")
     assert one["results"][0]["metrics"] == other["results"][0]["metrics"]
     name = {"classification": "validation.tsv", "span": "validation.json"}[kind]
@@ -94,8 +93,8 @@ def test_a_split_without_labels_is_predicted(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Beside the receipt, unless a folder is named."""
-    found = score(of(folder, "classification", tmp_path / "eval.json", split="test"))
-    (entry,) = found["results"]
+    receipt = score(of(folder, "classification", tmp_path / "eval.json", split="test"))
+    (entry,) = receipt["results"]
     assert (entry["metrics"], entry["has_labels"]) == ({}, False)
     assert entry["predictions"] == [str(tmp_path / "predictions/test.tsv")]
     table = (tmp_path / "predictions/test.tsv").read_text().splitlines()
@@ -145,24 +144,11 @@ class TestRefused:
         ]
 
 
-def test_the_receipt_says_what_the_scores_depend_on(folder: Path, tmp_path: Path) -> None:
-    found = score(of(folder, "classification", tmp_path / "eval.json"))
-    saved = bert()
-    assert found["tokenizer_digest"] == saved.digest
-    assert found["vocabulary_digest"] == saved.vocabulary_digest
-    assert found["config"]["batch_size"] == 8
-    assert found["finetuned_on"]["task.name"] == "mine"
-    assert {"mlm", "torch", "tokenizers", "scikit-learn", "python"} <= found["versions"].keys()
-    (entry,) = found["results"]
-    p = entry["metrics"]["accuracy"]
-    assert entry["standard_errors"] == {"accuracy": pytest.approx((p * (1 - p) / 8) ** 0.5)}
-
-
 def test_probabilities_of_the_labels_are_written_on_request(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     files = {"probabilities": str(path), "predictions": str(tmp_path / "a")}
     score(of(folder, "classification", tmp_path / "e.json", **files))
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = json_lines(path)
     predicted = [line.split("\t") for line in (tmp_path / "a/validation.tsv").read_text().splitlines()[1:]]
     assert [row["id"] for row in rows] == [id for id, _ in predicted]
     for row, (_, label) in zip(rows, predicted, strict=True):

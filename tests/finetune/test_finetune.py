@@ -1,6 +1,5 @@
 """`mlm finetune` from its settings to what it leaves behind: the best checkpoint, early stop, tests."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,31 +18,20 @@ from mlm.finetune.splits import TaskSplit, TokenizedSplit
 from mlm.finetune.task_type import Prediction
 from mlm.parallel.mesh import ParallelContext
 from tests.finetune.runs import (
-    GPT2,
     evaluation,
     finetune,
     finetuning,
+    json_lines,
     read,
     records,
     score,
     task_of,
     weights,
     write_data,
-    write_model,
 )
 from tests.slow import slow_but
 
 STEPS = 6  # 11 rows in batches of 4, 2 epochs
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("finetune")
-    write_model(made / "bert")
-    write_model(made / "gpt2", GPT2)
-    for kind in ("classification", "choice", "span"):
-        write_data(made / kind, kind)
-    return made
 
 
 def scoring(monkeypatch: pytest.MonkeyPatch, *accuracies: float) -> None:
@@ -104,20 +92,25 @@ class TestBest:
 class TestWhen:
     """When a run validates, saves and ends."""
 
-    def validated(self, out: Path) -> list[int]:
-        return [record["step"] for record in records(out, "scores")]
-
-    @pytest.mark.parametrize("every, steps", [(None, [3, 6]), (4, [4, 6])])
-    def test_validates(self, folder: Path, tmp_path: Path, every: int | None, steps: list[int]) -> None:
-        finetune(finetuning(folder, out=str(tmp_path), train={"validate_every": every}))
-        assert self.validated(tmp_path) == steps
-
-    @pytest.mark.parametrize("save_every, steps", [(0, [3, 6]), (4, [4, 6])])
-    def test_saves(self, folder: Path, tmp_path: Path, save_every: int, steps: list[int]) -> None:
+    @pytest.mark.parametrize(
+        "validate_every, save_every, validated, saved",
+        [(None, 0, [3, 6], [3, 6]), (4, 0, [4, 6], [4, 6]), (None, 4, [3, 6], [4, 6])],
+    )
+    def test_validates_and_saves(
+        self,
+        folder: Path,
+        tmp_path: Path,
+        validate_every: int | None,
+        save_every: int,
+        validated: list[int],
+        saved: list[int],
+    ) -> None:
         keep = FinetuneCheckpointConfig(save_every=save_every, keep_last=2)
-        finetune(finetuning(folder, out=str(tmp_path), checkpoint=keep))
-        assert [record["step"] for record in records(tmp_path, "saved")] == steps
-        assert sorted(checkpoints(tmp_path / "checkpoints")) == steps[-2:]
+        train = {"validate_every": validate_every}
+        finetune(finetuning(folder, out=str(tmp_path), train=train, checkpoint=keep))
+        assert [record["step"] for record in records(tmp_path, "scores")] == validated
+        assert [record["step"] for record in records(tmp_path, "saved")] == saved
+        assert sorted(checkpoints(tmp_path / "checkpoints")) == saved
 
     @pytest.mark.parametrize(
         "patience, accuracies, end",
@@ -164,17 +157,13 @@ class TestRows:
         predict = {"predict_tests": True}
         result = finetune(finetuning(folder, "choice", out=str(tmp_path / "out"), data=predict))
         assert result["predictions"] == [str(tmp_path / "out/predictions/test.json")]
-        answers = {f"{r['example_id']}-0": r["answer"] for r in rows_of(folder / "choice/test.jsonl")}
+        answers = {f"{r['example_id']}-0": r["answer"] for r in json_lines(folder / "choice/test.jsonl")}
         said = read(tmp_path / "out/predictions/test.json")
         assert result["tests"] == {"test": {"accuracy": sum(said[k] == v for k, v in answers.items()) / 5}}
         changes = {"ckpt": str(tmp_path / "out"), "split": "test", "predictions": str(tmp_path)}
         saved = score(evaluation(folder, "choice", **changes))
         assert saved["results"][0]["metrics"] == result["tests"]["test"]
         assert read(tmp_path / "test.json") == said
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 class TestStart:
@@ -202,15 +191,13 @@ class TestStart:
 
 
 def test_classifier_that_predicts_one_label_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """While it trains and in its evaluation; not where it tells labels apart, or all rows have one."""
     monkeypatch.setattr(Classification, "predict", lambda self, task, row, *_: Prediction(row.id, 1))
-    write_model(tmp_path / "bert")
-    write_data(tmp_path / "classification", "classification")
-    finetune(finetuning(tmp_path))
+    finetune(finetuning(folder, out=str(tmp_path)))
     assert "all 9 rows of validation are predicted yes" in capsys.readouterr().err
-    score(evaluation(tmp_path))
+    score(evaluation(folder, ckpt=str(tmp_path)))
     assert "all 9 rows of validation are predicted yes" in capsys.readouterr().out
     task, rows = task_of("classification"), [TaskRow(str(n), ("a", "b"), 1) for n in range(3)]
 

@@ -15,17 +15,7 @@ from mlm.finetune.config import FinetuneConfig
 from mlm.launch.child_run import child_run
 from mlm.parallel.mesh import ParallelContext
 from tests.finetune.material import WORDS, write_table
-from tests.finetune.runs import (
-    GPT2,
-    finetune,
-    finetuning,
-    losses,
-    read,
-    records,
-    weights,
-    write_data,
-    write_model,
-)
+from tests.finetune.runs import finetune, finetuning, losses, read, records, weights, write_data
 
 REVIEWS = """# Is a book liked?
 name: reviews
@@ -37,16 +27,6 @@ max_length: 24
 epochs: 1
 batch_size: 4
 """
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("finetune_command")
-    write_model(made / "bert")
-    write_model(made / "gpt2", GPT2)
-    write_data(made / "classification", "classification")
-    write_data(made / "race", "choice", train=40)
-    return made
 
 
 class TestSeeds:
@@ -135,8 +115,13 @@ def test_a_sweep_has_a_folder_for_each_job(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_data(tmp_path / "race", "choice")
-    words = ["race", f"ckpt={folder / 'gpt2'}", "data.path=race", "task.max_length=32", "train.epochs=1"]
+    words = [
+        "race",
+        f"ckpt={folder / 'gpt2'}",
+        f"data.path={folder / 'choice'}",
+        "task.max_length=32",
+        "train.epochs=1",
+    ]
     assert main(["finetune", "--multirun", *words, "optimizer.lr=1e-5,2e-5", "dist.device=cpu", "out=o"]) == 0
     found = [read(path)["depends_on"]["optimizer.lr"] for path in sorted(Path("o").glob("*/result.json"))]
     assert found == [1e-5, 2e-5]
@@ -145,7 +130,8 @@ def test_a_sweep_has_a_folder_for_each_job(
 @pytest.mark.slow
 def test_killed_and_interrupted_by_the_system(folder: Path, tmp_path: Path) -> None:
     """SIGKILL, then Ctrl-C, which saves; the third start ends the run as one that nothing disturbed."""
-    words = ["finetune", "race", f"ckpt={folder / 'bert'}", f"data.path={folder / 'race'}", "precision=fp64"]
+    rows = write_data(tmp_path / "race", "choice", train=40)
+    words = ["finetune", "race", f"ckpt={folder / 'bert'}", f"data.path={rows}", "precision=fp64"]
     words += ["task.max_length=32", "train.epochs=12", "train.global_batch_size=4", "train.validate_every=5"]
     words += ["log.every=1", "dist.device=cpu", "dist.threads_per_rank=1", "optimizer.lr=1e-4"]
     out = tmp_path / "out"

@@ -15,20 +15,16 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
 from tests.finetune.material import VOCABULARY, gpt2
-from tests.finetune.runs import BERT, GPT2, finetune, finetuning, losses, task_of, write_data, write_model
+from tests.finetune.runs import BERT, GPT2, finetune, finetuning, losses, task_of, write_model
 from tests.slow import thinned
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models, rows, and in `out` a finished run."""
-    made = tmp_path_factory.mktemp("problems")
-    write_model(made / "bert")
-    write_model(made / "other", seed=1)
-    for kind in ("classification", "span"):
-        write_data(made / kind, kind)
-    finetune(finetuning(made))
-    return made
+def folder(folder: Path) -> Path:
+    """In `out` a finished run, in `other` other weights."""
+    write_model(folder / "other", seed=1)
+    finetune(finetuning(folder))
+    return folder
 
 
 class TestGoingOn:

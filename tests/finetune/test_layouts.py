@@ -13,21 +13,7 @@ from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.task_type import Output
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from tests.finetune.runs import (
-    BERT,
-    GPT2,
-    KINDS,
-    LLAMA,
-    MIXTURE,
-    finetuning,
-    losses,
-    read,
-    records,
-    run_and_look,
-    weights,
-    write_data,
-    write_model,
-)
+from tests.finetune.runs import KINDS, finetuning, losses, read, records, run_and_look, weights
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but
 
@@ -57,18 +43,6 @@ CASES = [
     *((kind, model, layout) for (kind, model), layouts in SOME.items() for layout in layouts),
     ("classification", "experts", "dp2-ep2"),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("layouts")
-    write_model(made / "bert", BERT)
-    write_model(made / "gpt2", GPT2)
-    write_model(made / "llama", LLAMA)
-    write_model(made / "experts", MIXTURE)
-    for kind in KINDS:
-        write_data(made / kind, kind)
-    return made
 
 
 Alone = Callable[[str, str], tuple[FinetuneConfig, list[Output]]]

@@ -29,9 +29,8 @@ from mlm.training.pipelined import PipelinedModel
 from mlm.util.errors import ConfigError
 from tests.data.chats import theirs
 from tests.finetune.chats import POSITIONS, write_llama
-from tests.finetune.material import WORDS, shipped, write_rows
-from tests.finetune.runs import finetuning, losses, read, records, weights
-from tests.ranks import command, run_on_ranks
+from tests.finetune.material import shipped, write_rows
+from tests.finetune.runs import check_layout, finetuning, read, records, weights, words
 from tests.slow import slow_but
 
 LAYOUTS = {
@@ -39,10 +38,6 @@ LAYOUTS = {
     "pp2": ParallelConfig(pp=2),
     "dp2-zero3": ParallelConfig(dp=2, zero=3),
 }
-
-
-def words(draw: random.Random, least: int, most: int) -> str:
-    return " ".join(draw.choices(WORDS[:20], k=draw.randint(least, most)))
 
 
 def pair(draw: random.Random) -> dict[str, Any]:
@@ -57,15 +52,13 @@ def messages(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made, draw = tmp_path_factory.mktemp("preferences"), random.Random(3)
-    write_llama(made / "llama")
-    write_llama(made / "other", seed=1)
+def folder(chats: Path) -> Path:
+    draw = random.Random(3)
     rows = [pair(draw) for _ in range(14)]
-    write_rows(made / "pairs" / "train.jsonl", rows[:10])
-    write_rows(made / "pairs" / "validation.jsonl", map(messages, rows[10:]))
-    training.run(preferring(made), ParallelContext())
-    return made
+    write_rows(chats / "pairs" / "train.jsonl", rows[:10])
+    write_rows(chats / "pairs" / "validation.jsonl", map(messages, rows[10:]))
+    training.run(preferring(chats), ParallelContext())
+    return chats
 
 
 def preferring(folder: Path, **changes: Any) -> FinetuneConfig:
@@ -174,12 +167,7 @@ def test_reference_free_losses_equal_their_published_formulas(folder: Path) -> N
 
 @pytest.mark.parametrize("layout", slow_but({2}, LAYOUTS))
 def test_a_run_is_the_same_at_every_layout(folder: Path, tmp_path: Path, layout: str) -> None:
-    parallel = LAYOUTS[layout]
-    config = preferring(folder, parallel=parallel, out=str(tmp_path / "out"))
-    run_on_ranks(command, training.run, config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
-    assert losses(tmp_path / "out") == pytest.approx(losses(folder / "out"), abs=1e-9)
-    alone, split = (weights(Path(out, "checkpoints")) for out in (folder / "out", tmp_path / "out"))
-    torch.testing.assert_close(split, alone, rtol=0, atol=1e-7)
+    check_layout(preferring(folder, parallel=LAYOUTS[layout], out=str(tmp_path / "out")), folder / "out")
 
 
 def test_a_run_logs_rewards_and_starts_at_its_reference(folder: Path) -> None:

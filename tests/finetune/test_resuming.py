@@ -13,7 +13,7 @@ from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig
 from mlm.finetune.scoring import Scorer
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.trainer import Trainer
-from tests.finetune.runs import finetune, finetuning, losses, read, weights, write_data, write_model
+from tests.finetune.runs import finetune, finetuning, losses, read, weights
 from tests.slow import slow_but
 
 STEPS = 6  # 11 rows in batches of 4, 2 epochs
@@ -24,13 +24,10 @@ class Killed(BaseException):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, rows, and in `out` a run that nothing disturbed."""
-    made = tmp_path_factory.mktemp("resuming")
-    write_model(made / "bert")
-    write_data(made / "classification", "classification")
-    finetune(config_of(made))
-    return made
+def folder(folder: Path) -> Path:
+    """In `out` a run that nothing disturbed."""
+    finetune(config_of(folder))
+    return folder
 
 
 def config_of(folder: Path, **changes: Any) -> FinetuneConfig:

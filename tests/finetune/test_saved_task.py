@@ -7,22 +7,18 @@ import pytest
 
 from mlm.cli.entry import main
 from mlm.config.build import to_dict
-from tests.finetune.runs import finetune, finetuning, read, task_of, write_data, write_model
+from tests.finetune.runs import finetune, finetuning, read, task_of
 
 STARS = replace(task_of("classification"), name="stars")
 """A task that no YAML holds, with a name like that of a shipped one (stsb)."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(folder: Path) -> Path:
     """A run `out` on the task `stars`, and `squad` on a shipped one with settings of its own."""
-    made = tmp_path_factory.mktemp("saved_task")
-    write_model(made / "bert")
-    for kind in ("classification", "span"):
-        write_data(made / kind, kind)
-    finetune(finetuning(made, train={"epochs": 1}, task=STARS))
-    finetune(finetuning(made, "span", train={"epochs": 1}, out=str(made / "squad")))
-    return made
+    finetune(finetuning(folder, train={"epochs": 1}, task=STARS))
+    finetune(finetuning(folder, "span", train={"epochs": 1}, out=str(folder / "squad")))
+    return folder
 
 
 OPTIONS = ("precision=fp64", "dist.device=cpu", "dist.threads_per_rank=1")
