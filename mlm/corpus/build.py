@@ -16,10 +16,10 @@ from mlm.corpus.config import DataBuildConfig
 from mlm.corpus.read.finding import find_inputs
 from mlm.corpus.read.records import Input
 from mlm.corpus.read.shards import group, input_lines, parts_of_text, split_inputs, with_digests
-from mlm.corpus.stages.plan import EVALUATION, TOKENIZER, BuildPlan, make_plan, shard_bytes
+from mlm.corpus.stages.plan import EVALUATION, BuildPlan, make_plan, shard_bytes
 from mlm.corpus.stages.publish import count_documents, publish, reject_empty_parts, summary, write_rejected
 from mlm.corpus.stages.run import run_stages
-from mlm.data.corpus_files import MARKER, parse_split
+from mlm.data.corpus_files import MARKER, TOKENIZER, parse_split
 from mlm.data.receipt import INPUTS, RECEIPT, Receipt, damaged_file, read_receipt, write_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import UserError, writing_to

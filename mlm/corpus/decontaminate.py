@@ -259,7 +259,11 @@ def _spans(text: str) -> tuple[Ints, Ints]:
     units: list[str] | str = text
     folded = text.casefold()
     if not text.isascii() and (IGNORABLE.search(text) or not unicodedata.is_normalized("NFKC", text)):
-        units = [unit for piece in SPACES.findall(text) for unit in units_of(piece)]
+        units = list[str]()
+        for piece in SPACES.findall(text):
+            # letters, if they normalise separately
+            is_separable = piece.isascii() or "".join(map(plain_form, piece)) == plain_form(piece)
+            units += list(piece) if is_separable else [piece]
         folded = "".join(plain_form(unit).casefold() for unit in units)
     words_at = np.array([match.span() for match in WORD.finditer(folded)], dtype=np.int64).reshape(-1, 2)
     begin, end = words_at[:, 0], words_at[:, 1]
@@ -269,13 +273,6 @@ def _spans(text: str) -> tuple[Ints, Ints]:
     grown = [len(plain_form(unit).casefold()) for unit in units]
     unit_of = np.repeat(np.arange(len(units)), grown)
     return np.append(0, after)[unit_of[begin]], after[unit_of[end - 1]]
-
-
-def units_of(piece: str) -> list[str]:
-    """Split a piece without white space into parts that normalise separately: its letters, if they do."""
-    if piece.isascii() or "".join(map(plain_form, piece)) == plain_form(piece):
-        return list(piece)
-    return [piece]
 
 
 def runs(text: str) -> Iterator[bytes]:

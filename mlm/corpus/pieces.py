@@ -100,7 +100,12 @@ def sentence_limits(paragraph: str, segment: Segment) -> list[int]:
     limits = [0]
     begin = 0
     while begin < len(paragraph):
-        stop = block_end(paragraph, begin)
+        stop = begin + BLOCK
+        if stop >= len(paragraph):
+            stop = len(paragraph)
+        else:  # after white space, if there is any
+            last = max(paragraph.rfind(" ", begin, stop), paragraph.rfind("\n", begin, stop))
+            stop = last + 1 if last >= begin else stop
         block = paragraph[begin:stop]
         for space in () if block.isascii() else SPACES:
             block = block.replace(space, " ")
@@ -114,12 +119,3 @@ def sentence_limits(paragraph: str, segment: Segment) -> list[int]:
             begin += len(piece)
             limits.append(begin)
     return limits
-
-
-def block_end(text: str, begin: int) -> int:
-    """Return the end of the block that begins at `begin`: after white space, if there is any."""
-    stop = begin + BLOCK
-    if stop >= len(text):
-        return len(text)
-    last = max(text.rfind(" ", begin, stop), text.rfind("\n", begin, stop)) + 1
-    return last if last > begin else stop

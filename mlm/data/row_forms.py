@@ -47,8 +47,12 @@ def _pair(row: Record) -> tuple[Record | None, str]:
     speakers = [m.get("role", m.get("from")) if isinstance(m, dict) else None for m in firsts]
     if any(speaker not in ("assistant", "gpt") for speaker in speakers):
         return None, ""
-    chosen, rejected = map(_as_messages, answers)
-    pair = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    pair: Record = {"prompt": prompt}
+    for side in ("chosen", "rejected"):
+        answer = row[side]
+        if isinstance(answer, str):
+            answer = _message("assistant", answer)
+        pair[side] = [answer] if isinstance(answer, dict) else answer
     return without(row, consumed) | pair, "prompt and answers of other columns or types read as messages"
 
 
@@ -70,12 +74,6 @@ def without(row: Record, names: tuple[str, ...]) -> Record:
 
 def _message(role: str, content: Any) -> Record:
     return {"role": role, "content": content}
-
-
-def _as_messages(answer: Any) -> Any:
-    if isinstance(answer, str):
-        return [_message("assistant", answer)]
-    return [answer] if isinstance(answer, dict) else answer
 
 
 def _text(message: Any) -> Any:

@@ -17,12 +17,11 @@ from typing import Any
 from mlm.corpus.config import DataBuildConfig
 from mlm.corpus.read.records import InputShard
 from mlm.data.config import SPLITS
-from mlm.data.corpus_files import parse_split
+from mlm.data.corpus_files import TOKENIZER, parse_split
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.files import digest_bytes, write_atomic
 
 VERSION = 3  # of what the stages write
-TOKENIZER = "tokenizer.json"
 EVALUATION = "evaluation.jsonl"
 
 
