@@ -10,7 +10,7 @@ from torch import Tensor
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.save_load import load_checkpoint, save_checkpoint
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.state import is_stored, training_shards
+from mlm.training.state import training_shards
 from tests.parallel.sharded_rank import Rank, samples_of
 from tests.ranks import run_on_ranks
 
@@ -35,7 +35,7 @@ def train_and_save(ctx: ParallelContext, path: Path) -> None:
 
 
 def save(mine: Rank, path: Path) -> None:
-    mine_only = training_shards(state_of(mine), [s for s in mine.shards if is_stored(s, mine.ctx)])
+    mine_only = training_shards(state_of(mine), [s for s in mine.shards if s.is_stored(mine.ctx.replicas)])
     save_checkpoint(path, 1, mine_only, state={}, keep_last=1, keep_every=0, ranks=Ranks.of(mine.ctx))
 
 
