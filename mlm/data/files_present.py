@@ -5,10 +5,10 @@ from pathlib import Path
 
 from mlm.data.chat_template import BUILT_IN, TURNS
 from mlm.data.config import DataConfig
-from mlm.data.stored_corpus import copy_locally
 from mlm.util.errors import Absent, Problem, UserError
 from mlm.util.object_store import is_stored
 from mlm.util.ownership import HUB
+from mlm.util.system import resolve
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 WRITE_ONE = "write one with `mlm data build` (see mlm data build --help)"
@@ -46,7 +46,10 @@ def training_prefix(data: DataConfig, path: str | None = None) -> Path:
     assert path is not None
     if is_stored(path):
         assert data.cache is not None, "checked with the configuration"
-        return copy_locally(path, data.cache, int(data.cache_gb * 1e9))
+        copy_locally = resolve(
+            "mlm.data.stored_corpus:copy_locally"
+        )  # imports NumPy, which help does without
+        return Path(copy_locally(path, data.cache, int(data.cache_gb * 1e9)))
     return Path(path, "train") if Path(path).is_dir() or missing_pair(path) else Path(path)
 
 
