@@ -175,13 +175,17 @@ class Batcher:
 
         A lack of memory then shows at once.
         """
-        order = sorted(range(len(examples)), key=lambda n: -max(map(len, examples[n].texts)))
+        order = sorted(range(len(examples)), key=lambda n: -self.tokens(examples, [n]))
         first = 0
         while first < len(order):
-            rows = max(1, self.budget // self.tokens(examples, order[first : first + 1]))
-            rows *= self.size * self.groups_of
-            yield from self.micro_batches(examples, order[first : first + rows], first)
-            first += rows
+            last = self.end_of_round(examples, order, first)
+            yield from self.micro_batches(examples, order[first:last], first)
+            first = last
+
+    def end_of_round(self, examples: Sequence[Example], order: Sequence[int], first: int) -> int:
+        """Return the end, in `order`, of the examples that fill `groups_of` micro-batches of each rank."""
+        rows = max(1, self.budget // self.tokens(examples, order[first : first + 1]))
+        return min(first + rows * self.size * self.groups_of, len(order))
 
 
 def stack_labels(rows: Sequence[Example]) -> Tensor:

@@ -10,7 +10,7 @@ Shapes: B sequences of a micro-batch, S tokens, E pairs.
 
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -103,17 +103,13 @@ class Packer(Batcher):
             tuple(int(n) for pack in units for n in pack),
         )
 
-    def all_batches(self, examples: Sequence[Example]) -> Iterator[PackedBatch]:  # type: ignore[override]
-        """Yield this rank's micro-batches of all conversations, the longest first."""
-        order = sorted(range(len(examples)), key=lambda n: -example_tokens(examples[n]))
-        room, first, tokens = self.budget * self.size * self.groups_of, 0, 0
-        for i, number in enumerate(order):
-            length = example_tokens(examples[number])
-            if first < i and tokens + length > room:
-                yield from self.micro_batches(examples, order[first:i], first)  # type: ignore[misc]
-                first, tokens = i, 0
-            tokens += length
-        yield from self.micro_batches(examples, order[first:], first)  # type: ignore[misc]
+    def end_of_round(self, examples: Sequence[Example], order: Sequence[int], first: int) -> int:
+        room = self.budget * self.size * self.groups_of
+        for last in range(first, len(order)):
+            room -= example_tokens(examples[order[last]])
+            if room < 0:
+                return max(last, first + 1)
+        return len(order)
 
 
 def example_tokens(example: Example) -> int:

@@ -43,17 +43,51 @@ class Predicted:
     """The hardware that the time is of; empty without one."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NextCommands:
+    """What continues a run, evaluates it and generates with it."""
+
+    resume: Sequence[str]
+    """The words that continue the run: `["mlm", "pretrain", "resume=runs/a"]`."""
+    total_steps: int
+    """Steps that the run is to take."""
+    decays: bool = True
+    """True if the learning rate ends with schedule.decay_steps."""
+    prompt: str | None = None
+    """Starts the example of `mlm generate`; None leaves that out (no tokenizer, or no text)."""
+    validation: Sequence[str] = ()
+    """The validation sets, one per corpus of a blend; without any `mlm eval loss` is left out."""
+    trusted: str | None = None
+    """Module of a custom model family, which other commands load only if it is trusted."""
+
+    def block(self, out: Path, done: int) -> str:
+        """Return the commands for a run that has taken `done` steps, as a block of shell."""
+        resume, total_steps = self.resume, self.total_steps
+        lines = [f"# resume after step {done}", shlex.join(resume)]
+        if done >= total_steps:
+            keep = f"schedule.decay_steps={total_steps}"
+            note = f"; {keep} keeps the learning rate where it ended" if self.decays else ""
+            longer = [*resume, f"train.steps={2 * total_steps}", *[keep] * self.decays]
+            lines = [f"# train on{note}", shlex.join(longer)]
+        trust = f"{TRUST}={self.trusted} " if self.trusted else ""
+        if self.validation:
+            score = f"{trust}mlm eval loss {override('ckpt', str(out))}"
+            several = len(self.validation) > 1
+            paths = [f" {override('path', path)}" for path in self.validation] if several else [""]
+            lines += ["", "# loss and perplexity on held-out text", *(score + path for path in paths)]
+        if self.prompt is not None:
+            sample = f"{trust}mlm generate {override('ckpt', str(out))} {override('prompt', self.prompt)}"
+            lines += ["", "# sample a continuation", sample]
+        lines += ["", "# curves, in a browser", shlex.join(["mlm", "report", str(out)])]
+        return "\n".join(["```sh", *lines, "```"])
+
+
 def write_summary(
     out: Path,
+    commands: NextCommands,
     *,
-    resume: Sequence[str],
     header: Rows,
-    total_steps: int,
-    decays: bool = True,
     unit: str = "nats per token",
-    prompt: str | None = None,
-    validation: Sequence[str] = (),
-    trusted: str | None = None,
     predicted: Predicted | None = None,
     failure: str | None = None,
     checkpoint: Rows = (),
@@ -62,14 +96,9 @@ def write_summary(
 
     Args:
         out: the run directory.
-        resume: the words that continue the run: `["mlm", "pretrain", "resume=runs/a"]`.
+        commands: the run's next commands.
         header: further rows on what ran (model, layout, precision …).
-        total_steps: steps that the run is to take.
-        decays: True if the learning rate ends with schedule.decay_steps.
         unit: unit of the loss.
-        prompt: starts the example of `mlm generate`; None leaves that out (no tokenizer, or no text).
-        validation: the validation sets, one per corpus of a blend; without any `mlm eval loss` is left out.
-        trusted: module of a user's model family, which other commands load only if it is trusted.
         predicted: numbers to compare with the measured ones.
         failure: the error that ended the run.
         checkpoint: rows on the newest good checkpoint, and the way back to it.
@@ -78,7 +107,7 @@ def write_summary(
         OSError: the summary cannot be written.
         UserError: metrics.jsonl cannot be read.
     """
-    run = read_run(out, out.resolve().name)
+    run, total_steps = read_run(out, out.resolve().name), commands.total_steps
     state = "Failed" if failure else "Finished" if run.done >= total_steps else "Stopped early"
     parts = [
         SUMMARY_MARK,
@@ -93,7 +122,7 @@ def write_summary(
         table([(f"`{path.name}`", text) for pattern, text in FILES for path in sorted(out.glob(pattern))]),
         "## How to continue",
         "From the folder that it was started in:",
-        commands(out, resume, run.done, total_steps, decays, prompt, validation, trusted),
+        commands.block(out, run.done),
     ]
     path = out / "README.md"
     if path.exists() and not is_summary(path):  # the user's, come since the run began
@@ -202,33 +231,6 @@ def compare_prediction(run: RunRecords, predicted: Predicted | None) -> str:
 
 def number(value: float, digits: int = 4) -> str:
     return "not finite" if math.isnan(value) else f"{value:.{digits}f}"
-
-
-def commands(
-    out: Path,
-    resume: Sequence[str],
-    done: int,
-    total_steps: int,
-    decays: bool,
-    prompt: str | None,
-    validation: Sequence[str],
-    trusted: str | None,
-) -> str:
-    lines = [f"# resume after step {done}", shlex.join(resume)]
-    if done >= total_steps:
-        keep = f"schedule.decay_steps={total_steps}"
-        lines = [f"# train on; {keep} keeps the learning rate where it ended" if decays else "# train on"]
-        lines.append(shlex.join([*resume, f"train.steps={2 * total_steps}", *[keep] * decays]))
-    trust = f"{TRUST}={trusted} " if trusted else ""
-    if validation:
-        score = f"{trust}mlm eval loss {override('ckpt', str(out))}"
-        paths = [f" {override('path', path)}" for path in validation] if len(validation) > 1 else [""]
-        lines += ["", "# loss and perplexity on held-out text", *(score + path for path in paths)]
-    if prompt is not None:
-        sample = f"{trust}mlm generate {override('ckpt', str(out))} {override('prompt', prompt)}"
-        lines += ["", "# sample a continuation", sample]
-    lines += ["", "# curves, in a browser", shlex.join(["mlm", "report", str(out)])]
-    return "\n".join(["```sh", *lines, "```"])
 
 
 def override(key: str, value: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from mlm.tracking import history
-from mlm.tracking.summary import override, write_summary
+from mlm.tracking.summary import NextCommands, override, write_summary
 from tests.tracking.reporting import reporter, step_metrics
 
 COMMAND = ["mlm", "pretrain", "resume=runs/shakespeare"]
@@ -32,7 +32,6 @@ def summarise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Summarise:
 
     def run(
         done: int = 100,
-        command: list[str] = COMMAND,
         prompt: str | None = "The king",
         started: dict[str, Any] = STARTED,
         **options: Any,
@@ -44,7 +43,8 @@ def summarise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Summarise:
             report.validation(done, 4.2, 66.69)
         (out / "checkpoints").mkdir()
         options = {"prompt": prompt, "validation": ["corpus/validation"], **options}
-        return write_summary(out, resume=command, header=HEADER, total_steps=100, **options).read_text()
+        commands = NextCommands(resume=COMMAND, total_steps=100, **options)
+        return write_summary(out, commands, header=HEADER).read_text()
 
     return run
 
@@ -117,7 +117,7 @@ def test_every_attempt_is_listed_with_its_command(summarise: Summarise, tmp_path
     out, again = tmp_path / "shakespeare", {"command": ["mlm", "pretrain", "resume=runs/a"], "host": "node8"}
     with reporter(out, start_step=50, run={**again, "launcher": "SLURM job 12"}) as report:
         report.step(step_metrics(60))
-    text = write_summary(out, resume=COMMAND, header=HEADER, total_steps=100).read_text()
+    text = write_summary(out, NextCommands(resume=COMMAND, total_steps=100), header=HEADER).read_text()
     assert "| command | `mlm pretrain experiment" in text
     assert "| command after step 50 | `mlm pretrain resume=runs/a` |" in text
     assert "UTC on node8 by SLURM job 12 |" in text
@@ -128,9 +128,8 @@ def test_an_accuracy_has_no_unit_of_a_loss(summarise: Summarise, tmp_path: Path)
     out = tmp_path / "shakespeare"
     with reporter(out, start_step=100) as report:
         report.validation(100, 4.2, 66.69, {"mlm_loss": 2.5, "mlm_accuracy": 0.4})
-    text = write_summary(
-        out, resume=COMMAND, header=HEADER, total_steps=100, unit="nats, both heads"
-    ).read_text()
+    commands = NextCommands(resume=COMMAND, total_steps=100)
+    text = write_summary(out, commands, header=HEADER, unit="nats, both heads").read_text()
     assert "| validation loss of mlm | 2.5000 nats |" in text
     assert "| validation mlm accuracy | 0.4000 |" in text
 

@@ -46,7 +46,7 @@ from mlm.tracking.history import FILE_NAME, diverged_since
 from mlm.tracking.metrics import Parts, Rates
 from mlm.tracking.peak import DevicePeak, peak_flops
 from mlm.tracking.reporter import training_console
-from mlm.tracking.summary import write_summary
+from mlm.tracking.summary import NextCommands, write_summary
 from mlm.training.identity import changes_line
 from mlm.training.incidents.numbers import spare_samples
 from mlm.training.incidents.watcher import IncidentError
@@ -347,16 +347,19 @@ def finish_directory(
         log.warning(why, config.precision.initial_loss_scale, trainer.step, scaler.scale.item())
     try:
         good = newest_good(out / CHECKPOINTS, diverged_since(out / FILE_NAME))
-        summary = write_summary(
-            out,
+        commands = NextCommands(
             resume=resume_command("pretrain", out, config),
-            header=rows,
             total_steps=config.train.steps,
             decays=config.schedule.decay not in STABLE_DECAYS,
-            unit=family_of(config.model.kind).loss_unit,
             prompt="The" if generates else None,
             trusted=kind.partition(":")[0] if is_path(kind) else None,
             validation=[str(prefix) for prefix in validation_prefixes(config.data).values()],
+        )
+        summary = write_summary(
+            out,
+            commands,
+            header=rows,
+            unit=family_of(config.model.kind).loss_unit,
             predicted=forecast.predicted(config, trainer.ctx.world_size),
             failure=failure,
             checkpoint=[("newest good checkpoint", f"`{good}`" if good else "none")],
