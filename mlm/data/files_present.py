@@ -46,9 +46,7 @@ def training_prefix(data: DataConfig, path: str | None = None) -> Path:
     assert path is not None
     if is_stored(path):
         assert data.cache is not None, "checked with the configuration"
-        copy_locally = resolve(
-            "mlm.data.stored_corpus:copy_locally"
-        )  # imports NumPy, which help does without
+        copy_locally = resolve("mlm.data.stored_corpus:copy_locally")  # takes NumPy, not for help
         return Path(copy_locally(path, data.cache, int(data.cache_gb * 1e9)))
     return Path(path, "train") if Path(path).is_dir() or missing_pair(path) else Path(path)
 
