@@ -1,6 +1,7 @@
 """Order of the test files, and runs that draw nothing and compute on one thread."""
 
 import gc
+import signal
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,6 +13,10 @@ from mlm.launch import process
 with warnings.catch_warnings():  # pytest has imported distutils
     warnings.simplefilter("ignore")
     import setuptools  # noqa: F401  # Inductor imports it, which fails once a test has imported pip
+
+
+# A shell's background jobs ignore Ctrl-C, which tests send to themselves and to commands.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)

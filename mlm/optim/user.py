@@ -109,12 +109,27 @@ def _build_small(config: OptimizerConfig, build: Callable[[Groups], Any]) -> Any
 
 def check_step(optimizer: Any) -> None:
     """Raise OwnCodeError if a step with gradients of 0 fails, or leaves what checkpoints do not hold."""
+    before = _numbers(optimizer)
     try:
         optimizer.step()
     except Exception as error:
         problem = f"its step() fails with gradients of 0 ({type(error).__name__}: {error})"
         raise OwnCodeError(f"optimizer.kind: {problem}; correct it, or optimizer.options") from error
+    if changed := [name for name, value in _numbers(optimizer).items() if before.get(name) != value]:
+        problem = f"its step() changes {changed[0]}, which checkpoints do not hold"
+        raise OwnCodeError(
+            f"optimizer.kind: {problem}; keep a count as self.state[p]['step'] of each parameter"
+        )
     check_state(optimizer)
+
+
+def _numbers(optimizer: Any) -> dict[str, Any]:
+    """Numbers and tensors of an optimizer outside its state: a resumed run would lack what a step changes."""
+    named = {f"self.{name}": value for name, value in vars(optimizer).items()}
+    for number, group in enumerate(optimizer.param_groups):
+        named |= {f"param_groups[{number}]['{key}']": value for key, value in group.items()}
+    tensors = {name: value.tolist() for name, value in named.items() if hasattr(value, "tolist")}
+    return tensors | {name: value for name, value in named.items() if isinstance(value, Real)}
 
 
 def check_state(optimizer: Any) -> None:

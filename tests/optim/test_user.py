@@ -57,6 +57,18 @@ def build_declared(groups, config):
     return Normed(groups, config.lr)
 build_declared.elementwise = True
 
+class CountsInGroup(Elementwise):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
+class SumsInSelf(Elementwise):
+    def __init__(self, groups, lr):
+        super().__init__(groups, lr)
+        self.kept, self.sums = torch.arange(3.0), torch.zeros(3)
+    def step(self, closure=None):
+        self.sums += 1
+
 class RowsFromTheStart(Elementwise):
     def __init__(self, groups, lr):
         super().__init__(groups, lr)
@@ -200,6 +212,8 @@ def test_optimizer_of_whole_parameters_trains_alike_over_stages_and_replicas(
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
+        ("CountsInGroup", "changes param_groups[0]['step'], which checkpoints do not hold"),
+        ("SumsInSelf", "changes self.sums, which checkpoints do not hold"),
         ("RowsFromTheStart", "checkpoints cannot hold its state row"),
         ("StateOfAll", "checkpoints cannot hold its state 'k' of no parameter"),
     ],
