@@ -43,6 +43,7 @@ SQUAD = {
     "question": "Who sat?",
     "answers": {"text": ["The old cat", "cat"], "answer_start": [0, 8]},
 }
+TALK = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]
 STS = {"sentence1": "a cat", "sentence2": "the cat", "label": 3.8, "idx": 0}
 
 

@@ -212,6 +212,16 @@ def check_layout(config: FinetuneConfig, alone: Path) -> None:
     torch.testing.assert_close(split, whole, rtol=0, atol=1e-7)
 
 
+def check_same_run(out: Path, whole: Path) -> None:
+    """A run like the undisturbed one, bit for bit."""
+    one, other = (read(run / "result.json") for run in (out, whole))
+    for key in ("scores", "best_step", "steps", "depends_on"):
+        assert one[key] == other[key]
+    assert losses(out) == losses(whole)
+    tensors, wanted = (weights(run / "checkpoints") for run in (out, whole))
+    assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+
+
 def losses(out: Path) -> list[float]:
     return [line["loss"] for line in records(out, "step")]
 

@@ -8,9 +8,21 @@ import pytest
 
 from mlm.finetune.splits import read_split
 from mlm.util.errors import CorruptFileError, UserError
-from tests.finetune.material import PAIR, RACE, SQUAD, STS, pairs, shipped, split_of, write_rows, write_table
+from tests.finetune.material import (
+    PAIR,
+    RACE,
+    SQUAD,
+    STS,
+    TALK,
+    pairs,
+    shipped,
+    split_of,
+    write_rows,
+    write_table,
+)
 from tests.hostile.files import payloads
 
+CHOSEN = {"prompt": "a", "chosen": "b", "rejected": "c"}
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "no label": ("mine", PAIR | {"label": None}, "no label"),
     "unknown number": ("mine", PAIR | {"label": 2}, "label=2 is no label: use 0 to 1 or a name"),
@@ -46,8 +58,37 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "SQuAD 2.0 of the Hub as 1.1": (
         "squad", SQUAD | {"answers": {"text": [], "answer_start": []}}, "no label",
     ),
+    "no rejected answer": ("preferences", {"prompt": "a", "chosen": "b"}, "no column 'rejected'"),
+    "equal answers": ("preferences", CHOSEN | {"rejected": "b"}, "'chosen' and 'rejected' are equal"),
+    "number for an answer": ("preferences", CHOSEN | {"rejected": 3}, "'rejected'"),
+    "empty answer": ("preferences", CHOSEN | {"chosen": ""}, "'chosen' is empty"),
+    "no messages before an answer": (
+        "preferences", {"prompt": [], "chosen": [{"role": "user", "content": "b"}], "rejected": []},
+        "'prompt': no list of messages",
+    ),
+    "system beside texts": (
+        "preferences", {"chosen": "a b", "rejected": "a c", "system": "x"},
+        "'system' is not read beside answers that are texts",
+    ),
+    "tools beside texts": (
+        "preferences", {"chosen": "a b", "rejected": "a c", "tools": "x"},
+        "'tools' is not read beside answers that are texts",
+    ),
+    "no answer of the assistant": (
+        "chat", {"messages": TALK[:1]},
+        "'messages' has no message of the assistant: add the answer, or delete the row",
+    ),
+    "unknown role": (
+        "chat", {"messages": [TALK[0] | {"role": "human"}, TALK[1]]}, "message 1: role='human' is unknown",
+    ),
+    "number for a message": (
+        "chat", {"messages": [TALK[0], TALK[1] | {"content": 1}]}, "message 2: its 'content' is no text",
+    ),
 }  # fmt: skip
-GOOD = {"mine": PAIR, "stsb": STS, "race": RACE, "squad": SQUAD}
+GOOD = {
+    **{"mine": PAIR, "stsb": STS, "race": RACE, "squad": SQUAD},
+    **{"preferences": CHOSEN, "chat": {"messages": TALK}},
+}
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -8,6 +8,7 @@ import pytest
 
 from mlm.finetune.batches import Batcher, Order, TaskBatch, draw_rows
 from mlm.finetune.examples import Example, InputText
+from mlm.finetune.packing import Packer
 from mlm.parallel.config import IGNORE_INDEX
 
 
@@ -112,16 +113,19 @@ def check_batch(batch: TaskBatch, examples: list[Example], budget: int, multiple
         assert length == len(text)
 
 
-@pytest.mark.parametrize("size, groups_of", [(1, 1), (3, 1), (2, 4), (16, 1)])
-def test_an_evaluation_has_each_example_once(size: int, groups_of: int) -> None:
+@pytest.mark.parametrize("kind", [Batcher, Packer])
+@pytest.mark.parametrize("size, groups_of, multiple", [(1, 1, 1), (3, 2, 4), (2, 4, 1), (16, 1, 1)])
+def test_an_evaluation_has_each_example_once(
+    kind: type[Batcher], size: int, groups_of: int, multiple: int
+) -> None:
     examples = examples_of(11)
-    dealt = [
-        list(Batcher(budget=60, rank=rank, size=size, groups_of=groups_of).all_batches(examples))
-        for rank in range(size)
-    ]
-    every = [n for batches in dealt for batch in batches for n in batch.examples]
-    assert sorted(every) == list(range(11))
+    shared = {"budget": 60, "length": 30, "size": size, "groups_of": groups_of, "multiple": multiple}
+    dealt = [list(kind(rank=rank, **shared).all_batches(examples)) for rank in range(size)]
+    every = [batch for batches in dealt for batch in batches]
+    assert sorted(n for batch in every for n in batch.examples) == list(range(11))
+    assert all(batch.tokens.shape[1] % multiple == 0 for batch in every)
     assert {len(batches) for batches in dealt} == {len(dealt[0])}
+    assert len(dealt[0]) % groups_of == 0
 
 
 def test_chosen_rows_are_drawn_at_random_and_in_order() -> None:

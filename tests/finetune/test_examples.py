@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlm.finetune.examples import InputText
 from mlm.finetune.splits import tokenize
 from mlm.util.errors import UserError
 from tests.finetune.material import bert, gpt2, pairs, sentence, shipped, split_of, their_bert
@@ -22,34 +21,18 @@ def rows_of_pairs(count: int, longest: int) -> list[dict[str, Any]]:
     ]
 
 
-def types_of(text: InputText) -> list[int]:
-    return [0] * text.second + [1] * (len(text) - text.second)
-
-
-def assert_same(text: InputText, theirs: Any) -> None:
-    assert text.tokens.dtype == np.int32
-    assert text.tokens.tolist() == theirs["input_ids"]
-    assert types_of(text) == theirs["token_type_ids"]
-
-
-@pytest.mark.parametrize("max_length", [17, 24, 512])
-def test_pairs_are_those_of_transformers(tmp_path: Path, max_length: int) -> None:
-    rows = rows_of_pairs(60, 20)
-    examples = tokenize(
-        pairs(), split_of(tmp_path, pairs(), rows), bert(), causal=False, max_length=max_length
-    )
-    for row, example in zip(rows, examples.examples, strict=True):
-        theirs = their_bert()(row["first"], row["second"], truncation=True, max_length=max_length)
-        assert_same(example.texts[0], theirs)
-        assert example.label == row["label"]
-
-
-@pytest.mark.parametrize("max_length", [9, 512])
-def test_single_texts_are_those_of_transformers(tmp_path: Path, max_length: int) -> None:
-    task, rows = pairs(columns=["first"]), rows_of_pairs(40, 12)
+@pytest.mark.parametrize("columns", [["first", "second"], ["first"]])
+@pytest.mark.parametrize("max_length", [9, 17, 24, 512])
+def test_texts_are_those_of_transformers(tmp_path: Path, columns: list[str], max_length: int) -> None:
+    task, rows = pairs(columns=columns), rows_of_pairs(60, 20)
     examples = tokenize(task, split_of(tmp_path, task, rows), bert(), causal=False, max_length=max_length)
     for row, example in zip(rows, examples.examples, strict=True):
-        assert_same(example.texts[0], their_bert()(row["first"], truncation=True, max_length=max_length))
+        theirs = their_bert()(*(row[name] for name in columns), truncation=True, max_length=max_length)
+        text = example.texts[0]
+        assert text.tokens.dtype == np.int32
+        assert text.tokens.tolist() == theirs["input_ids"]
+        assert [int(n >= text.second) for n in range(len(text))] == theirs["token_type_ids"]
+        assert example.label == row["label"]
 
 
 def test_every_row_has_its_example_and_cut_rows_are_counted(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from mlm.cli import main
 from mlm.finetune import training
@@ -15,7 +14,7 @@ from mlm.finetune.config import FinetuneConfig
 from mlm.launch.child_run import child_run
 from mlm.parallel.mesh import ParallelContext
 from tests.finetune.material import WORDS, write_table
-from tests.finetune.runs import finetune, finetuning, losses, read, records, weights, write_data
+from tests.finetune.runs import check_same_run, finetune, finetuning, losses, read, records, write_data
 
 REVIEWS = """# Is a book liked?
 name: reviews
@@ -145,11 +144,7 @@ def test_killed_and_interrupted_by_the_system(folder: Path, tmp_path: Path) -> N
     assert not (out / "result.json").exists()
     assert main([*words, f"out={out}"]) == 0
     assert main([*words, f"out={tmp_path / 'whole'}"]) == 0
-    for key in ("scores", "best_step", "steps", "depends_on"):
-        assert read(out / "result.json")[key] == read(tmp_path / "whole/result.json")[key]
-    assert losses(out) == losses(tmp_path / "whole")
-    found, wanted = (weights(each / "checkpoints") for each in (out, tmp_path / "whole"))
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    check_same_run(out, tmp_path / "whole")
 
 
 def wait_for_step(out: Path, step: int, process: "subprocess.Popen[bytes]") -> None:

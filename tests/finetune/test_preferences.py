@@ -26,7 +26,6 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import parameter_shards
 from mlm.training.pipelined import PipelinedModel
-from mlm.util.errors import ConfigError
 from tests.data.chats import theirs
 from tests.finetune.chats import POSITIONS, write_llama
 from tests.finetune.material import shipped, write_rows
@@ -191,30 +190,6 @@ def test_beside_adapters_the_frozen_base_is_the_reference(folder: Path, tmp_path
     assert np.load(kept).shape == (14, 2)
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({"prompt": "a", "chosen": "b"}, "no column 'rejected'"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "'chosen' and 'rejected' are equal"),
-        ({"prompt": "a", "chosen": "b", "rejected": 3}, "'rejected'"),
-        ({"prompt": "a", "chosen": "", "rejected": "c"}, "'chosen' is empty"),
-        (
-            {"prompt": [], "chosen": [{"role": "user", "content": "b"}], "rejected": []},
-            "'prompt': no list of messages",
-        ),
-    ],
-)
-def test_a_malformed_row_is_named_with_its_field(
-    folder: Path, tmp_path: Path, row: dict[str, Any], problem: str
-) -> None:
-    good = pair(random.Random(0))
-    write_rows(tmp_path / "pairs" / "train.jsonl", [good, row])
-    with pytest.raises(ConfigError) as caught:
-        read_split(preferring(folder).task, "train", path=str(tmp_path / "pairs"))
-    (line,) = caught.value.problems
-    assert line.startswith(f"{tmp_path}/pairs/train.jsonl:2: {problem}")
-
-
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 SHOWN = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
@@ -268,13 +243,6 @@ def test_answers_of_a_pair_are_those_of_trl(folder: Path, tmp_path: Path, form: 
         ids = [*their["prompt_ids"], *their[f"{name}_ids"]]
         assert text.tokens.tolist() == [*ids[: len(ids) - len(end)], *end]
         assert int(np.sum(np.array(label) >= 0)) == len(their[f"{name}_ids"])
-
-
-@pytest.mark.parametrize("name", ["system", "tools"])
-def test_column_beside_texts_that_is_not_read_is_named(folder: Path, tmp_path: Path, name: str) -> None:
-    write_rows(tmp_path / "train.jsonl", [{"chosen": "a b", "rejected": "a c", name: "x"}])
-    with pytest.raises(ConfigError, match=f"'{name}' is not read beside answers that are texts"):
-        read_split(preferring(folder).task, "train", path=str(tmp_path))
 
 
 def test_padding_has_positions_that_every_model_has(folder: Path) -> None:

@@ -13,7 +13,7 @@ from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig
 from mlm.finetune.scoring import Scorer
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.trainer import Trainer
-from tests.finetune.runs import finetune, finetuning, losses, read, weights
+from tests.finetune.runs import check_same_run, finetune, finetuning, losses, weights
 from tests.slow import slow_but
 
 STEPS = 6  # 11 rows in batches of 4, 2 epochs
@@ -55,15 +55,12 @@ def dies(config: FinetuneConfig, monkeypatch: pytest.MonkeyPatch, owner: Any, na
 
 def check_same(folder: Path, out: Path) -> None:
     """A run like the undisturbed one, bit for bit, and its best checkpoint alone."""
-    mine, theirs = (read(each / "result.json") for each in (out, folder / "out"))
-    for key in ("scores", "best_step", "steps", "depends_on"):
-        assert mine[key] == theirs[key]
-    assert losses(out) == losses(folder / "out")
+    check_same_run(out, folder / "out")
     for place in ("checkpoints", "best/checkpoints"):
-        (one,), (other,) = (checkpoints(each / place) for each in (out, folder / "out"))
+        (one,), (other,) = (checkpoints(run / place) for run in (out, folder / "out"))
         assert one == other
-        found, wanted = (weights(each / place) for each in (out, folder / "out"))
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    best, wanted = (weights(run / "best/checkpoints") for run in (out, folder / "out"))
+    assert all(torch.equal(best[name], wanted[name]) for name in wanted)
 
 
 STEP, BEST = (Trainer, "clip_and_update"), (training, "save_best")

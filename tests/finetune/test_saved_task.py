@@ -24,21 +24,17 @@ def folder(folder: Path) -> Path:
 OPTIONS = ("precision=fp64", "dist.device=cpu", "dist.threads_per_rank=1")
 
 
-@pytest.mark.parametrize("place", ["", "best", "best/checkpoints/step-*"])
-def test_the_task_is_read_from_the_run(folder: Path, tmp_path: Path, place: str) -> None:
-    (ckpt,) = (folder / "out").glob(place) if place else (folder / "out",)
-    assert main(["eval", "stars", f"ckpt={ckpt}", f"out={tmp_path}/eval.json", *OPTIONS]) == 0
-    found, trained = read(tmp_path / "eval.json"), read(folder / "out/result.json")
-    assert {each["split"]: each["metrics"] for each in found["results"]} == trained["scores"]
-    assert found["task_settings"] == to_dict(STARS)
-
-
-def test_a_shipped_task_has_the_settings_of_the_run(folder: Path, tmp_path: Path) -> None:
-    """task.max_length=40 and task.doc_stride=4 of the run, not 384 and 128 of the YAML."""
-    assert main(["eval", "squad", f"ckpt={folder}/squad", f"out={tmp_path}/eval.json", *OPTIONS]) == 0
-    found, trained = read(tmp_path / "eval.json"), read(folder / "squad/result.json")
-    assert {each["split"]: each["metrics"] for each in found["results"]} == trained["scores"]
-    assert found["task_settings"] == to_dict(task_of("span"))
+@pytest.mark.parametrize(
+    ("task", "place"),
+    [("stars", "out"), ("stars", "out/best"), ("stars", "out/best/checkpoints/step-*"), ("squad", "squad")],
+)
+def test_the_task_is_read_from_the_run(folder: Path, tmp_path: Path, task: str, place: str) -> None:
+    """Of squad task.max_length=40 and task.doc_stride=4 of the run, not 384 and 128 of the YAML."""
+    (ckpt,) = folder.glob(place)
+    assert main(["eval", task, f"ckpt={ckpt}", f"out={tmp_path}/eval.json", *OPTIONS]) == 0
+    found, trained = read(tmp_path / "eval.json"), read(folder / place.partition("/")[0] / "result.json")
+    assert {entry["split"]: entry["metrics"] for entry in found["results"]} == trained["scores"]
+    assert found["task_settings"] == to_dict(STARS if task == "stars" else task_of("span"))
 
 
 def test_ones_own_yaml_stands_above_the_run(

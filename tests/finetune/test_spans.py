@@ -34,9 +34,9 @@ def question_rows(count: int = 30) -> list[dict[str, Any]]:
 
 
 def windows_of(
-    folder: Path, rows: list[dict[str, Any]], *, causal: bool = False
+    folder: Path, rows: list[dict[str, Any]], name: str = "squad", *, causal: bool = False, **changes: Any
 ) -> tuple[Any, Any, list[Window]]:
-    task = shipped("squad", **SMALL)
+    task = shipped(name, **SMALL | changes)
     split = split_of(folder, task, rows)
     tokenizer = gpt2() if causal else bert()
     examples = tokenize(task, split, tokenizer, causal=causal, max_length=task.max_length).examples
@@ -127,16 +127,13 @@ def test_best_answer_is_that_of_trying_all_pairs(tmp_path: Path) -> None:
 
 def test_pairs_that_end_before_they_begin_take_no_place_among_the_best(tmp_path: Path) -> None:
     (row,) = question_rows(1)
-    row["context"], row["answers"] = "the cat sat on the old mat", None
-    task = shipped("squad", **SMALL | {"n_best": 2})
-    split = split_of(tmp_path, task, [row], name="test")
-    examples = tokenize(task, split, bert(), causal=False, max_length=40).examples
-    (window,) = examples
-    assert isinstance(window, Window)
+    row["context"] = "the cat sat on the old mat"
+    row["answers"] = {"text": ["the cat"], "answer_start": [0]}
+    task, split, (window,) = windows_of(tmp_path, [row], n_best=2)
     scores = np.zeros((len(window.texts[0]), 2), dtype=np.float32)
     scores[window.first + np.array([5, 1]), 0] = 10, 1
     scores[window.first + np.array([2, 6]), 1] = 10, 1
-    found = SPAN.predict(task, split.rows[0], examples, [scores])
+    found = SPAN.predict(task, split.rows[0], [window], [scores])
     assert [(c.text, c.score) for c in found.n_best] == [("cat sat", 11.0), ("old mat", 11.0)]
 
 
@@ -144,14 +141,11 @@ def test_pairs_that_end_before_they_begin_take_no_place_among_the_best(tmp_path:
 def test_no_answer_is_given_when_its_score_exceeds_the_best_by_the_threshold(
     tmp_path: Path, threshold: float, answered: bool
 ) -> None:
-    task = shipped("squad_v2", **SMALL, null_threshold=threshold)
-    (row,) = question_rows(1)
-    split = split_of(tmp_path, task, [row])
-    examples = tokenize(task, split, bert(), causal=False, max_length=40).examples
-    outputs = [np.zeros((len(e.texts[0]), 2), dtype=np.float32) for e in examples]
+    task, split, windows = windows_of(tmp_path, question_rows(1), "squad_v2", null_threshold=threshold)
+    outputs = [np.zeros((len(w.texts[0]), 2), dtype=np.float32) for w in windows]
     for output in outputs:
         output[0] = 1.0  # no answer has 2, the best answer 0
-    found = SPAN.predict(task, split.rows[0], examples, outputs)
+    found = SPAN.predict(task, split.rows[0], windows, outputs)
     assert (found.value != "") == answered
     assert found.null_score == 2.0
 
