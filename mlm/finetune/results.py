@@ -49,7 +49,6 @@ class Progress:
     scores: Scores = field(default_factory=dict)
     """Metrics of that step."""
     merit: float = 0.0
-    """Merit of these scores."""
     without_gain: int = 0
     """Validations since then."""
     tokens: int = 0
@@ -112,7 +111,7 @@ RESULT = "result.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Result of one seed."""
+    """Content of result.json for one seed."""
 
     task: str
     seed: int
@@ -124,7 +123,6 @@ class Result:
     """Files of predictions of the test splits."""
     best_step: int
     steps: int
-    """Steps taken."""
     steps_per_epoch: int
     checkpoint: str
     """Folder of the best checkpoint."""

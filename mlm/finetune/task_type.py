@@ -43,7 +43,6 @@ class Prediction:
     """The model's answer to a row."""
 
     id: str
-    """Id of the row."""
     value: int | float | str
     """Index of a label or option, a number, or a text; for type span the answer, empty for no answer."""
     scores: tuple[float, ...] = ()

@@ -53,10 +53,15 @@ def test_scores_of_labels_are_those_worked_out_by_hand(tmp_path: Path, name: str
     assert found == {name: pytest.approx(value, abs=1e-12)}
 
 
-def test_errors_of_numbers_are_those_of_scikit_learn(tmp_path: Path) -> None:
+def numbers() -> tuple[Any, Any]:
+    """Labels of STS-B, and predictions near them."""
     draw = np.random.default_rng(3)
     labels = draw.integers(0, 26, 40) / 5
-    values = labels + draw.normal(size=40)
+    return labels, labels + draw.normal(size=40)
+
+
+def test_errors_of_numbers_are_those_of_scikit_learn(tmp_path: Path) -> None:
+    labels, values = numbers()
     theirs = {"mse": mean_squared_error, "rmse": root_mean_squared_error, "mae": mean_absolute_error}
     found = scores(tmp_path, shipped("stsb", metrics=list(theirs)), labels.tolist(), values.tolist())
     want = {name: metric(labels, values) for name, metric in theirs.items()}
@@ -73,9 +78,7 @@ def test_the_best_checkpoint_has_the_least_error_or_the_largest_score(name: str,
 
 
 def test_scores_of_numbers_are_the_formulas(tmp_path: Path) -> None:
-    draw = np.random.default_rng(2)
-    labels = draw.integers(0, 26, 40) / 5
-    values = labels + draw.normal(size=40)
+    labels, values = numbers()
 
     def pearson(a: Any, b: Any) -> float:
         return float(((a - a.mean()) * (b - b.mean())).sum() / (len(a) * a.std() * b.std()))

@@ -35,12 +35,16 @@ def test_starting_from_scratch_begins_a_new_history(tmp_path: Path) -> None:
     assert [r["kind"] for r in read_metrics(tmp_path)] == ["run"]
 
 
-def test_half_a_line_left_by_a_kill_is_removed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rest", [b'{"kind": "step", "step": 2, "lo', b"\0" * 100 + b"\xff\n"])
+def test_what_a_kill_or_a_power_loss_left_is_removed(tmp_path: Path, rest: bytes) -> None:
+    """Half a line, and blocks of zeros."""
     attempt(tmp_path, 0, 2)
     with open(tmp_path / FILE_NAME, "ab") as file:
-        file.write(b'{"kind": "step", "step": 2, "lo')
+        file.write(rest)
     attempt(tmp_path, 2, 3)
-    assert [r["step"] for r in read_metrics(tmp_path) if r["kind"] == "step"] == [1, 2, 3]
+    records = read_metrics(tmp_path)
+    assert [r["step"] for r in records if r["kind"] == "step"] == [1, 2, 3]
+    assert len(records) == 2 + 3 * 3
 
 
 @pytest.mark.parametrize("step", [0, 2])
@@ -67,14 +71,6 @@ def test_records_without_a_type_or_with_a_step_that_is_none_are_left_out(tmp_pat
     )
     (tmp_path / FILE_NAME).write_bytes(b"\n".join(lines))
     assert list(read_records(tmp_path / FILE_NAME)) == []
-
-
-def test_blocks_of_zeros_left_by_a_power_loss_are_removed(tmp_path: Path) -> None:
-    attempt(tmp_path, 0, 2)
-    with open(tmp_path / FILE_NAME, "ab") as file:
-        file.write(b"\0" * 100 + b"\xff\n")
-    attempt(tmp_path, 2, 3)
-    assert len(read_metrics(tmp_path)) == 2 + 3 * 3
 
 
 def test_a_file_that_needs_no_repair_is_not_rewritten(tmp_path: Path) -> None:
