@@ -93,40 +93,26 @@ class TestWhen:
     """When a run validates, saves and ends."""
 
     @pytest.mark.parametrize(
-        "validate_every, save_every, validated, saved",
-        [(None, 0, [3, 6], [3, 6]), (4, 0, [4, 6], [4, 6]), (None, 4, [3, 6], [4, 6])],
+        "every, expected",
+        [((None, 0), ([3, 6], [3, 6])), ((4, 0), ([4, 6], [4, 6])), ((None, 4), ([3, 6], [4, 6]))],
     )
-    def test_validates_and_saves(
-        self,
-        folder: Path,
-        tmp_path: Path,
-        validate_every: int | None,
-        save_every: int,
-        validated: list[int],
-        saved: list[int],
-    ) -> None:
-        keep = FinetuneCheckpointConfig(save_every=save_every, keep_last=2)
-        train = {"validate_every": validate_every}
+    def test_validates_and_saves(self, folder: Path, tmp_path: Path, every: Any, expected: Any) -> None:
+        """`every` is (train.validate_every, checkpoint.save_every), `expected` the steps of both."""
+        train, keep = {"validate_every": every[0]}, FinetuneCheckpointConfig(save_every=every[1], keep_last=2)
         finetune(finetuning(folder, out=str(tmp_path), train=train, checkpoint=keep))
-        assert [record["step"] for record in records(tmp_path, "scores")] == validated
-        assert [record["step"] for record in records(tmp_path, "saved")] == saved
-        assert sorted(checkpoints(tmp_path / "checkpoints")) == saved
+        steps = tuple([record["step"] for record in records(tmp_path, kind)] for kind in ("scores", "saved"))
+        assert steps == expected
+        assert sorted(checkpoints(tmp_path / "checkpoints")) == expected[1]
 
     @pytest.mark.parametrize(
-        "patience, accuracies, end",
-        slow_but({0}, [(2, (0.5, 0.4, 0.6, 0.5, 0.6), 5), (2, (0.5, 0.4, 0.6, 0.5, 0.7, 0.7), STEPS)]),
+        "accuracies, end",
+        slow_but({0}, [((0.5, 0.4, 0.6, 0.5, 0.6), 5), ((0.5, 0.4, 0.6, 0.5, 0.7, 0.7), STEPS)]),
     )
     def test_ends_when_patience_does(
-        self,
-        folder: Path,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        patience: int,
-        accuracies: tuple[float, ...],
-        end: int,
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accuracies: Any, end: int
     ) -> None:
         scoring(monkeypatch, *accuracies)
-        train = {"validate_every": 1, "patience": patience}
+        train = {"validate_every": 1, "patience": 2}
         rarely = FinetuneCheckpointConfig(save_every=100)
         result = finetune(finetuning(folder, out=str(tmp_path), train=train, checkpoint=rarely))
         assert result["steps"] == end
