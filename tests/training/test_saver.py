@@ -64,13 +64,13 @@ def weights(trainer: Trainer) -> list[torch.Tensor]:
 
 def slowed(file: StagedFile) -> Any:
     """Hold back the copy for a while: weights that do not wait for it change under its hands."""
-    fill = file._fill
+    allocate = file._allocate
 
-    def late(*args: Any) -> None:
+    def late(*args: Any, **settings: Any) -> Any:
         threading.Event().wait(0.3)
-        fill(*args)
+        return allocate(*args, **settings)
 
-    return mock.patch.object(file, "_fill", late)
+    return mock.patch.object(file, "_allocate", late)
 
 
 @pytest.mark.parametrize(("asynchronous", "aside"), thinned([(True, True), (True, False), (False, False)], 2))
@@ -117,12 +117,12 @@ def test_forward_and_backward_do_not_wait_for_the_copy(tmp_path: Path) -> None:
     trainer = Trainer(spec(), shape_context())
     saver, _ = saver_of(trainer, tmp_path)
     go, order = threading.Event(), []
-    fill, update = saver._file._fill, trainer.clip_and_update
+    allocate, update = saver._file._allocate, trainer.clip_and_update
 
-    def held(*args: Any) -> None:
+    def held(*args: Any, **settings: Any) -> Any:
         assert go.wait(30)
         order.append("copy")
-        fill(*args)
+        return allocate(*args, **settings)
 
     def noted(loss: torch.Tensor) -> Any:
         order.append("gradients")
@@ -130,7 +130,7 @@ def test_forward_and_backward_do_not_wait_for_the_copy(tmp_path: Path) -> None:
         return update(loss)
 
     with (
-        mock.patch.object(saver._file, "_fill", held),
+        mock.patch.object(saver._file, "_allocate", held),
         mock.patch.object(trainer, "clip_and_update", noted),
         saver,
     ):
