@@ -98,8 +98,7 @@ def score(
             shorter ones. Scores do not depend on it.
         kept: file in which rank 0 keeps scores, for a command that is stopped and started again; its folder
             exists. The caller deletes it after saving the result.
-        identity: other inputs of scores than requests and dtype, such as the checkpoint's digest. A file kept
-            under another identity, or damaged, is replaced.
+        identity: other inputs of scores, such as the checkpoint's digest; a file of others is replaced.
         advance: called with the number of requests just done, on every rank; kept ones come first.
         resumed: called on every rank with the number of requests that were kept, if there are any.
 
@@ -108,10 +107,7 @@ def score(
     model, longest = trained.model, trained.config.model.max_positions
     if not requests:
         return []
-    for request in requests:
-        assert 1 <= request.first < len(request.tokens) <= longest + 1
-        assert request.tokens.min() >= 0
-        assert request.tokens.max() < model.vocab_size
+    assert all(1 <= r.first < len(r.tokens) <= longest + 1 for r in requests)
     table, store = torch.zeros(len(requests), 3, dtype=torch.float64), None  # loss, is greedy, is done
     if kept is not None and ctx.is_main:
         store = KeptScores(kept, f"{identity} {model.dtype}", requests)
@@ -122,9 +118,7 @@ def score(
         resumed(count)
         advance(count)
     readings = group_by_reading(requests, (table[:, 2] == 0).nonzero().flatten().tolist())
-    budget = batch_size * longest
-    if ctx.device.type == "cpu":
-        budget = min(budget, CPU_TOKENS)
+    budget = min(batch_size * longest, CPU_TOKENS) if ctx.device.type == "cpu" else batch_size * longest
     groups = group_readings(requests, readings, budget=budget, size=ctx.dp.size)
     while batch := list(islice(groups, EVAL_ROUNDS * ctx.pp.size)):
         numbers = [number for group in batch for reading in group for number in reading]

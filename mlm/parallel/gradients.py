@@ -175,8 +175,7 @@ def build_reducer(
         methods: names of methods other than `forward` that compute with the parameters.
         reduce: micro-batches of a step that reduce gradients sharded over dp (ParallelConfig.zero_reduce).
         late_weights: True if weight gradients arrive outside backward passes, before a call of `settle`.
-        keep_buffers: keep gradients of one rank in buffers that backward adds to. CUDA graphs own their
-            outputs: writing the first would take a copy, and a call of ours for each parameter.
+        keep_buffers: keep gradients of one rank in buffers, as CUDA graphs own what they return.
         fuse_accumulation: weight gradients of linear layers are added inside their products.
         replicated: the trained parameters of a model whose others are frozen: zero=2|3 leaves them full.
     """
@@ -185,10 +184,7 @@ def build_reducer(
     is_sharded = zero > 0 and dp.group is not None
     if is_sharded:  # but for routers, `replicated` parameters and those of one rank alone
         kept = {*replicated, *(p for m in model.modules() if isinstance(m, Router) for p in m.parameters())}
-        by_axis = {
-            axis: [p for p in parameters if p in kept or axis.group is None]
-            for axis, parameters in by_axis.items()
-        }
+        by_axis = {axis: [p for p in ps if p in kept or axis.group is None] for axis, ps in by_axis.items()}
     full = {p for parameters in by_axis.values() for p in parameters}
     joined = full if keep_buffers else weights if fuse_accumulation else ()
     reducer = GradientReducer(

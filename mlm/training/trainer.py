@@ -137,14 +137,9 @@ class Trainer(Generic[B]):
         self.ancestry = RunAncestry()
         self.extra_state: dict[str, Any] = {}
         self.reducers = self._build_reducers()
+        fused = (ColumnParallelLinear, RowParallelLinear) if config.fuse_accumulation else ()
         self.gradients = [
-            ChunkGradients(
-                reducer,
-                [m for m in chunk.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
-                if config.fuse_accumulation
-                else (),
-                deferred,
-            )
+            ChunkGradients(reducer, [m for m in chunk.modules() if isinstance(m, fused)], deferred)
             for chunk, reducer, deferred in zip(
                 self.model.chunks, self.reducers, self.model.deferred, strict=True
             )
