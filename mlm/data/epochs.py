@@ -109,5 +109,5 @@ def load_checked(path: Path) -> Ids | None:
             digest = f.read()
     except Exception:  # NumPy's reader of headers raises half a dozen types on a damaged one
         return None
-    is_sound = values.ndim == 1 and values.dtype == np.int64
-    return values if is_sound and xxhash.xxh3_64(values.data).digest() == digest else None
+    is_valid = values.ndim == 1 and values.dtype == np.int64
+    return values if is_valid and xxhash.xxh3_64(values.data).digest() == digest else None

@@ -63,8 +63,8 @@ class PipelinedModel:
         self.dtype, self.vocab_size = DTYPES[precision.dtype], model.vocab_size
         if stages is None:
             stages = split_layers(model.num_layers, ctx.pp.size * parallel.vp)[ctx.pp.rank :: ctx.pp.size]
-        wide = parameter_dtype(precision)
-        with torch.device(ctx.device), default_dtype(self.dtype if lora.rank else wide):
+        master_dtype = parameter_dtype(precision)
+        with torch.device(ctx.device), default_dtype(self.dtype if lora.rank else master_dtype):
             self.chunks = [
                 family_of(model.kind)
                 .model(
@@ -77,14 +77,14 @@ class PipelinedModel:
                     cp=ctx.cp,
                     experts=ctx.experts,
                 )
-                .to(self.dtype if lora.rank else wide)
+                .to(self.dtype if lora.rank else master_dtype)
                 for stage in stages
             ]
         if lora.rank:
-            with torch.device(ctx.device), default_dtype(wide):
+            with torch.device(ctx.device), default_dtype(master_dtype):
                 for chunk in self.chunks:
                     add_adapters(chunk, lora, layer_names(model))
-                    freeze_base(chunk, wide)
+                    freeze_base(chunk, master_dtype)
         self.deferred = [DeferredWeightGrads() for _ in self.chunks]
         for chunk, deferred in zip(self.chunks, self.deferred, strict=True):
             inside_layers = set(chunk.layers.modules())

@@ -162,7 +162,7 @@ class Trainer(Generic[B]):
             self.shards, config.optimizer, ctx.replicas, config.model.width_factor
         )
         self.scaler = LossScaler(config.precision, ctx.device)
-        self.wide = parameter_dtype(config.precision)
+        self.master_dtype = parameter_dtype(config.precision)
         self.split_parts: tuple[int, ...] = (ctx.tp.rank,)
         self.step = 0
         self.consumed_samples = 0
@@ -327,7 +327,7 @@ class Trainer(Generic[B]):
         return self._sum_over_dp(counts).clamp_(min=1)  # nothing to score: a loss of 0, not of 0/0
 
     def _sum_over_dp(self, x: Tensor) -> Tensor:
-        return all_reduce(to_device(x.to(self.wide), self.ctx.device), self.ctx.dp)
+        return all_reduce(to_device(x.to(self.master_dtype), self.ctx.device), self.ctx.dp)
 
     def mean_parts(self, outcome: StepOutcome) -> list[float]:
         """Means of the objective's metrics over the global batch. Collective; waits for the device."""

@@ -33,8 +33,8 @@ def run(config: CkptPruneConfig) -> None:
     done = "would be deleted" if config.dry_run else "deleted"
     rows = table(f"ckpt prune · {root}", "", "size#", "", "")
     for item in items:
-        fate = "not deleted" if item.path in left else done if item.is_outdated else "kept"
-        add_row(rows, item.path.name, format_bytes(item.bytes), fate, item.what)
+        outcome = "not deleted" if item.path in left else done if item.is_outdated else "kept"
+        add_row(rows, item.path.name, format_bytes(item.bytes), outcome, item.what)
     out = console()
     out.print(rows)
     freed = sum(item.bytes for item in items if item.is_outdated and item.path not in left)

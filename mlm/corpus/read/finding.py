@@ -101,7 +101,7 @@ def search(path: str, hub: HubSource | None = None) -> Listing:
     if path.startswith(HUB):
         dataset, size, digest = find_hub(hub or HubSource(path))
         return Listing((Input(path, dataset, size, digest, None),))
-    own_patterns.cache_clear()  # another build may have begun or ended
+    ignore_patterns.cache_clear()  # another build may have begun or ended
     root, setting = Path(path), f"input={path}"
     if is_stored(path):
         listing = in_store(path)
@@ -275,7 +275,7 @@ def formats(path: Path) -> tuple[str, str | None]:
 
 
 @lru_cache(maxsize=1024)
-def own_patterns(folder: Path) -> tuple[str, ...]:
+def ignore_patterns(folder: Path) -> tuple[str, ...]:
     """Return patterns of the entries of a folder that a build wrote; none unless it is a build's."""
     kind = kind_of_folder(folder)
     return tuple(KINDS[kind].writes) if kind in ("corpus", "corpus-work") else ()
@@ -283,4 +283,4 @@ def own_patterns(folder: Path) -> tuple[str, ...]:
 
 def is_own(path: Path) -> bool:
     """True for what a build wrote: files of a corpus or a work folder, and of a stage's folder in that."""
-    return any(matches_any(entry.name, own_patterns(entry.parent)) for entry in (path, path.parent))
+    return any(matches_any(entry.name, ignore_patterns(entry.parent)) for entry in (path, path.parent))

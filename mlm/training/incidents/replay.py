@@ -127,8 +127,8 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
 
     # Train up to the step, without the samples and updates that the run left out.
     trainer.excluded_samples, size = state.ranges, config.train.global_batch_size
-    left_out = sum(count + size for _, count in state.ranges)
-    needed = trainer.consumed_samples + (step - trainer.step) * size + left_out
+    excluded = sum(count + size for _, count in state.ranges)
+    needed = trainer.consumed_samples + (step - trainer.step) * size + excluded
     with trainer.batches(train_dataset(trainer.config, needed, trainer.history)) as batches_of_steps:
         trainer.observers = Observers([SkipSteps(state.steps, trainer)])
         while trainer.step < step - 1:

@@ -394,8 +394,8 @@ class Incidents(Observer):
         self.state.rewinds, self.state.last_rewind = before.rewinds + 1, (failed, trainer.step)
         trainer.excluded_samples = self.state.ranges
         self.reporter.rewound(trainer.step)
-        left_out = f"samples {samples.start} to {samples.stop - 1} are left out"
-        self.reporter.problem(f"returned from step {failed} to {path}; {left_out}")
+        excluded = f"samples {samples.start} to {samples.stop - 1} are left out"
+        self.reporter.problem(f"returned from step {failed} to {path}; {excluded}")
         event = {"step": trainer.step, "from": failed, "left_out": [samples.start, len(samples)]}
         self.reporter.event("rewound", event)
 
