@@ -20,7 +20,7 @@ from gpu.agree import batches_of, config_of, differences_of
 from gpu.child import Case
 from gpu.waits import device_of
 from mlm.data.sampler import MicroBatch
-from mlm.parallel import collectives, mesh, sharded
+from mlm.parallel import collectives, sharded
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.training.trainer import Trainer
@@ -68,8 +68,11 @@ def one_rank(case: Case) -> Iterator[Any]:
 
 def first_in_line(device: torch.device) -> Any:
     """Process group with the options of a tp axis (high-priority stream)."""
-    limit = timedelta(seconds=TIMEOUT_S)
-    return dist.new_group([0], timeout=limit, pg_options=mesh._options("tp", device, limit))
+    limit, options = timedelta(seconds=TIMEOUT_S), None
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream, options._timeout = True, limit
+    return dist.new_group([0], timeout=limit, pg_options=options)
 
 
 def by_fsdp(x: Tensor, axis: Axis, *, reduces: bool) -> Tensor:

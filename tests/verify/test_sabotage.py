@@ -253,7 +253,7 @@ CASES = {
         "operator f",
     ),
     "a pooler that every row's rank counts": Sabotage(
-        "mlm.models.heads._GatherOutputs.backward",
+        "mlm.models.heads.GatherOutputs.backward",
         counted_by_every_rank,
         Layout(tp=2, sequence_parallel=True, bert="post"),
         "sop_head.bias (reduced gradient",

@@ -148,6 +148,9 @@ def decode_columns(content: bytes, shapes: Sequence[tuple[int, ...]], files: int
     for column, limit, what in ((tensor, len(shapes), "tensor"), (file, files, "file")):
         if count and not (column.min() >= 0 and column.max() < limit):
             raise ValueError(f"a chunk is of a {what} that is not listed")
+    beyond = np.arange(dims) >= np.array([len(shape) for shape in shapes], np.int64)[tensor, None]
+    if (offset[beyond] != 0).any() or (size[beyond] != 1).any():
+        raise ValueError("a chunk has more dims than its tensor")
     key = tensor.astype(np.int64) * files + file
     if (np.diff(key) <= 0).any():
         raise ValueError("chunks are not in order, or a tensor has two in one file")
