@@ -4,22 +4,21 @@ What a flag means here is written once, in config/foreign_options.yaml, which al
 `mlm pretrain`. What depends on several flags is computed here. A script is read, never run.
 """
 
+import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from mlm.config.suggest import foreign_option, plain_name
+from mlm.cli.megatron_script import command_in_file
+from mlm.config.suggest import foreign_option, megatron_flags, plain_name
 from mlm.config.tree import leaves, other_names
 from mlm.runs.config import PretrainConfig
 from mlm.util.errors import UserError
 
-ASSIGNED = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
-VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[@\])?(?::?-([^}]*))?\}|(\w+))")
-PROGRAM = re.compile(r"(?:^|/)\w*train\w*\.py$")
-ENDS, PARENTHESES = re.compile(r"[();&|<>]+"), re.compile(r"[()]|[^()]+")
 Flags = dict[str, list[str]]
 """Name of a flag, as config/foreign_options.yaml has it → its values."""
 
@@ -50,89 +49,27 @@ class Translation:
 
 
 def translate_words(words: Sequence[str]) -> Translation:
-    """Translate a script, if `words` are the path of one, or flags. Raises UserError without either."""
-    if words[:1] == ["--"]:
-        words = words[1:]
-    if len(words) == 1 and not words[0].startswith("-"):
-        try:
-            words = command_in(Path(words[0]).read_text("utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a text"
-            raise UserError(f"--from-megatron {words[0]}: {reason}; give a shell script") from None
-    flags = flags_of(words)
+    """Translate a script, by its path, with flags that replace its own; or flags. Raises UserError."""
+    words = words[1:] if words[:1] == ["--"] else words
+    script = command_in_file(words[0]) if words and not words[0].startswith("-") else []
+    flags = flags_of(script) | flags_of(words)
     if not flags:
         raise UserError(
             "--from-megatron: no flags; give a script that calls pretrain_….py, or flags after --"
         )
-    return translate(flags, is_bert=any("bert" in word for word in words[:1]))
-
-
-def command_in(script: str) -> list[str]:
-    """The words from a training program on in a shell script, variables and arrays filled in.
-
-    What only a shell could compute, such as $(…), stays as it is.
-    """
-    lexer = shlex.shlex(script.replace("\\\n", " "), posix=True, punctuation_chars="();&|<>")
-    lexer.whitespace_split = True
-    try:
-        tokens = [
-            part
-            for token in lexer
-            for part in (PARENTHESES.findall(token) if ENDS.fullmatch(token) else [token])
-        ]
-    except ValueError as error:
-        raise UserError(f"--from-megatron: the script cannot be read: {error}") from None
-    variables: dict[str, list[str]] = {}
-    commands, rest = [list[str]()], iter(tokens)
-    for token in rest:
-        if match := ASSIGNED.fullmatch(token):
-            name, operator, value = match.groups()
-            values = [value]
-            if not value and (following := next(rest, ";")) == "(":
-                values = list(iter(lambda: next(rest, ")"), ")"))
-            elif not value:
-                commands[-1] += [] if ENDS.fullmatch(following) else [following]
-            filled = [word for text in values for word in expand(text, variables)]
-            variables[name] = variables.get(name, []) * (operator == "+=") + filled
-        elif ENDS.fullmatch(token):
-            if ">" in token and commands[-1][-1:] in (["1"], ["2"]):  # 2>&1
-                commands[-1].pop()
-            commands.append([])
-        else:
-            commands[-1] += expand(token, variables)
-    calls = [
-        words[number:]
-        for words in (*commands, *variables.values())
-        for number, word in enumerate(words)
-        if PROGRAM.search(word)
-    ]
-    every_word = [word for values in variables.values() for word in values]
-    return max(calls or [every_word], key=lambda words: len(flags_of(words)))
-
-
-def expand(text: str, variables: Mapping[str, Sequence[str]]) -> list[str]:
-    """A word with its variables filled in; one variable alone may be several words."""
-
-    def value_of(match: re.Match[str]) -> str:
-        name = match[1] or match[3]
-        return " ".join(variables[name]) if name in variables else match[0] if match[2] is None else match[2]
-
-    if (match := VARIABLE.fullmatch(text)) and (match[1] or match[3]) in variables:
-        words = variables[match[1] or match[3]]
-        return shlex.split(words[0]) if len(words) == 1 and " " in words[0] else list(words)
-    filled = VARIABLE.sub(value_of, text)
-    return shlex.split(filled) if " --" in filled or (" " in filled and filled.startswith("--")) else [filled]
+    return translate(flags, program=Path(script[0]).name if script else "")
 
 
 def flags_of(words: Iterable[str]) -> Flags:
-    """Flags with the words after them, up to the next flag; `--flag=value` counts too."""
+    """Flags with as many values as the parser takes; `--flag=value` counts too."""
     flags: Flags = {}
     values: list[str] | None = None
     for word in words:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word.partition("=")
             values = flags[plain_name(name)] = [value] if equals else []
-        elif values is not None:
+            most = {"": 1, "!": 0}.get(megatron_flags().get(plain_name(name), "*"), math.inf)
+        elif values is not None and len(values) < most:
             values.append(word)
     return flags
 
@@ -152,40 +89,53 @@ DEFAULTS = {
 """Values of Megatron Core's parser for flags that are left out, where those of settings may differ."""
 
 
-def translate(flags: Flags, *, is_bert: bool = False) -> Translation:
+def translate(flags: Flags, *, program: str = "") -> Translation:
     """Translate flags: first those that several of them decide, then each by the table."""
     flags = {name: [value] for name, value in DEFAULTS.items()} | flags
     if not any(name.startswith("lr_warmup_") for name in flags):
         flags["lr_warmup_iters"] = ["0"]
     result, rest = Translation(), dict(flags)
-    rules = [family(flags, is_bert)]
-    rules += [rule(flags) for rule in (sizes, experts, layout, lengths, optimizer, data)]
+    settings, read = family(flags, program, result.not_offered)
+    is_llama = settings.get("model") == "llama"
+    rules = [(settings, read)]
+    for rule in (*((sizes, experts) if is_llama else ()), layout, lengths, optimizer, data):
+        with suppress(ValueError, ZeroDivisionError):  # variables that the script does not set
+            rules.append(rule(flags))
     for settings, read in rules:
         result.settings |= settings
         rest = {name: values for name, values in rest.items() if name not in read}
     for name, values in rest.items():
-        typed = " ".join([f"--{name.replace('_', '-')}", *values])
-        value = ",".join(values) if values else "true"
-        if key := key_of(name):
-            result.settings[key] = f"[{value}]" if len(values) > 1 else value
-        elif option := foreign_option(PretrainConfig, name):
-            answer = option.answer_to(value)
-            kind, _, why = answer.partition(": ")
-            setting = re.match(r"use ([a-z_.]+)=([\w.-]+)(?![^ ,])", answer)
-            if kind == "leave it out":
-                result.automatic[typed] = why
-            elif kind == "not offered":
-                result.not_offered[typed] = why
-            elif setting and answer.count("=") == 1 and " or " not in answer and not setting[2].isupper():
-                result.settings[setting[1]] = setting[2]
-            else:
-                result.by_hand[typed] = answer
-        else:
-            result.unknown[typed] = ""
+        add(result, name, values)
     for key, value in result.settings.items():
-        if "$" in value:
-            result.by_hand[f"{key}={value}"] = "a variable that the script does not set"
+        if re.search(r"[$`]", value):
+            result.by_hand[f"{key}={value}"] = "what the script does not set"
     return result
+
+
+def add(result: Translation, name: str, values: Sequence[str]) -> None:
+    """Add a flag by the table, or under the name of a key."""
+    typed = " ".join([f"--{name.replace('_', '-')}", *values])
+    value = ",".join(values) if values else "true"
+    if name == "lr_wsd_decay_style":  # those that are offered are read before
+        result.not_offered[typed] = "schedule.cooldown_shape is linear or 1-sqrt"
+    elif not values and megatron_flags().get(name, "!") != "!":
+        result.by_hand[typed] = "it has no value"
+    elif key := key_of(name):
+        result.settings[key] = f"[{value}]" if len(values) > 1 else value
+    elif option := foreign_option(PretrainConfig, name):
+        answer = option.answer_to(value)
+        kind, _, why = answer.partition(": ")
+        setting = re.fullmatch(r"use ([a-z_.]+)=(\{value\}|[a-z0-9_.-]+)(?:[ ,;(].*)?", option.answer)
+        if kind == "leave it out":
+            result.automatic[typed] = why
+        elif kind == "not offered":
+            result.not_offered[typed] = why
+        elif setting and option.answer.count("=") == 1 and " or " not in option.answer:
+            result.settings[setting[1]] = value if setting[2] == "{value}" else setting[2]
+        else:
+            result.by_hand[typed] = answer
+    else:
+        result.unknown[typed] = ""
 
 
 @cache
@@ -212,27 +162,40 @@ def renamed(flags: Flags, keys: Mapping[str, str]) -> dict[str, str]:
     return {key: flags[name][0] for name, key in keys.items() if flags.get(name)}
 
 
-def family(flags: Flags, is_bert: bool) -> Rule:
+LLAMA = {"swiglu": "a gated MLP", "disable_bias_linear": "no biases"}
+"""Flags of what every Llama here has."""
+
+
+def family(flags: Flags, program: str, not_offered: dict[str, str]) -> Rule:
     """The family of the model, and the flags that are a part of it."""
-    read = {"swiglu", "normalization", "disable_bias_linear", "group_query_attention"}
-    read |= {"untie_embeddings_and_output_weights", "use_rotary_position_embeddings", "no_position_embedding"}
-    rotary = "use_rotary_position_embeddings" in flags or first(flags, "position_embedding_type") in (
-        "rope",
-        "yarn",
-    )
-    if is_bert or "bert_no_binary_head" in flags:
+    if program and not re.search("gpt|bert|^train.py", program):
+        not_offered[program] = "models are GPT, Llama and BERT"
+    if "bert" in program or "bert_no_binary_head" in flags:
         return {"model": "bert"}, set()
-    if not rotary:
+    if not ("use_rotary_position_embeddings" in flags or first(flags, "position_embedding_type") == "rope"):
         defaults = {"normalization": "LayerNorm", "position_embedding_type": "learned_absolute"}
         return {"model.kind": "gpt2"}, {
             name for name, value in defaults.items() if first(flags, name) == value
         }
-    settings = {"model": "llama"}
-    if "ffn_hidden_size" not in flags and (hidden := first(flags, "hidden_size")):
+    for name, part in LLAMA.items():
+        if name not in flags:
+            not_offered[f"rotary positions without --{name.replace('_', '-')}"] = f"a Llama has {part}"
+    if first(flags, "normalization") != "RMSNorm":
+        not_offered["rotary positions with LayerNorm"] = "a Llama has RMSNorm"
+    if "squared_relu" in flags:
+        not_offered["rotary positions with --squared-relu"] = "a Llama has SiLU"
+    settings, read = {"model": "llama"}, {*LLAMA, "normalization", "squared_relu", "group_query_attention"}
+    read |= {
+        "use_rotary_position_embeddings",
+        "position_embedding_type",
+        "untie_embeddings_and_output_weights",
+    }
+    hidden = first(flags, "hidden_size") or ""
+    if "ffn_hidden_size" not in flags and "swiglu" in flags and hidden.isdecimal():
         settings["model.ffn_hidden_size"] = str(int(4 * int(hidden) * 2 / 3 / 64) * 64)
     if "untie_embeddings_and_output_weights" not in flags:
         settings["model.options.tied"] = "true"
-    return settings, {*read, "position_embedding_type"}
+    return settings, read
 
 
 def sizes(flags: Flags) -> Rule:
@@ -243,12 +206,14 @@ def sizes(flags: Flags) -> Rule:
         "rotary_base": "model.options.rope_theta",
         "rotary_percent": "model.options.rotary_fraction",
     }
+    if "group_query_attention" not in flags:  # then Megatron-LM passes it over
+        flags = {name: values for name, values in flags.items() if name != "num_query_groups"}
     settings, read = renamed(flags, keys), {*keys}
     if "multi_latent_attention" in flags:
         head, rotary = (int(first(flags, name) or least) for name, least in LATENT_HEADS.items())
         settings["model.options.head_dim"] = str(head + rotary)
         settings["model.options.rope_head_dim"] = str(rotary)
-        latent = {"kv_lora_rank": "512", "q_lora_rank": "0", "v_head_dim": "128"}
+        latent = {"kv_lora_rank": "32", "q_lora_rank": "0", "v_head_dim": "128"}
         settings |= {f"model.options.{name}": first(flags, name) or least for name, least in latent.items()}
         read |= {"multi_latent_attention", "qk_layernorm", *LATENT_HEADS, *latent}  # it norms its latents
     if "use_rope_scaling" in flags:
@@ -288,23 +253,30 @@ def experts(flags: Flags) -> Rule:
     settings, read = renamed(flags, keys), {*keys, "moe_router_load_balancing_type", "moe_aux_loss_coeff"}
     if shared := first(flags, "moe_shared_expert_intermediate_size"):
         width = int(first(flags, "moe_ffn_hidden_size") or first(flags, "ffn_hidden_size") or shared)
-        settings["model.options.shared_experts"] = f"{int(shared) / width:g}"
-        read.add("moe_shared_expert_intermediate_size")
+        if int(shared) % width == 0:
+            settings["model.options.shared_experts"] = str(int(shared) // width)
+            read.add("moe_shared_expert_intermediate_size")
     if match := re.fullmatch(
         r"\(?\[0\]\s*\*\s*(\d+)\s*\+\s*\[1\]\s*\*\s*\d+\)?", first(flags, "moe_layer_freq") or ""
     ):
         settings["model.options.dense_layers"] = match[1]
         read.add("moe_layer_freq")
+    balance, coefficient = (
+        flags.get("moe_router_load_balancing_type", ["aux_loss"]),
+        first(flags, "moe_aux_loss_coeff"),
+    )
+    has_loss = bool(coefficient and float(coefficient)) and balance != ["none"]
     if "moe_router_enable_expert_bias" in flags:
         settings["model.options.balance"] = "bias"
         read.add("moe_router_enable_expert_bias")
-    elif (balance := first(flags, "moe_router_load_balancing_type") or "aux_loss") in BALANCES:
-        coefficient = first(flags, "moe_aux_loss_coeff")
-        if coefficient and float(coefficient) and balance != "none":
-            settings["model.options.balance"] = BALANCES[balance]
-            settings["model.options.balance_coefficient"] = coefficient
-    else:
-        read.discard("moe_router_load_balancing_type")
+        if has_loss:  # one balance is offered
+            read -= {"moe_router_load_balancing_type", "moe_aux_loss_coeff"}
+    elif has_loss and len(balance) == 1 and balance[0] in BALANCES:
+        assert coefficient is not None
+        settings["model.options.balance"] = BALANCES[balance[0]]
+        settings["model.options.balance_coefficient"] = coefficient
+    elif has_loss:
+        read -= {"moe_router_load_balancing_type", "moe_aux_loss_coeff"}
     return settings, read
 
 
@@ -316,16 +288,21 @@ def layout(flags: Flags) -> Rule:
         first(flags, "pipeline_model_parallel_size"),
     )
     if per_chunk and stages and (layers := first(flags, "num_layers")):
-        settings["vp"] = f"{int(layers) / int(stages) / int(per_chunk):g}"
-        read.add("num_layers_per_virtual_pipeline_stage")
+        chunks, left = divmod(int(layers), int(stages) * int(per_chunk))
+        if not left:
+            settings["vp"] = str(chunks)
+            read.add("num_layers_per_virtual_pipeline_stage")
     if "use_megatron_fsdp" in flags or "use_torch_fsdp2" in flags:
         shards_weights = first(flags, "data_parallel_sharding_strategy") in (None, "optim_grads_params")
         settings["zero"] = "3" if shards_weights else "2"
         read |= {"use_megatron_fsdp", "use_torch_fsdp2", "data_parallel_sharding_strategy"}
         read.add("use_distributed_optimizer")
     if minutes := first(flags, "distributed_timeout_minutes"):
-        settings["dist.timeout_s"] = str(60 * int(minutes))
+        settings["dist.timeout_s"] = f"{60 * float(minutes):g}"
         read.add("distributed_timeout_minutes")
+    if first(flags, "attention_backend") in ("auto", "flash"):
+        settings["attention"] = flags["attention_backend"][0]
+        read.add("attention_backend")
     return settings, read
 
 
@@ -345,7 +322,7 @@ def lengths(flags: Flags) -> Rule:
     if (batch := first(flags, "global_batch_size")) and "rampup_batch_size" not in flags:
         for name, key in SAMPLES.items():
             if samples := first(flags, name):
-                settings[key] = str(int(samples) // int(batch))
+                settings[key] = f"{float(samples) // float(batch):.0f}"
                 read.add(name)
     if decay := first(flags, "lr_decay_style"):
         settings["schedule.decay"] = DECAYS.get(decay, decay)
@@ -356,9 +333,14 @@ def lengths(flags: Flags) -> Rule:
     if first(flags, "eval_iters") == "0":
         settings["train.validate_every"] = "0"
         read |= {"eval_iters", "eval_interval"}
-    if (shape := first(flags, "lr_wsd_decay_style")) in SHAPES:
-        settings["schedule.cooldown_shape"] = SHAPES[shape]
-        read.add("lr_wsd_decay_style")
+        shape = first(flags, "lr_wsd_decay_style") or "exponential"
+        if decay == "WSD" and shape in SHAPES:
+            settings["schedule.cooldown_shape"] = SHAPES[shape]
+            read.add("lr_wsd_decay_style")
+    end = settings.get("schedule.decay_steps") or first(flags, "lr_decay_iters")
+    if (fraction := first(flags, "lr_warmup_fraction")) and end:  # a share of the decay, not of the run
+        settings["schedule.warmup_steps"] = str(int(float(fraction) * int(end)))
+        read.add("lr_warmup_fraction")
     return settings, read
 
 
@@ -371,31 +353,43 @@ def optimizer(flags: Flags) -> Rule:
     if first(flags, "optimizer") in ("adam", "muon", "dist_muon"):
         settings["optimizer.kind"] = "adamw" if first(flags, "optimizer") == "adam" else "muon"
         read.add("optimizer")
+        if settings["optimizer.kind"] == "muon":
+            settings["optimizer.muon.momentum"] = first(flags, "muon_momentum") or "0.9"
+            settings["optimizer.muon.nesterov"] = str("muon_nesterov" in flags).lower()
+            read |= {"muon_momentum", "muon_nesterov"}
     if "fp8_format" in flags:
         settings["precision"] = "fp8"
-        read |= {"fp8_format", "bf16"}
+        read |= {"fp8_format", "bf16", "fp16"}
     return settings, read
 
 
 def data(flags: Flags) -> Rule:
     """Corpora with their weights, and the folder of the run."""
     settings, read = dict[str, str](), set[str]()
-    for name, key in (
-        ("data_path", "data"),
-        ("train_data_path", "data"),
-        ("valid_data_path", "data.validation"),
-    ):
-        if prefixes := flags.get(name):
-            pairs = zip(prefixes[::2], prefixes[1::2], strict=False)
-            is_blend = len(prefixes) > 1 and key == "data"
-            blend = ",".join(f"{weight} {prefix}" for weight, prefix in pairs)
-            settings["data.blend" if is_blend else "data.path" if key == "data" else key] = (
-                f"[{blend}]" if is_blend else prefixes[0]
-            )
-            read.add(name)
+    prefixes = flags.get("data_path") or flags.get("train_data_path")
     if "mock_data" in flags:
         settings["data"] = "synthetic"
-        read.add("mock_data")
+        read |= {"mock_data", "data_path", "train_data_path"}
+    elif prefixes and len(prefixes) == 1:
+        settings["data.path"] = prefixes[0]
+        read |= {"data_path", "train_data_path"}
+    elif prefixes:
+        is_weighted = len(prefixes) % 2 == 0 and all(map(is_number, prefixes[::2]))
+        pairs = zip(prefixes[::2], prefixes[1::2], strict=False)
+        blend = [f"{weight} {prefix}" for weight, prefix in pairs] if is_weighted else prefixes
+        settings["data.blend"] = f"[{','.join(blend)}]"
+        read |= {"data_path", "train_data_path"}
+    if len(flags.get("valid_data_path", [])) == 1:
+        settings["data.validation"] = flags["valid_data_path"][0]
+        read.add("valid_data_path")
     if flags.get("load") == flags.get("save"):  # a run that is there is continued
         read.add("load")
     return settings, read
+
+
+def is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

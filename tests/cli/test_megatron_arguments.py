@@ -7,7 +7,8 @@ import pytest
 
 from mlm.cli.compose.composition import load_config
 from mlm.cli.entry import main
-from mlm.cli.megatron_arguments import Translation, command_in, flags_of, translate, translate_words
+from mlm.cli.megatron_arguments import Translation, flags_of, translate, translate_words
+from mlm.cli.megatron_script import command_in
 from mlm.config.suggest import megatron_flags
 from mlm.models.config import ModelConfig
 from mlm.util.errors import UserError
@@ -163,7 +164,7 @@ def test_every_flag_of_the_parser_has_an_answer() -> None:
         ("--bf16 --fp8-format hybrid", {"precision": "fp8"}),
         (
             "--optimizer muon --muon-momentum 0.9",
-            {"optimizer.kind": "muon", "optimizer.muon.momentum": "0.9"},
+            {"optimizer.kind": "muon", "optimizer.muon.momentum": "0.9", "optimizer.muon.nesterov": "false"},
         ),
         ("--mock-data", {"data": "synthetic"}),
         ("--train-data-path a --valid-data-path b", {"data.path": "a", "data.validation": "b"}),
@@ -171,9 +172,72 @@ def test_every_flag_of_the_parser_has_an_answer() -> None:
         ("--log-interval 5 --wandb-project x", {"log.every": "5", "log.wandb_project": "x"}),
     ],
 )
-def test_flags_decide_settings_together_and_by_their_defaults(line: str, settings: dict[str, str]) -> None:
+def test_flags_decide_settings_together_and_by_their_defaults(
+    line: str, settings: dict[str, str | None]
+) -> None:
     found = of(line).settings
     assert {key: found.get(key) for key in settings} == settings
+
+
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        ("pretrain_gpt.py --lr 1 --seed 2\necho --lr 5\nset +x", {"lr": ["1"], "seed": ["2"]}),
+        (
+            "pretrain_gpt.py --lr $((A*(B+2))) --seed $(cat 'x y') --tp 4",
+            {"lr": ["$((A*(B+2)))"], "tp": ["4"]},
+        ),
+        ("pretrain_gpt.py --save /a/b#1 --seed 5 # --lr 3", {"save": ["/a/b#1"], "seed": ["5"]}),
+        ("A=(--lr 1 \\\n# --lr 2 \\\n--seed 5)\npretrain_gpt.py ${A[*]}", {"lr": ["1"], "seed": ["5"]}),
+        ("X=\npretrain_gpt.py --lr 1 $X --seed=7 ${Y} --bf16 z", {"lr": ["1"], "seed": ["7"], "bf16": []}),
+        ("cat <<EOF\nit's\nEOF\npretrain_gpt.py --lr 1", {"lr": ["1"]}),
+        ("sbatch <<EOF\npretrain_gpt.py --lr 1\nEOF\nsbatch job.sh", {"lr": ["1"]}),
+        ("L=${A:-${B:-10}}\npretrain_gpt.py --lr $L --save 'a b'", {"lr": ["10"], "save": ["a b"]}),
+        (
+            'O="--lr 1 \\\n--seed 2"\nCMD="torchrun pretrain_gpt.py $O"\n$CMD\r\n',
+            {"lr": ["1"], "seed": ["2"]},
+        ),
+        ('srun bash -c "pretrain_gpt.py --lr 1"', {}),
+        ("pretrain_gpt.py --lr 1 2>&1 | tee log", {"lr": ["1"]}),
+    ],
+)
+def test_words_of_a_command_are_those_that_a_shell_would_pass(
+    script: str, flags: dict[str, list[str]]
+) -> None:
+    found = flags_of(command_in(script))
+    assert {name: found.get(name) for name in flags} == flags
+    assert found.keys() - flags.keys() <= {"seed"}
+
+
+@pytest.mark.parametrize(
+    "line, not_offered",
+    [
+        ("--position-embedding-type rope --normalization RMSNorm --swiglu", "a Llama has no biases"),
+        ("--position-embedding-type rope --disable-bias-linear --swiglu", "a Llama has RMSNorm"),
+        ("--lr-decay-style WSD --lr-wsd-decay-style cosine", "schedule.cooldown_shape is linear or 1-sqrt"),
+    ],
+)
+def test_model_that_is_no_llama_is_said_not_to_be_one(line: str, not_offered: str) -> None:
+    assert not_offered in of(line).not_offered.values()
+
+
+def test_program_of_another_family_is_not_offered() -> None:
+    assert "pretrain_t5.py" in translate({}, program="pretrain_t5.py").not_offered
+    assert translate({}, program="pretrain_gpt.py").not_offered == {}
+    assert translate({}, program="pretrain_bert.py").settings["model"] == "bert"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--train-samples 1e6 --global-batch-size 0",
+        "--num-experts $E --moe-aux-loss-coeff $C --position-embedding-type rope",
+        "--hidden-size $H --position-embedding-type rope --swiglu",
+        "--distributed-timeout-minutes x",
+    ],
+)
+def test_value_that_is_no_number_is_left_to_the_user(line: str) -> None:
+    assert of(line).by_hand
 
 
 def test_nothing_in_a_script_is_run(tmp_path: Path) -> None:
@@ -187,6 +251,7 @@ def test_nothing_in_a_script_is_run(tmp_path: Path) -> None:
     "words, problem",
     [
         (["/nowhere/x.sh"], "--from-megatron /nowhere/x.sh: No such file or directory"),
+        (["/dev/zero"], "/dev/zero: not a regular file"),
         ([], "--from-megatron: no flags"),
     ],
 )
@@ -197,5 +262,5 @@ def test_mistake_is_one_line(words: list[str], problem: str) -> None:
 
 def test_quote_that_does_not_end_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "x.sh").write_text("pretrain_gpt.py --lr 'x")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="line 1 of the script has a quote without an end"):
         translate_words([str(tmp_path / "x.sh")])
