@@ -1,15 +1,17 @@
 """`mlm chat`: a conversation with a model on the terminal, or with the lines of standard input."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mlm.cli.command import Command
 from mlm.config.fields import POSITIVE, Aliases, CheckpointPath, InputPath
 from mlm.inference.config import SamplingOptions, too_few_new_tokens
-from mlm.util.errors import UserError, attempt
+from mlm.util.errors import UserError, attempt, lone_surrogate
 
 if TYPE_CHECKING:  # which need torch
     from mlm.api import Model
@@ -69,11 +71,14 @@ def run(config: ChatConfig) -> None:
         config.chat_template, config.tokenizer, model.tokenizer, key="chat_template"
     )
     chat = Chat(model, template, config)
-    if is_terminal := sys.stdin.isatty():
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if is_terminal:
         print(f"{model.path}; /help lists commands, Ctrl-D ends", file=sys.stderr)
     for line in lines(is_terminal):
         try:
-            if line.startswith("/") and line.split()[0] in COMMANDS:
+            if problem := lone_surrogate(line):
+                raise UserError(f"the line holds {problem}, no UTF-8: correct it")
+            if re.fullmatch("/[a-z]+", line.split(" ")[0]):
                 if not chat.obey(*line.partition(" ")[::2]):
                     return
             elif line.strip():
@@ -88,7 +93,7 @@ def lines(is_terminal: bool) -> Iterator[str]:
     """Messages and commands as typed, or the lines of standard input. Ctrl-C at a prompt clears it."""
     if is_terminal:
         import readline  # noqa: F401  (edits and remembers what `input` reads)
-    while True:
+    while sys.stdin is not None:
         parts: list[str] = []
         try:
             while not parts or parts[-1].endswith("\\"):
@@ -103,7 +108,7 @@ def lines(is_terminal: bool) -> Iterator[str]:
                 raise
             print(file=sys.stderr)
             continue
-        yield "\n".join(part.removesuffix("\\") for part in parts)
+        yield "\n".join(part.removesuffix("\\") for part in parts).removeprefix("\ufeff")
 
 
 class Chat:
@@ -118,18 +123,20 @@ class Chat:
         typed = {each.name: getattr(config, each.name) for each in fields(SamplingOptions)}
         self.sampling = as_declared(model.tokenizer.declared.generation, typed)
         self.messages: list[dict[str, Any]] = []
-        self.turns = 0
+        self.turns, self.saved = 0, set[Path]()
         self.begin(config.system)
 
     def begin(self, system: str | None) -> None:
         """Begin a new conversation."""
+        self.system = system
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
     def obey(self, command: str, words: str) -> bool:
         """Obey a command; return False if it ends the chat. Raises UserError."""
+        if command not in COMMANDS:
+            raise UserError(f"{command}: unknown command; use {', '.join(COMMANDS)}")
         if command == "/reset":
-            has_system = bool(self.messages) and self.messages[0]["role"] == "system"
-            self.begin(self.messages[0]["content"] if has_system else None)
+            self.begin(self.system)
         elif command == "/system":
             self.begin(words or None)
         elif command == "/save":
@@ -139,13 +146,22 @@ class Chat:
         return command != "/exit"
 
     def save(self, file: str) -> None:
-        """Write the conversation as a line of JSON. Raises UserError."""
+        """Write the conversation as a line of JSON, again over a file of this chat. Raises UserError."""
+        from mlm.util.files import write_atomic
         from mlm.util.results import write_result
 
         if not file:
             raise UserError("/save: name a file, such as /save talk.jsonl")
-        row = json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n"
-        write_result(file, row.encode("utf-8", "backslashreplace"), key="/save")
+        if not self.turns:
+            raise UserError("/save: nothing is said yet")
+        text = json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n"
+        row = text.encode("utf-8", "backslashreplace")
+        path = Path(file).absolute()
+        try:
+            write_atomic(path, row) if path in self.saved else write_result(file, row, key="/save")
+        except UserError as error:
+            raise UserError(str(error).replace("/save=", "/save ")) from None
+        self.saved.add(path)
         print(f"written to {file}", file=sys.stderr)
 
     def answer(self, message: str) -> None:
@@ -157,7 +173,7 @@ class Chat:
         from mlm.inference.generation import continuations
 
         asked = [*self.messages, {"role": "user", "content": message}]
-        asked, ids = self.fitting(asked)
+        ids = self.tokens_of(asked)
         tokenizer, new, stream = self.model.tokenizer, list[int](), TextStream(self.model.tokenizer, ())
         tokens = continuations(
             self.model.trained,
@@ -178,30 +194,33 @@ class Chat:
         self.messages = [*asked, {"role": "assistant", "content": tokenizer.decode(new)}]
         self.turns += 1
 
-    def fitting(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
-        """Messages, without the oldest turns where the answer would not fit, and their tokens.
+    def tokens_of(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Tokens that the model answers to, without the oldest turns where they leave no room for an answer.
 
-        Raises UserError for messages that the template cannot render.
+        Raises UserError for messages that the template cannot render, and for a last one that is too long.
         """
         from mlm.data.chat_template import ChatError
         from mlm.data.chat_tokens import encode_prompt
         from mlm.data.conversation import make_conversation
 
         longest, count = self.model.config.max_positions, len(messages)
+        room = min(self.sampling.max_new_tokens, longest // 4)
+        first = int(messages[0]["role"] == "system")
         while True:
             try:
                 conversation = make_conversation({}, messages)
                 ids = encode_prompt(conversation, self.model.tokenizer, self.template)
             except ChatError as error:
                 raise UserError(str(error)) from error
-            first = int(messages[0]["role"] == "system")
-            if len(ids) + self.sampling.max_new_tokens <= longest or len(messages) <= first + 2:
+            if len(ids) + room <= longest or len(messages) <= first + 2:
                 break
             messages = messages[:first] + messages[first + 2 :]
+        if len(ids) > longest:
+            raise UserError(f"the message has {len(ids)} tokens, the model reads {longest}: shorten it")
         if count > len(messages):
-            what = f"the oldest {count - len(messages)} messages are left out"
+            what = f"the oldest {count - len(messages)} messages are not read"
             print(f"mlm chat: {what}: the model reads {longest} tokens", file=sys.stderr)
-        return messages, ids
+        return ids
 
 
 COMMANDS = ("/reset", "/system", "/save", "/help", "/exit")

@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import select
+import shlex
 import subprocess
 import sys
 import time
@@ -57,8 +58,41 @@ def test_oldest_turns_make_room_for_the_answer(llama: Path) -> None:
     """The model reads 128 tokens: the last answer is that of what is left."""
     questions = ["the cat sat on a mat " * 3, "a dog ran home " * 3, "sat?"]
     done = chat(llama, "\n".join(questions) + "\n", "max_new_tokens=60")
-    assert "messages are left out: the model reads" in done.stderr
+    assert "messages are not read: the model reads" in done.stderr
     assert done.returncode == 0
+
+
+def test_saved_conversation_has_every_turn_and_is_saved_again(llama: Path, tmp_path: Path) -> None:
+    """Also those that the model no longer reads."""
+    row = tmp_path / "talk.jsonl"
+    lines = ["the cat sat on a mat " * 4, "a dog ran home " * 4, f"/save {row}", "sat?", f"/save {row}"]
+    assert chat(llama, "\n".join(lines)).returncode == 0
+    messages = json.loads(row.read_text())["messages"]
+    assert [m["content"] for m in messages[::2]] == [lines[0], lines[1], lines[3]]
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ("sat? " * 400, "the message has "),
+        ("/sytem a cat", "/sytem: unknown command; use /reset, /system, /save, /help, /exit"),
+        ("/save x.jsonl", "/save: nothing is said yet"),
+        ("sat?\n/save /", "/save /: is a directory; name a file in it, such as /save /result.json"),
+    ],
+)
+def test_mistake_in_a_line_is_one_line(llama: Path, text: str, line: str) -> None:
+    done = chat(llama, text)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"mlm chat: {line}")
+
+
+def test_bytes_that_are_no_text_and_no_input_at_all_are_no_traceback(llama: Path) -> None:
+    words = [sys.executable, "-m", "mlm", "chat", str(llama), *SETTINGS]
+    done = subprocess.run(words, input=b"a\xff\n", capture_output=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(b"mlm chat: the line holds half a surrogate pair (U+DCFF)")
+    shell = " ".join(shlex.quote(word) for word in words)
+    assert subprocess.run(["sh", "-c", f"{shell} <&-"], capture_output=True, timeout=120).returncode == 0
 
 
 @pytest.mark.parametrize(
