@@ -12,6 +12,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[3] / "scripts" / "torture_checkpoint.py"
 
 
+@pytest.mark.timeout(1200)
 def test_no_kill_and_no_fault_loses_or_alters_a_checkpoint(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
     words = ["--rounds", "4", "--faults", "1", "--out", str(out)]
