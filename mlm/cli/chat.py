@@ -87,6 +87,10 @@ def run(config: ChatConfig) -> None:
             if not is_terminal:
                 raise
             print("\n".join(error.lines()), file=sys.stderr)
+        except KeyboardInterrupt:  # before an answer has begun, say
+            if not is_terminal:
+                raise
+            print(file=sys.stderr)
 
 
 def lines(is_terminal: bool) -> Iterator[str]:
