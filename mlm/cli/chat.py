@@ -31,7 +31,7 @@ class ChatConfig(SamplingOptions):
     ckpt: CheckpointPath
     """Checkpoint (step-…), run directory, or Hugging Face folder or id."""
     max_new_tokens: Annotated[int, POSITIVE, Aliases("max_tokens")] = 512
-    """Most tokens of an answer. The oldest turns are left out where they would not fit after the rest."""
+    """Most tokens of an answer. The oldest turns are not read where they leave no room for one."""
     system: str | None = None
     """Message of the system that a conversation begins with; null sends none."""
     tokenizer: InputPath | None = None
@@ -87,7 +87,7 @@ def run(config: ChatConfig) -> None:
             if not is_terminal:
                 raise
             print("\n".join(error.lines()), file=sys.stderr)
-        except KeyboardInterrupt:  # before an answer has begun, say
+        except KeyboardInterrupt:  # before the answer began
             if not is_terminal:
                 raise
             print(file=sys.stderr)
@@ -122,12 +122,12 @@ class Chat:
         from mlm.data.chat_tokens import end_of_turn_tokens
         from mlm.inference.config import as_declared
 
-        self.model, self.template, self.config = model, template, config
+        self.model, self.template = model, template
         self.ends = end_of_turn_tokens(template, model.tokenizer)
         typed = {each.name: getattr(config, each.name) for each in fields(SamplingOptions)}
         self.sampling = as_declared(model.tokenizer.declared.generation, typed)
         self.messages: list[dict[str, Any]] = []
-        self.turns, self.saved = 0, set[Path]()
+        self.turns, self.saved = 0, dict[Path, bytes]()
         self.begin(config.system)
 
     def begin(self, system: str | None) -> None:
@@ -162,10 +162,16 @@ class Chat:
         row = text.encode("utf-8", "backslashreplace")
         path = Path(file).absolute()
         try:
-            write_atomic(path, row) if path in self.saved else write_result(file, row, key="/save")
+            # a file that this chat wrote, if nobody has changed it since
+            if path in self.saved and not path.is_symlink() and path.read_bytes() == self.saved[path]:
+                write_atomic(path, row)
+            else:
+                write_result(file, row, key="/save")
+        except OSError as error:
+            raise UserError(f"/save {file}: {error.strerror}") from None
         except UserError as error:
             raise UserError(str(error).replace("/save=", "/save ")) from None
-        self.saved.add(path)
+        self.saved[path] = row
         print(f"written to {file}", file=sys.stderr)
 
     def answer(self, message: str) -> None:

@@ -94,6 +94,8 @@ def translate(flags: Flags, *, program: str = "") -> Translation:
     flags = {name: [value] for name, value in DEFAULTS.items()} | flags
     if not any(name.startswith("lr_warmup_") for name in flags):
         flags["lr_warmup_iters"] = ["0"]
+    if first(flags, "lr_decay_style") == "WSD":
+        flags.setdefault("lr_wsd_decay_style", ["exponential"])
     result, rest = Translation(), dict(flags)
     settings, read = family(flags, program, result.not_offered)
     is_llama = settings.get("model") == "llama"
@@ -116,7 +118,7 @@ def add(result: Translation, name: str, values: Sequence[str]) -> None:
     """Add a flag by the table, or under the name of a key."""
     typed = " ".join([f"--{name.replace('_', '-')}", *values])
     value = ",".join(values) if values else "true"
-    if name == "lr_wsd_decay_style":  # those that are offered are read before
+    if name == "lr_wsd_decay_style":  # one that is not in SHAPES
         result.not_offered[typed] = "schedule.cooldown_shape is linear or 1-sqrt"
     elif not values and megatron_flags().get(name, "!") != "!":
         result.by_hand[typed] = "it has no value"
@@ -168,7 +170,7 @@ LLAMA = {"swiglu": "a gated MLP", "disable_bias_linear": "no biases"}
 
 def family(flags: Flags, program: str, not_offered: dict[str, str]) -> Rule:
     """The family of the model, and the flags that are a part of it."""
-    if program and not re.search("gpt|bert|^train.py", program):
+    if program and not re.search(r"gpt|bert|^train\.py", program):
         not_offered[program] = "models are GPT, Llama and BERT"
     if "bert" in program or "bert_no_binary_head" in flags:
         return {"model": "bert"}, set()
@@ -226,12 +228,7 @@ def sizes(flags: Flags) -> Rule:
 
 LATENT_HEADS = {"qk_head_dim": "128", "qk_pos_emb_head_dim": "64"}
 """Widths of latent attention without and with rotation, and Megatron Core's defaults."""
-BALANCES = {
-    "aux_loss": "micro_batch",
-    "seq_aux_loss": "sequence",
-    "global_aux_loss": "global_batch",
-    "none": "none",
-}
+BALANCES = {"aux_loss": "micro_batch", "seq_aux_loss": "sequence", "global_aux_loss": "global_batch"}
 
 
 def experts(flags: Flags) -> Rule:
@@ -261,10 +258,8 @@ def experts(flags: Flags) -> Rule:
     ):
         settings["model.options.dense_layers"] = match[1]
         read.add("moe_layer_freq")
-    balance, coefficient = (
-        flags.get("moe_router_load_balancing_type", ["aux_loss"]),
-        first(flags, "moe_aux_loss_coeff"),
-    )
+    balance = flags.get("moe_router_load_balancing_type", ["aux_loss"])
+    coefficient = first(flags, "moe_aux_loss_coeff")
     has_loss = bool(coefficient and float(coefficient)) and balance != ["none"]
     if "moe_router_enable_expert_bias" in flags:
         settings["model.options.balance"] = "bias"
@@ -283,10 +278,8 @@ def experts(flags: Flags) -> Rule:
 def layout(flags: Flags) -> Rule:
     """Virtual stages, sharding and time limits."""
     settings, read = dict[str, str](), set[str]()
-    per_chunk, stages = (
-        first(flags, "num_layers_per_virtual_pipeline_stage"),
-        first(flags, "pipeline_model_parallel_size"),
-    )
+    per_chunk = first(flags, "num_layers_per_virtual_pipeline_stage")
+    stages = first(flags, "pipeline_model_parallel_size")
     if per_chunk and stages and (layers := first(flags, "num_layers")):
         chunks, left = divmod(int(layers), int(stages) * int(per_chunk))
         if not left:
@@ -330,13 +323,12 @@ def lengths(flags: Flags) -> Rule:
         if decay == "WSD":  # its cooldown ends with the run
             settings.pop("schedule.decay_steps", None)
             read |= {"lr_decay_iters", "lr_decay_samples"}
+            if (shape := first(flags, "lr_wsd_decay_style")) in SHAPES:
+                settings["schedule.cooldown_shape"] = SHAPES[shape]
+                read.add("lr_wsd_decay_style")
     if first(flags, "eval_iters") == "0":
         settings["train.validate_every"] = "0"
         read |= {"eval_iters", "eval_interval"}
-        shape = first(flags, "lr_wsd_decay_style") or "exponential"
-        if decay == "WSD" and shape in SHAPES:
-            settings["schedule.cooldown_shape"] = SHAPES[shape]
-            read.add("lr_wsd_decay_style")
     end = settings.get("schedule.decay_steps") or first(flags, "lr_decay_iters")
     if (fraction := first(flags, "lr_warmup_fraction")) and end:  # a share of the decay, not of the run
         settings["schedule.warmup_steps"] = str(int(float(fraction) * int(end)))

@@ -5,6 +5,7 @@ What only a shell could compute, such as $(…), stays as it is. Of a condition 
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from mlm.util.errors import UserError
@@ -56,14 +57,10 @@ def command_in(script: str) -> list[str]:
             commands[-1] += expand(token, variables)
         else:
             commands.append([])
-    # a command may also be kept in a string: CMD="torchrun pretrain_gpt.py $OPTIONS"
-    strings = [split(text) for words in variables.values() for text in words if " " in text]
-    calls = [
-        words[number:]
-        for words in (*commands, *variables.values(), *strings)
-        for number, word in enumerate(words)
-        if PROGRAM.search(word)
-    ]
+    groups = [*commands, *variables.values()]
+    # a command may also be a string: CMD="torchrun pretrain_gpt.py …", bash -c "pretrain_gpt.py …"
+    groups += [split(text) for words in groups for text in words if " " in text and ".py" in text]
+    calls = [words[number:] for words in groups for number, word in enumerate(words) if PROGRAM.search(word)]
     every_word = [word for words in variables.values() for word in words]
     return max(calls or [every_word], key=lambda words: sum(word.startswith("--") for word in words))
 
@@ -127,7 +124,8 @@ def fill(text: str, variables: Variables) -> str:
 
 
 def split(text: str) -> list[str]:
-    """The words of a string, quotes in it removed."""
-    return [
-        expand(word, {}, splits=False)[0] for kind, word in lex(text.replace("\n", " ")) if kind == "word"
-    ]
+    """The words of a string, quotes in it removed where they have an end."""
+    with suppress(UserError):
+        words = [word for kind, word in lex(text.replace("\n", " ")) if kind == "word"]
+        return [expand(word, {}, splits=False)[0] for word in words]
+    return text.split()

@@ -1,4 +1,4 @@
-"""How modules compute: copies of parameters cast once a step, deferred gradients, what is not compiled.
+"""State of computation: parameter copies cast once per step, deferred gradients, code kept uncompiled.
 
 Master weights are float32. Cast for each product, forward and backward, in every micro-batch, they cost 6
 bytes of traffic a parameter each time, where reading a copy costs 2. A bias or a norm's weight is little

@@ -45,7 +45,7 @@ class Predicted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NextCommands:
-    """What continues a run, evaluates it and generates with it."""
+    """Commands that resume a run, evaluate it and generate with it."""
 
     resume: Sequence[str]
     """The words that continue the run: `["mlm", "pretrain", "resume=runs/a"]`."""

@@ -71,6 +71,24 @@ def test_saved_conversation_has_every_turn_and_is_saved_again(llama: Path, tmp_p
     assert [m["content"] for m in messages[::2]] == [lines[0], lines[1], lines[3]]
 
 
+def test_file_that_changed_since_it_was_saved_stays(llama: Path, tmp_path: Path) -> None:
+    row = tmp_path / "talk.jsonl"
+    words = [sys.executable, "-m", "mlm", "chat", str(llama), *SETTINGS]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for text in ("sat?\n", f"/save {row}\n", "sat?\n"):
+            process.stdin.write(text)
+            process.stdin.flush()
+        for _ in range(2):
+            process.stdout.readline()
+        row.write_text("mine")
+        process.stdin.write(f"/save {row}\n")
+        process.stdin.close()
+        assert process.wait(120) == 2
+    assert row.read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     "text, line",
     [

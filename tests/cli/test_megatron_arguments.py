@@ -157,6 +157,7 @@ def test_every_flag_of_the_parser_has_an_answer() -> None:
             {"schedule.decay": "constant", "schedule.cooldown": "9"},
         ),
         ("--eval-iters 0", {"train.validate_every": "0"}),
+        ("--lr-decay-style WSD --lr-wsd-decay-style minus_sqrt", {"schedule.cooldown_shape": "1-sqrt"}),
         ("--recompute-activations", {"recompute": "selective"}),
         ("--use-torch-fsdp2", {"zero": "3"}),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", {"zero": "2"}),
@@ -197,7 +198,8 @@ def test_flags_decide_settings_together_and_by_their_defaults(
             'O="--lr 1 \\\n--seed 2"\nCMD="torchrun pretrain_gpt.py $O"\n$CMD\r\n',
             {"lr": ["1"], "seed": ["2"]},
         ),
-        ('srun bash -c "pretrain_gpt.py --lr 1"', {}),
+        ('srun bash -c "pretrain_gpt.py --lr 1"', {"lr": ["1"]}),
+        ('M="it\'s fine"\necho $M "it\'s here"\npretrain_gpt.py --lr 1', {"lr": ["1"]}),
         ("pretrain_gpt.py --lr 1 2>&1 | tee log", {"lr": ["1"]}),
     ],
 )
@@ -215,9 +217,10 @@ def test_words_of_a_command_are_those_that_a_shell_would_pass(
         ("--position-embedding-type rope --normalization RMSNorm --swiglu", "a Llama has no biases"),
         ("--position-embedding-type rope --disable-bias-linear --swiglu", "a Llama has RMSNorm"),
         ("--lr-decay-style WSD --lr-wsd-decay-style cosine", "schedule.cooldown_shape is linear or 1-sqrt"),
+        ("--lr-decay-style WSD", "schedule.cooldown_shape is linear or 1-sqrt"),
     ],
 )
-def test_model_that_is_no_llama_is_said_not_to_be_one(line: str, not_offered: str) -> None:
+def test_part_that_is_not_offered_is_named(line: str, not_offered: str) -> None:
     assert not_offered in of(line).not_offered.values()
 
 

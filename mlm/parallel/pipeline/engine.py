@@ -111,7 +111,7 @@ class Stages(Generic[T]):
 
 @dataclass
 class _SavedForBackward:
-    """What a forward pass keeps for its backward pass."""
+    """Tensors and graph edge that a forward pass saves for its backward pass."""
 
     x: Tensor | None
     edge: GradientEdge | None
