@@ -6,7 +6,7 @@ from typing import Any
 
 from mlm.cli.command import Command
 from mlm.data import files_present as present
-from mlm.data.chat_template import TURNS
+from mlm.data.chat_builtin import TURNS
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
 from mlm.launch.rules.checks import (
     Rule,

@@ -104,7 +104,7 @@ COMMANDS = (
             # Kill a run on two ranks, resume it, and compare bit for bit
             mlm verify-resume tp=2
         """,
-        keys=f"{KEYS}",
+        keys=KEYS,
     ),
     Command(
         name="doctor",

@@ -41,8 +41,9 @@ from mlm.convert.huggingface.folder import CONFIG, fetch, ids_to_keep, model_nam
 from mlm.convert.huggingface.mapping import Note
 from mlm.convert.huggingface.model_card import card_facts
 from mlm.convert.huggingface.tensors import HFTensors
+from mlm.data.chat_builtin import BUILT_IN, TURNS
 from mlm.data.chat_files import find_chat_template, find_templates
-from mlm.data.chat_template import BUILT_IN, TURNS, ChatTemplate
+from mlm.data.chat_template import ChatTemplate
 from mlm.data.files_present import hub_id
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig

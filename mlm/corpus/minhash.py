@@ -15,7 +15,7 @@ rensa's R-MinHash, after the fast similarity sketching of Dahlgaard, Knudsen and
 Shapes: T units (words, or characters of the normalised text) of D documents laid end to end.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Literal
 from unicodedata import category
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from rensa import RMinHash
 
 from mlm.corpus.config import DedupConfig
+from mlm.corpus.pieces import pieces_of
 from mlm.util.splitmix import mix
 
 Hashes = NDArray[np.uint64]
@@ -58,6 +59,22 @@ def flat_shingles(texts: Sequence[str], *, ngram: int, unit: Unit) -> tuple[Hash
     normal = [normalise(text) for text in texts]
     units, counts = _words(normal) if unit == "word" else _characters(normal)
     return _ngrams(units, counts, ngram)
+
+
+def shingles_in_parts(text: str, *, ngram: int, unit: Unit) -> Iterator[Hashes]:
+    """Yield the n-grams of a text some at a time, with repetitions: a long one is never all hashed."""
+    space, held, is_short = np.array([SPACE], np.uint64), np.empty(0, np.uint64), True
+    mix(space)
+    for piece in pieces_of(text):  # they end at white space, so no word is split
+        units, _ = _words([normalise(piece)]) if unit == "word" else _characters([normalise(piece)])
+        between = space[: unit == "character" and len(held) > 0 and len(units) > 0]
+        held = np.concatenate([held, between, units])
+        if len(held) >= ngram:
+            is_short = False
+            yield _ngrams(held, np.array([len(held)]), ngram)[0]
+            held = held[len(held) - ngram + 1 :]
+    if is_short:
+        yield _ngrams(held, np.array([len(held)]), ngram)[0]
 
 
 def normalise(text: str) -> bytes:
@@ -193,10 +210,23 @@ class MinHasher:
         keys = np.full((len(texts), bands), NO_KEY, np.uint64)
         ngram, unit = self.config.ngram, self.config.unit
         for begin, batch in self._batches(texts):
-            flat, offsets = flat_shingles(batch, ngram=ngram, unit=unit)
-            full = np.flatnonzero(np.diff(offsets))
-            keys[begin + full] = band_keys(self.slots(flat, offsets)[full], bands)
+            if len(batch) == 1:
+                slots = self.slots_of(shingles_in_parts(batch[0], ngram=ngram, unit=unit))
+                full = np.arange(len(slots))
+            else:
+                flat, offsets = flat_shingles(batch, ngram=ngram, unit=unit)
+                full = np.flatnonzero(np.diff(offsets))
+                slots = self.slots(flat, offsets)[full]
+            keys[begin + full] = band_keys(slots, bands)
         return keys
+
+    def slots_of(self, parts: Iterable[Hashes]) -> Slots:
+        """Return the signature [1, bands * rows] of a set of shingles in parts; [0, …] of an empty one.
+
+        A slot holds a minimum over the set, so the signature of a union is the minimum of signatures.
+        """
+        slots = [self.slots(part, np.array([0, len(part)])) for part in parts if len(part)]
+        return np.minimum.reduce(slots) if slots else np.empty((0, self.width), np.uint32)
 
     def slots(self, flat: Hashes, offsets: Numbers) -> Slots:
         """Return signatures [n, bands * rows] of the sets of shingles flat[offsets[i]:offsets[i + 1]]."""

@@ -4,16 +4,8 @@ import json
 import re
 from pathlib import Path
 
-from mlm.data.chat_template import (
-    BUILT_IN,
-    FILE,
-    FOLDER,
-    FOR_TOOLS,
-    IM_END,
-    IM_START,
-    TURNS,
-    ChatTemplate,
-)
+from mlm.data.chat_builtin import BUILT_IN, IM_END, IM_START, TURNS
+from mlm.data.chat_template import FILE, FOLDER, FOR_TOOLS, ChatTemplate
 from mlm.data.tokenizer import Tokenizer
 from mlm.data.tokenizer_settings import SETTINGS, named_tokens, read_config
 from mlm.util.errors import UserError, reading_from

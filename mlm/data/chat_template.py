@@ -1,8 +1,9 @@
 """A tokenizer's chat template: conversations as text, rendered as `transformers` renders them.
 
 The template is Jinja from a model folder, which is untrusted. It runs in Jinja's immutable sandbox, which
-keeps it from files and Python's own objects, sees copies of JSON values, and is stopped after TIME_LIMIT_S.
-It may mark the assistant's answers with {% generation %} blocks.
+keeps it from files and Python's own objects, sees copies of JSON values, and is stopped after TIME_LIMIT_S in
+the main thread, but not within one operation in C, such as making a text of 3 GB. It may mark the assistant's
+answers with {% generation %} blocks.
 """
 
 import json
@@ -25,33 +26,22 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import missing
 
+from mlm.data.chat_builtin import TURNS
 from mlm.util.errors import UserError, lone_surrogate
 from mlm.util.files import digest_bytes, write_atomic
 
 FILE = "chat_template.jinja"
 FOR_TOOLS, FOLDER = "tool_use", "additional_chat_templates"
 """Name of a second template for conversations with tools, and the folder of its file."""
-IM_START, IM_END = "<|im_start|>", "<|im_end|>"
-"""ChatML's marks of a turn."""
-CHATML = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' }}
-{%- if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}
-{%- else %}{{ message.content + '<|im_end|>' }}{% endif %}
-{{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
-"""
-BUILT_IN = {"chatml": CHATML}
-"""Templates for base models that have none, by name."""
-TURNS = "turns"
-"""Name of the tokenizer's own template, each answer as it is rendered when nothing follows it: templates of
-models that think leave out the thoughts of earlier turns."""
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Around a rendered {% generation %} block: noncharacters, which no text holds."""
 TIME_LIMIT_S = 10
 
 Message = dict[str, Any]
+
+
+class _TimeLimit(BaseException):
+    """No `Exception`: Jinja catches those as it folds constants."""
 
 
 class ChatError(Exception):
@@ -156,7 +146,10 @@ class ChatTemplate:
         try:
             with time_limit(TIME_LIMIT_S):
                 text = self._compiled.render(copies)
-        except Exception as error:  # a template may raise anything: TypeError, OverflowError, RecursionError
+        except (
+            Exception,
+            _TimeLimit,
+        ) as error:  # a template may raise anything: TypeError, OverflowError, RecursionError
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ChatError(
                 f"{self.place} fails ({reason}): correct the conversation, or give another template"
@@ -195,13 +188,13 @@ def without_marks(text: str) -> Rendered:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the body after some seconds. Only in the main thread, which receives signals."""
+    """Raise _TimeLimit in the body after some seconds. Only in the main thread, which receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(*_: object) -> None:
-        raise TimeoutError(f"it takes more than {seconds} s")
+        raise _TimeLimit(f"it takes more than {seconds} s")
 
     handler = signal.signal(signal.SIGALRM, stop)
     timer = signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -118,8 +118,11 @@ def tokens_of(texts: Sequence[RenderedText], speller: "Speller") -> list[Tokens]
 
 def common_start(one: Any, other: Any) -> int:
     """Return the number of equal items with which two sequences begin."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+    size = min(len(one), len(other))
+    if isinstance(one, np.ndarray):
+        differs = np.flatnonzero(one[:size] != other[:size])
+        return int(differs[0]) if len(differs) else size
+    return next((n for n in range(size) if one[n] != other[n]), size)
 
 
 def encode_prompt(conversation: Conversation, tokenizer: Tokenizer, template: ChatTemplate) -> list[int]:

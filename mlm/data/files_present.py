@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from mlm.data.chat_template import BUILT_IN, TURNS
+from mlm.data.chat_builtin import BUILT_IN, TURNS
 from mlm.data.config import DataConfig
 from mlm.util.errors import Absent, Problem, UserError
 from mlm.util.object_store import is_stored

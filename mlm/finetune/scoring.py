@@ -157,9 +157,9 @@ class Scorer:
                     f"the model's outputs of {place} are not finite in precision={precision}{NOT_FINITE}"
                 )
         kind, predictions = task_type(self.task.kind), list[Prediction]()
-        # every row has examples, in the order of the rows
         for row, pairs in groupby(zip(examples, outputs, strict=True), key=lambda pair: pair[0].row):
             predictions.append(kind.predict(self.task, split.rows[row], *zip(*pairs, strict=True)))
+        assert len(predictions) == len(split), "every row has examples, in the order of the rows"
         return predictions
 
     def compute_outputs(

@@ -221,7 +221,7 @@ def tokenize(
     max_length: int,
     skips: bool = False,
 ) -> TokenizedSplit:
-    """Return a split with its examples; `skips` leaves out rows that have none.
+    """Return a split with its examples; `skips` leaves out conversations that have none.
 
     `max_length` counts special tokens. Raises UserError if the tokenizer lacks the special tokens, or if
     `max_length` leaves no room for a text; ConfigError with the problems of rows.
@@ -241,7 +241,7 @@ def tokenize(
         examples += examples_of_row
         truncated += was_truncated
         excluded_samples += not examples_of_row
-    if not skips:
+    if not (skips and kind.is_chat):  # other rows have a prediction each
         raise_problems(problems)
     return TokenizedSplit(
         split=split,

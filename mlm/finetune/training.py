@@ -318,6 +318,7 @@ def finetune(
             record={
                 "config_digest": config_digest(config),
                 "resumed_from": resumed_from and str(resumed_from),
+                "less_is_better": sorted(kind.errors),
             },
             notes=[*notes, *material.notes()],
             peak=peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops),

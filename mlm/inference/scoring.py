@@ -107,7 +107,9 @@ def score(
     model, longest = trained.model, trained.config.model.max_positions
     if not requests:
         return []
-    assert all(1 <= r.first < len(r.tokens) <= longest + 1 for r in requests)
+    for r in requests:
+        assert 1 <= r.first < len(r.tokens) <= longest + 1
+        assert 0 <= r.tokens.min() <= r.tokens.max() < model.vocab_size
     table, store = torch.zeros(len(requests), 3, dtype=torch.float64), None  # loss, is greedy, is done
     if kept is not None and ctx.is_main:
         store = KeptScores(kept, f"{identity} {model.dtype}", requests)

@@ -89,7 +89,7 @@ def packed_attention(qkv: Tensor, head_dim: int, packing: Packing, causal: bool)
     y = varlen_attn(q, k, v, begins, begins, longest, longest, window_size=window)
     assert isinstance(y, Tensor)  # no auxiliary results were asked for
     y = y.flatten(1)
-    return y.new_zeros(s * b, y.shape[1]).index_copy(0, packing.rows, y).view(s, b, -1)
+    return y.new_zeros(s * b, y.shape[1]).index_copy_(0, packing.rows, y).view(s, b, -1)
 
 
 @dataclass(frozen=True, eq=False)

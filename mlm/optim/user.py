@@ -115,7 +115,8 @@ def check_step(optimizer: Any) -> None:
     except Exception as error:
         problem = f"its step() fails with gradients of 0 ({type(error).__name__}: {error})"
         raise OwnCodeError(f"optimizer.kind: {problem}; correct it, or optimizer.options") from error
-    if changed := [name for name, value in _numbers(optimizer).items() if before.get(name) != value]:
+    after = _numbers(optimizer)
+    if changed := [name for name in after if name not in before or not _is_same(after[name], before[name])]:
         problem = f"its step() changes {changed[0]}, which checkpoints do not hold"
         raise OwnCodeError(
             f"optimizer.kind: {problem}; keep a count as self.state[p]['step'] of each parameter"
@@ -128,8 +129,20 @@ def _numbers(optimizer: Any) -> dict[str, Any]:
     named = {f"self.{name}": value for name, value in vars(optimizer).items()}
     for number, group in enumerate(optimizer.param_groups):
         named |= {f"param_groups[{number}]['{key}']": value for key, value in group.items()}
-    tensors = {name: value.tolist() for name, value in named.items() if hasattr(value, "tolist")}
-    return tensors | {name: value for name, value in named.items() if isinstance(value, Real)}
+    copies = {name: value.clone() if hasattr(value, "clone") else value for name, value in named.items()}
+    return {
+        name: value
+        for name, value in copies.items()
+        # torch's own steps set flags such as _need_device_dtype_check_for_fused
+        if hasattr(value, "item") or (isinstance(value, Real) and not isinstance(value, bool))
+    }
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if getattr(one, "shape", None) != getattr(other, "shape", None):
+        return False
+    equal = one == other
+    return bool(equal.all() if hasattr(equal, "all") else equal)
 
 
 def check_state(optimizer: Any) -> None:

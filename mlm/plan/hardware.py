@@ -86,10 +86,11 @@ class HardwareConfig:
     network_latency_us: Annotated[float, NOT_NEGATIVE]
     """Time of the smallest message between nodes, microseconds."""
     kernel_us: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Time of the smallest kernel, with what starts it, microseconds; 0 where the host runs ahead of a
-    GPU."""
+    """Time of the smallest kernel, with what starts it, microseconds; 0 where it is not counted: the
+    host runs ahead of a GPU."""
     is_calibrated: bool = False
-    """True if `efficiency` was measured with this program, by `mlm plan calibrate`; else it is of others."""
+    """True if `efficiency.matmul` was measured with this program, by `mlm plan calibrate`; the rest is of
+    others."""
     time_error: Annotated[float | None, POSITIVE] = None
     """Error of step times, as a fraction, on published runs that `efficiency` was not fitted on; null: never
     compared."""

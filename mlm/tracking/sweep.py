@@ -59,7 +59,8 @@ def state_of(exit_code: int, numbers: Mapping[str, Any]) -> str:
 def numbers_of(run: RunRecords) -> dict[str, Any]:
     best, validations = run.lowest("validation", "loss"), run.tables.get("validation", {})
     metric = next((key for key in run.best if key not in ("kind", "time", "step", "split")), None)
-    best_step = run.best.get("step")
+    best_step, errors = run.best.get("step"), run.latest.get("less_is_better")
+    is_error = isinstance(errors, list) and metric in errors
     if best_step is None and best == best:
         best_step = int(validations["step"][np.nanargmin(validations["loss"])])
     numbers = {
@@ -73,6 +74,7 @@ def numbers_of(run: RunRecords) -> dict[str, Any]:
         "best_step": best_step,
         "metric": metric and f"{run.best['split']} {metric}",
         "score": run.best.get(metric) if metric else None,
+        "better": metric and ("less" if is_error else "more"),
     }
     return {key: value for key, value in numbers.items() if value is not None and value == value}
 
@@ -83,8 +85,9 @@ def best_of(runs: Sequence[Row]) -> Row | None:
     Runs that failed count too if they have one: their best checkpoint may be kept.
     """
     if scored := [run for run in runs if "score" in run]:
-        is_error = scored[0]["metric"].split()[-1] in ("loss", "perplexity", "mse", "rmse", "mae")
-        return (min if is_error else max)(scored, key=lambda run: float(run["score"]))
+        return (min if scored[0].get("better") == "less" else max)(
+            scored, key=lambda run: float(run["score"])
+        )
     validated = [run for run in runs if "best_validation_loss" in run]
     return min(validated, key=lambda run: float(run["best_validation_loss"]), default=None)
 

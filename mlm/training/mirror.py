@@ -257,8 +257,8 @@ class Mirror:
     def download(self, root: Path, own: Path | None, step: int | None = None) -> None:
         """Have the folder `root` of a run, whose newest is `own`, continue from the checkpoint of a step.
 
-        `step` None is the newest good one, or `own` if it descends from that and the mirror is not back.
-        Raises CorruptFileError if none is good, UserError if `own` is of another run; OSError.
+        `step` None is the newest good one, or `own` if it descends from that and the mirror has not gone back
+        since. Raises CorruptFileError if none is good, UserError if `own` is of another run; OSError.
         """
         past = () if own is None else (read_manifest_head(own).save, *folders.ancestors_of(own))
         while True:

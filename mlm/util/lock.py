@@ -197,12 +197,15 @@ def held_folder(folder: Path) -> Iterator[Path]:
 def remove_abandoned(parent: Path, pattern: str) -> None:
     """Delete this user's temporary folders whose process has ended. Never raises: nothing depends on it.
 
-    Across hosts a file system may not lock, so a folder of another host is left to that host.
+    Across hosts a file system may not lock, so a folder of another host is left alone for an hour.
     """
     for folder in parent.glob(pattern):
         with suppress(OSError):
             status, lock = folder.lstat(), Lock(folder / HELD, create=False)
-            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-            if is_own and lock.note().get("host") == socket.gethostname() and lock.take():
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                continue
+            is_old = time.time() - status.st_mtime > 3600
+            is_here = lock.path.exists() and lock.note().get("host") == socket.gethostname()
+            if (is_old or is_here) and (not lock.path.exists() or lock.take()):
                 shutil.rmtree(folder, ignore_errors=True)
                 lock.release()

@@ -62,14 +62,8 @@ def by_section(leaves: Iterable[Leaf]) -> Iterator[tuple[str, list[Leaf]]]:
 def key_row(leaf: Leaf) -> tuple[str, str, str]:
     """Key with an anchor, default, and meaning with type, bound and other names."""
     anchor = f"key-{leaf.key}"
-    required = leaf.default == MISSING_VALUE
-    default = (
-        "required"
-        if required
-        else f"`{format_value(leaf.default)}`"
-        if format_value(leaf.default)
-        else "empty"
-    )
+    value = format_value(leaf.default)
+    default = "required" if leaf.default == MISSING_VALUE else f"`{value}`" if value else "empty"
     return f"[`{leaf.key}`](#{anchor}){{ #{anchor} }}", default, f"{text(leaf.doc)} {allowed(leaf)}"
 
 

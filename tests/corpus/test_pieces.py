@@ -72,8 +72,9 @@ from pathlib import Path
 from mlm.corpus.config import DedupConfig, FilterConfig, NormaliseConfig
 from tests.corpus.texts import plain, quiet, write_jsonl
 from mlm.corpus.build import run_build
-text = plain(Path(sys.argv[1]), dedup=DedupConfig(), normalise=NormaliseConfig(), filter=FilterConfig())
-run_build(plain(Path(sys.argv[2]), dedup=DedupConfig()), quiet())
+dedup = DedupConfig(unit=sys.argv[3])
+text = plain(Path(sys.argv[1]), dedup=dedup, normalise=NormaliseConfig(), filter=FilterConfig())
+run_build(plain(Path(sys.argv[2]), dedup=dedup), quiet())
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 run_build(text, quiet())
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
@@ -81,12 +82,16 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 @pytest.mark.slow
-def test_memory_does_not_multiply_with_a_document(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unit", ["word", "character"])
+def test_memory_does_not_multiply_with_a_document(tmp_path: Path, unit: str) -> None:
     """A 4 MB document takes less than 100 MB beside what a small one takes; at once it took some 450."""
     text = " ".join(words(random.Random(0), 4000)) + "\n"
     long = write_jsonl(tmp_path / "long/a.jsonl", [text * (4_000_000 // len(text))])
     short = write_jsonl(tmp_path / "short/a.jsonl", [text])
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(long), str(short)], check=True, capture_output=True, text=True
+        [sys.executable, "-c", MEMORY, str(long), str(short), unit],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     assert int(done.stdout.split()[-1]) < 100_000

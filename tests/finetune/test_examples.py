@@ -1,13 +1,18 @@
 """Tokenised examples equal those of transformers' tokenizers; RACE's those of a reference written here."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mlm.finetune import splits
+from mlm.finetune.classification import Classification
+from mlm.finetune.rows import ExampleError
 from mlm.finetune.splits import tokenize
+from mlm.finetune.task_type import RowExamples
 from mlm.util.errors import UserError
 from tests.finetune.material import bert, gpt2, pairs, sentence, shipped, split_of, their_bert
 
@@ -43,6 +48,22 @@ def test_every_row_has_its_example_and_cut_rows_are_counted(tmp_path: Path) -> N
     long = [r for r in rows if len(their_bert()(r["first"], r["second"])["input_ids"]) > 24]
     assert 0 < examples.truncated == len(long) < 50
     assert f"{len(long)} of 50 rows of train were truncated to 24 tokens" in examples.notes()[0]
+
+
+def test_a_row_of_a_users_type_without_an_example_is_an_error_even_where_rows_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row has a prediction, which is compared with its label."""
+
+    class Picky(Classification):
+        def make_examples(self, *arguments: Any) -> Iterator[RowExamples]:
+            for number, result in enumerate(super().make_examples(*arguments)):
+                yield ExampleError(1, "no word in it") if number == 1 else result
+
+    monkeypatch.setattr(splits, "task_type", lambda kind: Picky())
+    split = split_of(tmp_path, pairs(), rows_of_pairs(3, 4))
+    with pytest.raises(UserError, match=r":2: no word in it"):
+        tokenize(pairs(), split, bert(), causal=False, max_length=24, skips=True)
 
 
 def test_gpt2_reads_pairs_with_an_end_behind_each_and_no_types(tmp_path: Path) -> None:

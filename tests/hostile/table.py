@@ -219,7 +219,7 @@ FOLDERS: dict[str, Callable[[Path], None]] = (
     {
         name: edit_config(edit)
         for name, edit in [
-            *each("n_layer", [0, -1, 10**9, 2, True, None, 1.5, [], ESC], "n_layer"),
+            *each("n_layer", [0, -1, 10**9, 2, True, None, 1.5, [], {"a": 1}, ESC], "n_layer"),
             *each("n_head", [0, -1, 3, 1 << 70, "x"], "n_head"),
             *each("n_embd", [0, 15, 10**9, 1 << 20], "n_embd"),
             *each("vocab_size", [0, 1 << 24, HUGE, 60], "vocab_size"),

@@ -1,5 +1,6 @@
 """Optimizers and decays of users, and those of torch.optim: at each layout, their state, their problems."""
 
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -61,6 +62,11 @@ class CountsInGroup(Elementwise):
     def step(self, closure=None):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
+
+class CountsInSelf(Elementwise):
+    steps = 0
+    def step(self, closure=None):
+        self.steps = self.steps + 1
 
 class SumsInSelf(Elementwise):
     def __init__(self, groups, lr):
@@ -129,7 +135,7 @@ def test_optimizers_of_torch_train_alike_at_each_layout(
         assert split[name] == pytest.approx(alone, rel=1e-9), name
 
 
-@pytest.mark.parametrize("name", ["Adam", "SGD"])
+@pytest.mark.parametrize("name", TORCH_ELEMENTWISE)
 def test_optimizer_of_torch_steps_as_torch_steps_it(name: str) -> None:
     """Its state begins as torch's does, although it is made before the first step."""
     trainer = trainer_of(name, shape_context())
@@ -213,6 +219,7 @@ def test_optimizer_of_whole_parameters_trains_alike_over_stages_and_replicas(
     ("name", "problem"),
     [
         ("CountsInGroup", "changes param_groups[0]['step'], which checkpoints do not hold"),
+        ("CountsInSelf", "changes self.steps, which checkpoints do not hold"),
         ("SumsInSelf", "changes self.sums, which checkpoints do not hold"),
         ("RowsFromTheStart", "checkpoints cannot hold its state row"),
         ("StateOfAll", "checkpoints cannot hold its state 'k' of no parameter"),
@@ -222,6 +229,14 @@ def test_what_a_checkpoint_would_lose_is_rejected_before_training(own: None, nam
     with pytest.raises(OwnCodeError) as error:
         check_optimizer(OptimizerConfig(kind=f"mine:{name}"))
     assert problem in str(error.value)
+
+
+@pytest.mark.parametrize("name", TORCH_ELEMENTWISE)
+@pytest.mark.parametrize("option", ["fused", "foreach"])
+def test_flags_that_a_step_of_torch_sets_are_no_counts(name: str, option: str) -> None:
+    if option not in inspect.signature(vars(torch.optim)[name]).parameters:
+        pytest.skip(f"{name} has no {option}")
+    check_optimizer(OptimizerConfig(kind=f"torch.optim:{name}", options={option: True}))
 
 
 def test_betas_and_eps_reach_classes_that_take_them_and_are_errors_for_others(own: None) -> None:

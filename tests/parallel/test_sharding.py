@@ -75,6 +75,8 @@ def test_load_full_fills_each_rank_with_its_region(tp: int, dp: int) -> None:
         for d in range(dp):
             axis = Axis("tp", t, tp)
             model = cut(model_of(axis), Axis("dp", d, dp))
+            for parameter in model.parameters():
+                torch.nn.init.constant_(parameter, torch.nan)
             load_full(model, whole, axis)
             for s in parameter_shards(model, axis):
                 x = s.without_padding(s.parameter.detach())

@@ -47,6 +47,14 @@ def test_what_a_kill_or_a_power_loss_left_is_removed(tmp_path: Path, rest: bytes
     assert len(records) == 2 + 3 * 3
 
 
+def test_a_whole_last_line_without_its_newline_is_kept(tmp_path: Path) -> None:
+    attempt(tmp_path, 0, 2)
+    path = tmp_path / FILE_NAME
+    path.write_bytes(path.read_bytes()[:-1])
+    attempt(tmp_path, 2, 3)
+    assert [r["step"] for r in read_metrics(tmp_path) if r["kind"] == "saved"] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("step", [0, 2])
 def test_returning_to_a_checkpoint_keeps_attempts_and_incidents(tmp_path: Path, step: int) -> None:
     history = MetricsFile(tmp_path / FILE_NAME, 0, warn=pytest.fail)

@@ -45,12 +45,13 @@ def test_each_run_has_its_settings_numbers_and_state(tmp_path: Path) -> None:
     assert set(table[3].values()) == {"", "8e-3", "not started"}
 
 
-@pytest.mark.parametrize(("metric", "best"), [("accuracy", 1), ("loss", 0)])
+@pytest.mark.parametrize(("metric", "best"), [("accuracy", 1), ("loss", 0), ("wer", 0)])
 def test_the_best_run_on_a_task_has_the_highest_score_or_the_least_error(
     tmp_path: Path, metric: str, best: int
 ) -> None:
+    """A type of task says which of its scores are errors."""
     for name, value in (("a", 0.8), ("b", 0.9)):
-        with reporter(tmp_path / name) as report:
+        with reporter(tmp_path / name, run={"less_is_better": ["loss", "wer"]}) as report:
             report.scores(10, "dev", {metric: value}, is_best=True)
             report.scores(20, "dev", {metric: 0.1}, is_best=False)
     runs = [run_of([], str(tmp_path / name), 0) for name in "ab"]

@@ -66,7 +66,6 @@ def test_layers_are_compiled_for_graphs_on_request(monkeypatch: pytest.MonkeyPat
     modes: list[Any] = []
     layer = SimpleNamespace(compile=lambda mode: modes.append(mode))
     monkeypatch.setattr("mlm.training.kernels.prepare_to_compile", lambda: None)
-    monkeypatch.setattr("mlm.parallel.cross_entropy.compiled", lambda: None)
     for graphs in (False, True):
         compile_layers([layer], True, torch.device("cpu"), graphs=graphs)  # type: ignore[list-item]
     assert modes == ["default", "reduce-overhead"]

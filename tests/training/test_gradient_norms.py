@@ -23,6 +23,7 @@ from tests.ranks import run_on_ranks
 from tests.slow import thinned
 from tests.training.test_gradient_sums import SPEC, batches
 from tests.training.test_observers import RUN
+from tests.training.test_trainer import config
 
 USE = "mlm.training.gradient_norms:GradientNorms"
 
@@ -87,6 +88,13 @@ def test_norms_are_those_of_one_process_in_one_message(layout: dict[str, Any]) -
         assert norms == pytest.approx(expected, rel=1e-12)
         assert math.hypot(*norms.values()) == pytest.approx(whole, rel=1e-12)
         assert waits == ["all_reduce over world"] * 2  # its start and its end
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_loss_scale_is_taken_out(dtype: str) -> None:
+    spec = replace(config(dtype=dtype), train=SPEC.train)
+    norms, whole, _ = reported(shape_context(), spec)
+    assert math.hypot(*norms.values()) == pytest.approx(whole, rel=1e-6)
 
 
 def test_a_run_reports_norms_where_due_and_remembers_it(tmp_path: Path) -> None:

@@ -148,3 +148,12 @@ def test_changes_are_kept_in_every_later_checkpoint(run: Path, tmp_path: Path) -
         path = save(trainer, out)
     (change,) = read_manifest(path).state["lineage"]["changes"]
     assert (change["step"], change["key"], change["to"]) == (2, "optimizer.lr", 0.125)
+
+
+def test_option_of_the_family_is_of_the_identity_and_its_default_may_be_spelt_out() -> None:
+    model = replace(config().model, kind="llama", activation="silu", options={"num_experts": 8})
+    run = replace(config(), model=model)
+    saved = to_dict(run)
+    for options, count in (({"num_experts": 16}, 1), ({"num_experts": 8, "tied": False}, 0), ({}, 1)):
+        other = replace(run, model=replace(model, options=options))
+        assert len(identity_errors(other, saved, "runs/a")) == count, options

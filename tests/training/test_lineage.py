@@ -73,7 +73,7 @@ def test_where_all_up_to_latest_are_damaged_a_newer_one_is_named_not_taken(root:
 
 
 @pytest.mark.parametrize("place", [0, 6])
-def test_a_flipped_bit_in_latest_is_reported_and_the_newest_continues(
+def test_latest_that_names_no_checkpoint_is_reported_and_the_newest_continues(
     root: Path, place: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     content = bytearray((root / LATEST).read_bytes())

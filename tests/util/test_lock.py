@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -123,6 +124,15 @@ def test_a_temporary_folder_goes_once_its_process_was_killed_and_not_before(tmp_
     os.utime(tmp_path / "t-1", (0, 0))
     remove_abandoned(tmp_path, "t-*")
     assert (tmp_path / "t-1").exists()
+    # of another host, or of none, it goes after an hour
+    for name, note in (("t-2", '{"host": "elsewhere"}'), ("t-3", None), ("t-4", '{"host": "elsewhere"}')):
+        (tmp_path / name).mkdir()
+        if note:
+            (tmp_path / name / HELD).write_text(note)
+        os.utime(tmp_path / name, (0, 0) if name != "t-4" else None)
+    remove_abandoned(tmp_path, "t-*")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t-1", "t-4"]
+    shutil.rmtree(tmp_path / "t-4")
     process.kill()
     process.communicate()
     remove_abandoned(tmp_path, "t-*")

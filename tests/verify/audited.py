@@ -97,6 +97,23 @@ forward, backward, replicas, norm, loss = (
 )
 
 
+class NoElements(nn.Module):
+    """Like an expert without tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.first(x[:0]), x])
+
+
+def no_elements(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
+    subject = build(mesh)
+    subject.module.append(NoElements())
+    return subject
+
+
 def needs_cuda(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
     return AuditSubject(module=nn.Linear(2, 2, device="cuda"))
 

@@ -54,6 +54,12 @@ def test_audit_of_a_healthy_layout_finds_nothing() -> None:
     assert not outcome.skipped
 
 
+def test_an_output_without_elements_is_compared() -> None:
+    found = outcomes("no_elements", tp=2)
+    assert isinstance(found, list)
+    assert found[0].finding is None
+
+
 @pytest.mark.parametrize(
     ("mistake", "layout", "place", "cause"),
     slow_but(
@@ -108,6 +114,12 @@ def test_a_subject_that_cannot_be_judged_gets_one_line(subject: str, words: str)
     assert isinstance(error, UserError)
     assert words in str(error)
     assert "\n" not in str(error)
+
+
+def test_a_file_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nosuchmodule\n\n\ndef build(mesh): ...\n")
+    with pytest.raises(UserError, match="importing it fails: ModuleNotFoundError: No module named 'nosuch"):
+        load_build(f"{tmp_path}/broken.py:build")
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tp": 40, "dp": 2}], ids=str)

@@ -1,7 +1,8 @@
 """The chunks of a checkpoint's tensors in columns of numbers: stored, checked and searched by numpy.
 
 A checkpoint of many ranks has a million chunks. As Python objects they cost a minute per save; here each
-check is a few passes over arrays, and `Chunk` objects are made only of the chunks that are requested.
+check is a few passes over the arrays of a tensor, and `Chunk` objects are made only of the chunks that are
+requested.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,8 +19,8 @@ from mlm.checkpoint.native.slices import Region, describe
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 Shape: TypeAlias = tuple[int, ...]
 
-MOST_CORNERS = 1 << 27
-"""Corners of the chunks of a tensor that are compared, 1 GiB: a chunk has two for each dim that is split."""
+MOST_CORNERS = 1 << 25
+"""Corners of a tensor's chunks that are compared, in 1 GiB: 2^d of a chunk that is split along d dims."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from mlm.util.terminal import add_row, console, format_bytes, one_line, progress
 
 
 def run(config: CkptVerifyConfig) -> None:
-    """Verify, print a table, write out. Raises CorruptFileError for one damaged or not finite, UserError."""
+    """Verify, print a table, write out. Raises CorruptFileError for a damaged one, UserError."""
     root, alone = locate(config.ckpt)
     paths, best = [root], root.parent / BEST / CHECKPOINTS
     if not alone:

@@ -1,6 +1,6 @@
 """Tensors of a DCP folder, read by regions: the bytes of an item are located, never unpickled.
 
-An item is an archive of torch.save that holds one tensor (`torch_file.py`).
+An item is an archive of torch.save that holds one tensor (`unpickled.py`).
 """
 
 import io

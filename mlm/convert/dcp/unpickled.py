@@ -1,10 +1,11 @@
-"""Files of torch.save, and pickles of PyTorch and Megatron, read as plain data: nothing in them is run.
+"""Files of torch.save, and pickles of PyTorch and Megatron, read as plain data.
 
-A pickle is a program. Python's unpickler runs the instructions in it that build containers and numbers; a
-class or function stays a `Name`, and a call of one becomes a `Record` of the name and its arguments.
+A pickle is a program. Only its instructions that build containers and numbers are followed, by Python's own
+unpickler. No class or function that it names is imported or called: it stays a `Name`, and a call of one
+becomes a `Record` of the name and its arguments.
 
-It is the unpickler in Python, not the one in C that `pickle.load` uses: a dictionary's key nested a million
-deep overflows the C stack as it is hashed, there and in `torch.load(weights_only=True)`.
+`pickle.load` and `torch.load(weights_only=True)` follow them in C, where hashing a dictionary's key that is
+nested a million deep overflows the stack and ends the process.
 
 A file of torch.save is a zip archive: archive/data.pkl holds the value, archive/data/0 the bytes of a
 storage, uncompressed. Source: https://github.com/pytorch/pytorch/blob/main/torch/serialization.py.
@@ -28,6 +29,7 @@ DATA = re.compile(
     r"torch\.(\w+Storage|Size|Tensor|device|strided|u?int\d+|b?float\d+\w*|bool|complex\d+)"
     r"|torch\.(storage\.UntypedStorage|nn\.parameter\.Parameter|serialization\._get_layout)"
     r"|torch\._(utils|tensor)\._rebuild_\w+"
+    r"|torch\.distributed\._shard\.(metadata|sharded_tensor\.metadata)\.\w+"  # before torch 2.3
     r"|torch\.distributed\.checkpoint\.(metadata|planner|filesystem|_fsspec_filesystem)\.\w+"
     r"|argparse\.Namespace|types\.SimpleNamespace|datetime\.timedelta|signal\.Signals|_?io\.BytesIO"
     r"|collections\.(OrderedDict|defaultdict)|_codecs\.encode|(builtins|__builtin__)\.(set|bytes|bytearray)"
@@ -235,6 +237,8 @@ def read_archive(f: BinaryIO) -> Saved:
         if len(names) != 1 or records.getinfo(names[0]).file_size > MAX_PICKLE_BYTES:
             raise PickleError(f"has no description, or one of more than {MAX_PICKLE_BYTES} bytes")
         prefix, storages = names[0].removesuffix("data.pkl"), {}
+        if f"{prefix}byteorder" in records.namelist() and records.read(f"{prefix}byteorder") != b"little":
+            raise PickleError("is big-endian, which is not supported")
         for info in records.infolist():
             if info.filename.startswith(f"{prefix}data/"):
                 with records.open(info):  # leaves the file at the record's first byte

@@ -157,7 +157,7 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
     if latent := "kv_lora_rank" in options:
         rotated, unrotated = options["rope_head_dim"], options.pop("unrotated_head_dim")
         options["head_dim"] = rotated + unrotated if type(rotated) is type(unrotated) is int else unrotated
-    options = {name: value or usual[name] for name, value in options.items()}
+    options = {name: usual[name] if value is None else value for name, value in options.items()}
     options |= read_rope(config, path, model.max_positions, row.defaults.theta, scales_scores=latent)
     options |= {"window": _window(config, model.num_layers, row, path), **row.options}
     options["tied"] = config.get("tie_word_embeddings", False)

@@ -330,7 +330,14 @@ class ConfigKeys:
                 problems.append(
                     f"{path}: {key}={show(value)} is not what our {name} computes; supported: {meant}"
                 )
-        values = {ours: config.get(key, default) for key, (ours, default) in self.fields.items()}
+        values = dict[str, Any]()
+        for key, (ours, default) in self.fields.items():
+            value, is_size = config.get(key, default), not isinstance(default, float)
+            if isinstance(value, dict) or (is_size and value == 0):
+                wanted = "a whole number from 1" if is_size else "a number"
+                problems.append(f"{path}: {key}={show(value)} must be {wanted}")
+                value = default
+            values[ours] = value
         chosen = config.get(self.activation, self.fixed[self.activation][0])
         activation = next((ours for ours, names in ACTIVATIONS.items() if chosen in names), "gelu")
         of_model = {field.name for field in fields(ModelConfig)}
@@ -349,7 +356,7 @@ class ConfigKeys:
         return {
             "architectures": [architecture],
             **{
-                theirs: known[ours] if isinstance(known[ours], float) else known[ours] or default
+                theirs: known[ours] if isinstance(default, float) else known[ours] or default
                 for theirs, (ours, default) in self.fields.items()
                 if ours in known
             },

@@ -75,18 +75,20 @@ def find_files(source: str | Path) -> RankFiles:
     """
     step, files = find_step(source), dict[tuple[int, int], Path]()
     with reading_from(step, COPY_AGAIN):
-        folders = sorted(step.iterdir())
-    for folder in folders:
+        found = {
+            folder: [path for name in MODEL_FILES if (path := folder / name).is_file()]
+            for folder in sorted(step.iterdir())
+        }
+    for folder, paths in found.items():
         numbers = RANK_FOLDER.fullmatch(folder.name)
-        path = next((path for name in MODEL_FILES if (path := folder / name).is_file()), None)
-        if not numbers or path is None:  # the moments of a data-parallel rank have folders of their own
+        if not numbers or not paths:  # the moments of a data-parallel rank have folders of their own
             continue
         if numbers[3] is not None:
             raise UserError(f"{folder}: of one expert-parallel rank: {THROUGH_HF}")
         rank = int(numbers[1]), int(numbers[2] or 0)
         if rank in files:
             raise CorruptFileError(f"{step}: {folder.name} of two layouts: delete the older")
-        files[rank] = path
+        files[rank] = paths[0]
     if not files and any(next(step.glob(pattern), None) for pattern in DISTRIBUTED):
         raise UserError(
             f"{step}: holds no .metadata: torch_dist without it is incomplete, and zarr is not read; copy it "
@@ -109,7 +111,9 @@ def rank_folder(t: int, p: int, pp: int) -> str:
 def find_step(source: str | Path) -> Path:
     """The folder of one iteration, whatever its format. Raises UserError when it is not clear which."""
     source = Path(source)
-    if not source.is_dir():
+    with reading_from(source, COPY_AGAIN):
+        is_folder = source.is_dir()
+    if not is_folder:
         raise UserError(f"{source}: no such folder: name the folder that holds {LATEST}, or mp_rank_00")
     if RANK_FOLDER.fullmatch(source.name):
         raise UserError(f"{source}: one rank of a checkpoint: name its parent, {source.resolve().parent}")

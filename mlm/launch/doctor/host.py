@@ -164,7 +164,7 @@ def query_gpu(uuid: str) -> list[str] | None:
 def judge_gpu(values: Sequence[str] | None) -> list[Finding]:
     """Judge driver, clocks and memory errors by FIELDS."""
     if values is None:
-        return [Finding("driver", "warn", "nvidia-smi gives no answer", "install it beside the driver")]
+        return [Finding("driver", "warn", "nvidia-smi gives no answer", "install it with the driver")]
     driver, most, reasons, errors = values
     bits = int(reasons, 16) if reasons.startswith("0x") else 0
     slowed = list(dict.fromkeys(why for bit, why in SLOWED.items() if bits & bit))

@@ -16,7 +16,8 @@ def build_schedule(name: str, *, stages: int, chunks: int, micro_batches: int) -
     1f1b interleaves when `chunks` > 1. Raises UserError (a ValueError) that names setting and remedy for
     interleaving with m no multiple of p, and for zb_h1 with chunks.
     """
-    assert name in NAMES
+    assert name in NAMES, f"{name}: use one of {', '.join(NAMES)}"
+    assert min(stages, chunks, micro_batches) > 0, f"{stages=} {chunks=} {micro_batches=}: at least 1 each"
     if name == "gpipe":
         return gpipe(stages, chunks, micro_batches)
     if chunks == 1:

@@ -78,7 +78,7 @@ def replay_settings(config: ReplayConfig, folder: Path, record: dict[str, Any]) 
     if record.get("finetuning"):
         raise UserError(
             f"incident={config.incident}: is of finetuning, whose rows `mlm replay` does not read; its "
-            "README.md names the row, and samples-00000.npz holds what the step read"
+            "README.md names the row, and samples-00000.npz holds its tokens"
         )
     try:
         saved = from_dict(PretrainConfig, dict(record["config"]))

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from mlm.checkpoint.native.exchange import Ranks
@@ -177,7 +178,9 @@ class Profiler(Observer):
         count = f"{steps} steps" if steps > 1 else "1 step"
         self.reporter.note(f"profile of {count}: {self.path} (open it at https://ui.perfetto.dev)")
         # milliseconds a step on the host
-        events = [event for event in tracer.key_averages() if event.key.startswith(MARK)]
+        averages = [event for event in tracer.key_averages() if event.key.startswith(MARK)]
+        # a GPU's annotations have rows of their own
+        events = [event for event in averages if event.device_type == DeviceType.CPU]
         for event in sorted(events, key=lambda event: -event.cpu_time_total):
             milliseconds = event.cpu_time_total / 1000 / steps
             self.reporter.note(f"  {event.key.removeprefix(MARK):<12} {milliseconds:10.2f} ms a step")

@@ -156,12 +156,14 @@ class Comparison:
     def _activation(self, key: Key, parts: Parts, whole: Tensor, bound: float) -> Match | None:
         """Compare an output, its gradient, the loss or the norm, at the placement that fits best."""
         choices: Iterable[Placement] = [{}]
-        if whole.numel() > 1:
+        if whole.numel() != 1:
             shape = next(iter(parts.values())).shape
             blocks = {1, *shape}
             for record in self.ranks.values():
                 blocks |= {split.blocks for split in record.splits.get(f"{key.name}.weight") or ()}
-            flat = {b for size in shape for b in range(1, size + 1) if size % b == 0}
+            flat = {
+                b for size in shape for b in range(1, size + 1) if size % b == 0
+            }  # [S, B] as one dimension
             by_axis = {"dp": sorted(flat), "cp": sorted(blocks), "tp": sorted(blocks)}
             sums = ("cp", "tp") if key.name else ()
             if key.kind == "backward":  # of an output that is the same for all samples, such as positions

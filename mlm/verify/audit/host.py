@@ -80,8 +80,9 @@ def load_build(name: str) -> Build:
             spec = spec_from_file_location(file.stem, file)
             assert spec is not None
             assert spec.loader is not None
-            module = sys.modules[file.stem] = module_from_spec(spec)
-            spec.loader.exec_module(module)
+            loaded = sys.modules[file.stem] = module_from_spec(spec)
+            spec.loader.exec_module(loaded)
+            module = loaded
         else:
             module = import_module(where)
         build: Build = getattr(module, function)

@@ -72,6 +72,7 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a size beyond numbers": (put("size", 1, (LARGE, LARGE)), "w: piece .* is not inside"),
     "a hole": (put("size", 4, (3, 3)), "w: its 4 pieces hold 21 of 24 elements: there is a hole"),
     "an overlap": (put("offset", 4, (1, 1)), "w: its 4 pieces .* overlap"),
+    "a scalar with dims": (put("size", 0, (1, 2)), "a chunk has more dims than its tensor"),
     "a row less": (lambda n: [n.__setitem__(c, n[c][:-1]) for c in list(n)], "w: "),
 }
 

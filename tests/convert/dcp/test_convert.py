@@ -182,6 +182,25 @@ def test_bfloat16_is_the_rounded_source(llama: Path, tmp_path: Path) -> None:
     assert_equal(back, {name: value.bfloat16() for name, value in weights(llama).items()})
 
 
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [({"rms_norm_eps": 0.5}, "model.layer_norm_eps"), ({"rope_theta": 9.0}, "model.options.rope_theta")],
+    ids=["a field", "an option"],
+)
+def test_a_setting_that_differs_is_found(
+    changed: dict[str, float], key: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = conversion.write_target
+
+    def spoil(config: Any, source: Any, folder: Path, *rest: Any) -> None:
+        write(config, source, folder, *rest)
+        edit_config(folder, **changed)
+
+    monkeypatch.setattr(conversion, "write_target", spoil)
+    with pytest.raises(UserError, match=f"{key} differs from"):
+        converted(llama, tmp_path / "out", "hf")
+
+
 def test_difference_is_found(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that exchanges gates and inputs is seen, and nothing is published."""
     write = conversion.write_target

@@ -108,6 +108,14 @@ def compress(path: Path) -> None:
             records.writestr(name, content)
 
 
+def swap_bytes(path: Path) -> None:
+    with zipfile.ZipFile(path) as records:
+        contents = {info.filename: records.read(info) for info in records.infolist()}
+    with zipfile.ZipFile(path, "w") as records:
+        for name, content in contents.items():
+            records.writestr(name, b"big" if name.endswith("/byteorder") else content)
+
+
 def save_as_before_1_6(path: Path) -> None:
     save(path, rank_content(same_gpt2(), Layout(), 0, 0, 1000), zipped=False)
 
@@ -120,6 +128,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "of before PyTorch 1.6": (save_as_before_1_6, r"PyTorch 1\.6 or later .* save it again with a current"),
     # records could unpack to any size, and mapped into memory they would be read as weights
     "compressed": (compress, "is compressed"),
+    "big-endian": (swap_bytes, "is big-endian"),
 }
 
 

@@ -26,7 +26,7 @@ def test_folder_is_read_to_its_depth_sorted_by_path(tmp_path: Path) -> None:
     assert found == ["a/b/c.parquet", "a/z.txt.gz", "a.JSONL.zst", "b.jsonl", "c.txt"]
 
 
-def test_unknuser_files_are_passed_over_and_named(tmp_path: Path) -> None:
+def test_unknown_files_are_passed_over_and_named(tmp_path: Path) -> None:
     found = search(str(put(tmp_path, "a.jsonl", "b.csv", "c.json", "d.gz")))
     assert [item.name for item in found.inputs] == ["a.jsonl"]
     assert "not read: b.csv, c.json, d.gz" in str(found.warning())

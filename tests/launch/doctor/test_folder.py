@@ -115,6 +115,23 @@ def test_a_disk_on_which_a_replaced_file_stays_old_is_found(
     assert "keeps its old content" in found[1][1].result
 
 
+def test_a_disk_that_cannot_push_files_out_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = folders.write_atomic
+
+    def unsynced(path: Path, content: bytes) -> None:
+        if content == b"again":
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        write(path, content)
+
+    monkeypatch.setattr(folders, "write_atomic", unsynced)
+    assert statuses(check_folder(tmp_path, Control(None, 0, 1, 1.0)))[DISK] == "fail"
+
+
+def test_a_slow_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "SLOW_S", 0.0)
+    assert statuses(check_folder(tmp_path, Control(None, 0, 1, 1.0)))[DISK] == "warn"
+
+
 def test_a_disk_that_writes_slowly_is_a_warning_with_what_it_means(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,10 @@ def test_a_full_disk_is_found(found: Any, status: str, monkeypatch: pytest.Monke
     assert host.disk(Path("runs")).status == status
 
 
+def test_a_folder_that_this_host_lacks_is_found(tmp_path: Path) -> None:
+    assert host.disk(tmp_path / "nowhere").status == "fail"
+
+
 @pytest.mark.parametrize(("soft", "status"), [(100, "fail"), (300, "ok"), (resource.RLIM_INFINITY, "ok")])
 def test_a_limit_of_open_files_is_found(soft: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     limited(monkeypatch, soft)

@@ -106,6 +106,28 @@ def check_against_transformers(
         assert (grad - theirs.parameter).abs().max() <= 1e-4 * largest, mine.name
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_initial_weights_are_slices_of_the_one_process_model(tp: int) -> None:
+    """Every shard equals the same region of the unsplit model, bit for bit; padding rows are zero."""
+    whole = initial(ONE)
+    for rank in range(tp):
+        axis = Axis("tp", rank, tp)
+        model = GPT2(MODEL, tp=axis)
+        init_parameters(model, 7, axis)
+        for shard in parameter_shards(model, axis):
+            part = shard.without_padding(shard.parameter)
+            rectangle = tuple(slice(o, o + n) for o, n in zip(shard.offset, part.shape, strict=True))
+            assert torch.equal(part, whole[shard.name][rectangle]), shard.name
+        padding = model.token.weight[model.token.true_local_rows :]
+        assert padding.numel() == 0 or padding.abs().max() == 0
+
+
+def initial(axis: Axis) -> dict[str, Tensor]:
+    model = GPT2(MODEL, tp=axis)
+    init_parameters(model, 7, axis)
+    return {s.name: s.without_padding(s.parameter.detach()) for s in parameter_shards(model, axis)}
+
+
 def test_two_all_reduces_forward_and_two_backward_per_layer() -> None:
     """v1, section 3; the embedding adds one forward and the output layer's f one backward."""
     forward, backward, layers = run_on_ranks(count_all_reduces, tp=2)[0]

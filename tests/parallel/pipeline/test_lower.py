@@ -2,7 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -212,3 +212,14 @@ def test_layouts_of_the_largest_models_lower(name: str, p: int, v: int, m: int) 
     """arXiv:2104.04473: the trillion-parameter model's 3072 / 6 micro-batches, and table 1's 35 stages."""
     plan = lower(build_schedule(name, stages=p, chunks=v, micro_batches=m))
     assert plan.bubble == (p - 1) / (v * m)
+
+
+def test_an_order_of_transfers_that_two_peers_do_not_share_does_not_complete() -> None:
+    """Of the check itself: neighbouring transfers with one peer, swapped."""
+    plan = lower(build_schedule("1f1b", stages=2, chunks=1, micro_batches=4))
+    ranks = [list(instructions) for instructions in plan.instructions]
+    transfers = [(i, x) for i, x in enumerate(ranks[0]) if not isinstance(x, Action)]
+    (i, one), (k, other) = next(pair for pair in pairwise(transfers) if pair[0][1].peer == pair[1][1].peer)
+    assert completes(ranks, 1)
+    ranks[0][i], ranks[0][k] = other, one
+    assert not completes(ranks, 1)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mlm.checkpoint.native.run_state import INCIDENTS
 from mlm.parallel.mesh import Axis, shape_context
@@ -285,3 +286,10 @@ def test_an_overflow_above_the_smallest_scale_is_no_incident(tmp_path: Path) -> 
     floor = incidents.trainer.config.precision.min_loss_scale
     above, at = (StepNumbers(2.0, math.inf, scale=scale) for scale in (2 * floor, floor))
     assert kinds_of(incidents, above, at) == [[], ["loss_scale_at_floor", "gradient_not_finite"]]
+
+
+def test_a_gpu_compares_a_step_s_numbers_with_their_limits_without_the_host() -> None:
+    """On fake tensors: reading one would raise."""
+    with FakeTensorMode():
+        found = exceeds_limits(torch.empty(2, device="cuda"), (1.5, math.inf))
+        assert torch.cat([torch.empty(2, device="cuda"), found.view(1)]).device.type == "cuda"
