@@ -13,7 +13,7 @@ from mlm.convert.huggingface.llama import MAPPING
 from mlm.models.llama.model import Llama
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import load_full
-from tests.models.llama.references import our_config
+from tests.models.llama.table import our_config
 
 VOCAB, SEQ, STEPS = 256, 64, 20
 
