@@ -190,6 +190,7 @@ def family(flags: Flags, program: str, not_offered: dict[str, str]) -> Rule:
     read |= {
         "use_rotary_position_embeddings",
         "position_embedding_type",
+        "no_position_embedding",  # learned positions, which rotary ones replace
         "untie_embeddings_and_output_weights",
     }
     hidden = first(flags, "hidden_size") or ""
@@ -275,6 +276,9 @@ def experts(flags: Flags) -> Rule:
     return settings, read
 
 
+BACKENDS = {"auto": "auto", "flash": "flash", "fused": "cudnn", "unfused": "math", "local": "math"}
+
+
 def layout(flags: Flags) -> Rule:
     """Virtual stages, sharding and time limits."""
     settings, read = dict[str, str](), set[str]()
@@ -293,8 +297,8 @@ def layout(flags: Flags) -> Rule:
     if minutes := first(flags, "distributed_timeout_minutes"):
         settings["dist.timeout_s"] = f"{60 * float(minutes):g}"
         read.add("distributed_timeout_minutes")
-    if first(flags, "attention_backend") in ("auto", "flash"):
-        settings["attention"] = flags["attention_backend"][0]
+    if (backend := first(flags, "attention_backend")) in BACKENDS:
+        settings["attention"] = BACKENDS[backend]
         read.add("attention_backend")
     return settings, read
 

@@ -123,13 +123,15 @@ class TaskConfig:
     null_threshold: Annotated[float, OnlyIf("unanswerable")] = 0.0
     """Kind span, unanswerable: margin by which the score of no answer must exceed the best answer's."""
     lr: Annotated[float, TRAINS] = 2.0e-5
-    """Peak learning rate: default of optimizer.lr."""
+    """Peak learning rate: default of optimizer.lr, ten times as much with adapters (lora.rank)."""
     weight_decay: Annotated[float, TRAINS] = 0.01
     """Default of optimizer.weight_decay."""
-    epochs: Annotated[int, TRAINS] = 3
+    epochs: Annotated[int, POSITIVE, TRAINS] = 3
     """Default of train.epochs."""
-    batch_size: Annotated[int, TRAINS] = 32
+    batch_size: Annotated[int, POSITIVE, TRAINS] = 32
     """Rows per step: default of train.global_batch_size."""
+    min_steps: Annotated[int, NOT_NEGATIVE, TRAINS] = 50
+    """Steps for which few rows take smaller batches than batch_size, down to 4, then more than `epochs`."""
     warmup: Annotated[float, TRAINS] = 0.06
     """Default of schedule.warmup."""
 
@@ -171,10 +173,11 @@ class FinetuneDataConfig(TaskDataConfig):
 class FinetuneTrainConfig:
     """Length of training and batch sizes."""
 
-    epochs: Annotated[int, POSITIVE, Aliases("num_epochs", "num_train_epochs")] = 3
-    """Passes over the training rows."""
-    global_batch_size: Annotated[int, POSITIVE, Aliases("train_batch_size")] = 32
-    """Rows per step over all data-parallel ranks; the last step of an epoch takes what is left."""
+    epochs: Annotated[int | None, POSITIVE, Aliases("num_epochs", "num_train_epochs")] = None
+    """Passes over the training rows; null takes task.epochs, or more for task.min_steps."""
+    global_batch_size: Annotated[int | None, POSITIVE, Aliases("train_batch_size")] = None
+    """Rows per step over all data-parallel ranks; the last step of an epoch takes what is left. null takes
+    task.batch_size, or less for task.min_steps."""
     micro_batch_size: MicroBatchSize = 8
     """Texts of task.max_length tokens one rank runs through the model at once; more of shorter ones. The rest
     of a batch is accumulated."""

@@ -3,6 +3,7 @@
 The scores of a run are a function of `depends_on`, but for rounding.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -115,6 +116,24 @@ def read_splits(config: FinetuneConfig, start: Start | None = None) -> dict[str,
     return splits
 
 
+SMALLEST_BATCH = 4
+
+
+def fit_length(config: FinetuneConfig, splits: Mapping[str, TaskSplit]) -> FinetuneConfig:
+    """Set the batch size and the epochs that `train` leaves open, by the number of rows to train on.
+
+    They are the task's where these make task.min_steps; else the batch is halved, then epochs are added.
+    """
+    task, rows = config.task, config.data.train_rows or len(splits[config.task.train])
+    epochs, batch = config.train.epochs or task.epochs, config.train.global_batch_size or task.batch_size
+    if config.train.global_batch_size is None:
+        while batch > SMALLEST_BATCH and epochs * math.ceil(rows / batch) < task.min_steps:
+            batch = max(batch // 2, SMALLEST_BATCH)
+    if config.train.epochs is None:
+        epochs = max(epochs, math.ceil(task.min_steps / math.ceil(rows / batch)))
+    return replace(config, train=replace(config.train, epochs=epochs, global_batch_size=batch))
+
+
 def tokenize_split(task: TaskConfig, split: TaskSplit, start: Start) -> TokenizedSplit:
     """Return a split with its examples. Raises UserError, also if there are none."""
     tokenized = start.tokenize(task, split)
@@ -145,7 +164,7 @@ FIXED_SECTIONS = ("train.", "optimizer.", "schedule.", "task.", "lora.")
 FREE = (
     "train.micro_batch_size",
     *("task.hub", "task.hub_config", "task.tests", "task.submission", "task.submit_names", "task.id"),
-    *("task.lr", "task.weight_decay", "task.epochs", "task.batch_size", "task.warmup"),  # defaults of others
+    *("task.lr", "task.weight_decay", "task.epochs", "task.batch_size", "task.min_steps", "task.warmup"),
     *("data.columns", "data.bad_rows"),  # rows count by content
 )
 """Keys that may change in a run directory."""

@@ -196,8 +196,9 @@ def median_scores(each_seed: Sequence[Scores]) -> Scores:
 
 
 def header(config: FinetuneConfig, trainer: Trainer, start: Start, examples: int) -> list[tuple[str, str]]:
-    train = config.train
-    steps = trainer.config.train.steps // train.epochs
+    train, epochs = config.train, config.train.epochs
+    assert epochs, "set by fit_length"
+    steps = trainer.config.train.steps // epochs
     origin = "transformers" if isinstance(start.source, ModelFolder) else "mlm"
     return [
         run_row(config.name, Path(config.out)),
@@ -206,7 +207,7 @@ def header(config: FinetuneConfig, trainer: Trainer, start: Start, examples: int
         layout_row(trainer, even_batches=False),
         (
             "batches",
-            f"{examples:,} examples in {steps:,} steps of {train.global_batch_size}, {train.epochs} epochs; "
+            f"{examples:,} examples in {steps:,} steps of {train.global_batch_size}, {epochs} epochs; "
             f"texts of at most {start.max_length} tokens",
         ),
         ("precision", config.precision.dtype),

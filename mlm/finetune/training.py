@@ -29,6 +29,7 @@ from mlm.finetune.inputs import (
     Start,
     change_problems,
     depends_on,
+    fit_length,
     load_body,
     read_splits,
     read_start,
@@ -62,8 +63,10 @@ from mlm.runs.tokenizer import digests_of_tokenizer
 from mlm.tracking.config import missing_extras
 from mlm.tracking.metrics import Parts, Rates
 from mlm.tracking.peak import peak_flops
+from mlm.tracking.reporter import Reporter
 from mlm.training.loop import CONFIG, Loop, composed_yaml, is_step_due, training_session
 from mlm.training.memory import reuse_large_blocks, torch_errors_as_user_errors, trim_memory
+from mlm.training.observer import Observer, StepOutcome
 from mlm.training.preflight import run_start_problems
 from mlm.training.resume import claim, resume
 from mlm.training.state import load_weights, stored_shards
@@ -71,6 +74,10 @@ from mlm.training.trainer import Trainer
 from mlm.util.errors import ConfigError, UserError, attempt, writing_to
 from mlm.util.files import dump_json, write_atomic
 from mlm.util.ownership import claim_problems
+
+FEW_STEPS = 20
+LEAST_FALL = 0.01
+"""Share of the loss by which training lowers it, if it does anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +114,7 @@ def preflight(config: FinetuneConfig) -> list[str]:
                 f"task.max_length={start.max_length}: sequence_parallel=true pads texts to a multiple of "
                 f"tp={tp}, and the model reads {limit} tokens: use task.max_length={limit // tp * tp} or less"
             )
-        for seed_config in configs_by_seed(config):
+        for seed_config in configs_by_seed(fit_length(config, splits)):
             problems += run_start_problems(pretrain_config(seed_config, start, 1), compares=False)
             problems += change_problems(seed_config, depends_on(seed_config, start, splits))
     except UserError as error:
@@ -119,8 +126,8 @@ def run(config: FinetuneConfig, ctx: ParallelContext) -> int:
     """Finetune, with each seed; every rank calls this. Return the command's exit code. Raises UserError."""
     if ctx.device.type == "cpu":
         reuse_large_blocks()
-    start, splits, configs = read_start(config), read_splits(config), configs_by_seed(config)
-    ranks = Ranks.of(ctx)
+    start, splits = read_start(config), read_splits(config)
+    configs, ranks = configs_by_seed(fit_length(config, splits)), Ranks.of(ctx)
 
     def read_results() -> list[Any]:
         if not ctx.is_main:  # one rank reads: two might see different things on a shared disk
@@ -189,6 +196,9 @@ class FinetuneLoop(Loop):
         task, model = self.config.task, self.trainer.model
         return Scorer(model=model, objective=objective, task=task, batcher=self.batcher)
 
+    def further_observers(self) -> list[Observer]:
+        return [LossChange()]
+
     @property
     def validate_every(self) -> int:
         return self.config.train.validate_every or self.order.steps_per_epoch
@@ -256,8 +266,41 @@ class FinetuneLoop(Loop):
         state[FINETUNING] = {**state[FINETUNING], "progress": asdict(self.progress)}
 
 
+class LossChange(Observer):
+    """Warns if the mean loss of a run's last quarter of steps is hardly below that of the first."""
+
+    def on_run_start(self, trainer: Trainer[Any], reporter: Reporter) -> None:
+        self.trainer, self.reporter = trainer, reporter
+        self.total, self.count = trainer.config.train.steps, max(trainer.config.train.steps // 4, 1)
+        self.is_complete = trainer.step == 0  # a resumed run does not know its first losses
+        self.sums: dict[bool, StepOutcome] = {}
+
+    def after_step(self, outcome: StepOutcome) -> None:
+        step, is_last = self.trainer.step, self.trainer.step > self.total - self.count
+        if step <= self.count or is_last:
+            before = self.sums.get(is_last)
+            parts = outcome.parts.clone() if before is None else before.parts + outcome.parts
+            self.sums[is_last] = replace(outcome, parts=parts)
+
+    def on_run_end(self) -> None:
+        if not self.is_complete or self.trainer.step < self.total or len(self.sums) < 2:
+            return
+        first, last = (self.trainer.mean_loss(self.sums[is_last]) / self.count for is_last in (False, True))
+        if last > first - LEAST_FALL * abs(first):
+            self.reporter.problem(
+                f"the loss hardly fell: {first:.4g} in the first {self.count} steps, {last:.4g} in the last; "
+                f"raise optimizer.lr={self.trainer.config.optimizer.lr:g}, or train.epochs"
+            )
+
+
+def few_steps_warnings(steps: int) -> list[str]:
+    fix = "leave out train.epochs and train.global_batch_size, or set more epochs or smaller batches"
+    return [f"{steps} steps teach a model little: {fix}"] if steps < FEW_STEPS else []
+
+
 def pretrain_config(config: FinetuneConfig, start: Start, steps: int) -> PretrainConfig:
     """Return the run as the trainer takes it, and as checkpoints save it."""
+    assert config.train.global_batch_size, "set by fit_length"
     warmup = min(math.ceil(exact(config.schedule.warmup) * steps), steps - 1)
     shared = (
         *("name", "out", "seed", "compile", "profile", "lora", "parallel", "optimizer", "precision", "log"),
@@ -288,13 +331,16 @@ def finetune(
     """
     begun, kind, start = time.monotonic(), task_type(config.task.kind), material.start
     examples, size = material.train.examples, config.train.micro_batch_size
+    assert config.train.epochs, "set by fit_length"
+    assert config.train.global_batch_size
     order = Order(
         examples,
         batch_size=config.train.global_batch_size,
         sort_batches=1 if kind.is_chat else config.train.sort_batches,  # packed, not sorted
         seed=config.seed,
     )
-    spec = pretrain_config(config, start, config.train.epochs * order.steps_per_epoch)
+    steps = config.train.epochs * order.steps_per_epoch
+    spec = pretrain_config(config, start, steps)
     objective = make_objective(config.task, ctx, DTYPES[config.precision.dtype])
     with torch_errors_as_user_errors(spec, "task.max_length"), ExitStack() as stack:
         claim(spec, ctx, stack)
@@ -321,6 +367,7 @@ def finetune(
                 "less_is_better": sorted(kind.errors),
             },
             notes=[*notes, *material.notes()],
+            warnings=few_steps_warnings(steps),
             peak=peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops),
             tokens_per_step=0,  # differs from step to step: the loop counts
             seq_length=sum(lengths) // len(lengths),

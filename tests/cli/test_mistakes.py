@@ -42,6 +42,16 @@ OWN_CONFIG = "write your settings to DIR/experiment/NAME.yaml and type --config-
                 "finetune rac ckpt=a",
                 "mlm finetune: task=rac: no such choice; did you mean race? (list: mlm finetune --help)",
             ),
+            (
+                "plan layouts hardware=rtx_5090",
+                "mlm plan layouts: hardware=rtx_5090: no such choice; choose dgx2h_v100_32g, dgx_a100_40g, "
+                "dgx_a100_80g, dgx_b200, dgx_h100, dgx_h200, mi300x or rtx_4090",
+            ),
+            (
+                "plan layouts hardware=dgx_h100_80g",
+                "mlm plan layouts: hardware=dgx_h100_80g: no such choice; did you mean dgx_h100? (list: mlm plan "
+                "layouts --help)",
+            ),
             ("data", "mlm data: name a task: tokenizer, build, inspect, verify"),
             ("data bild", "mlm data: unknown task 'bild'; did you mean 'build'?"),
             (

@@ -85,11 +85,14 @@ def test_shipped_task_composes_into_a_finetuning_run_without_problem(name: str) 
     assert [problem for problem in problems if not isinstance(problem, Absent)] == []  # no model is named
     assert config.out == f"runs/{name}"
     task = config.task
-    assert (config.optimizer.lr, config.train.epochs, config.schedule.warmup) == (
-        task.lr,
-        task.epochs,
-        task.warmup,
-    )
+    assert (config.optimizer.lr, config.schedule.warmup) == (task.lr, task.warmup)
+
+
+@pytest.mark.parametrize(
+    "words, lr", [([], 2e-5), (["lora.rank=8"], 2e-4), (["lora.rank=8", "optimizer.lr=3e-5"], 3e-5)]
+)
+def test_adapters_take_ten_times_the_learning_rate_of_a_task(words: list[str], lr: float) -> None:
+    assert load_config("finetune", ["ckpt=c", "task=chat", *words]).optimizer.lr == lr
 
 
 def model_of_layout(choice: str) -> list[str]:

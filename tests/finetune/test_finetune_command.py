@@ -25,6 +25,7 @@ labels: [bad, good]
 max_length: 24
 epochs: 1
 batch_size: 4
+min_steps: 0
 """
 
 

@@ -219,7 +219,10 @@ def _choice_problem(
     typed = choice if isinstance(choice, str) else format_value(choice)
     foreign = foreign_choices(group, options, config_dir)
     begin = [option for option in options if option.startswith(f"{typed}_")]
-    near = foreign.get(typed.lower().replace("-", "_")) or (None if begin[1:] else nearest(typed, options))
+    # an rtx_4090 is no misspelled rtx_5090: a number names the hardware
+    numbers = re.findall(r"\d+", typed)
+    alike = [name for name in options if group != "hardware" or re.findall(r"\d+", name)[0] in numbers]
+    near = foreign.get(typed.lower().replace("-", "_")) or (None if begin[1:] else nearest(typed, alike))
     if near:
         hint = f"did you mean {near}? (list: mlm {command.name} --help)"
     elif begin:
