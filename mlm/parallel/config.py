@@ -90,6 +90,9 @@ class RouterSettings:
     """Groups of consecutive experts, of which each token chooses some first (arXiv:2412.19437)."""
     router_top_groups: Annotated[int, EXPERTS] = 1
     """Groups that a token's experts are of."""
+    router_group_best: Annotated[int, EXPERTS] = 2
+    """Best experts of a group whose scores, summed, rank it: 2 in DeepSeek-V3, 1 in DeepSeek-V2
+    (arXiv:2405.04434, section 2.1.2)."""
     router_bias: Annotated[bool, EXPERTS] = False
     """Add a bias to the scores for the choice alone; balance=bias has one too."""
     balance: Annotated[str, EXPERTS] = "none"

@@ -77,14 +77,22 @@ RELEASED = {  # parameters of the released models, as their model cards and safe
     "qwen3_30b_a3b": 30_532_122_624,
     "olmoe_1b_7b": 6_919_161_856,
     "deepseek_v3": 671_026_404_352,
+    "deepseek_v2": 235_741_434_880,
+    "deepseek_v2_lite": 15_706_484_224,
+    "qwen15_moe_a2_7b": 14_315_784_192,
 }
-ACTIVE = {"mixtral_8x7b": 12.9, "qwen3_30b_a3b": 3.35, "olmoe_1b_7b": 1.28, "deepseek_v3": 37.55}
-"""Billions that a token goes through; the papers print 13B (12.9B), 3B (3.3B), 1B (1.3B) and 37B."""
+ACTIVE = {
+    **{"mixtral_8x7b": 12.9, "qwen3_30b_a3b": 3.35, "olmoe_1b_7b": 1.28, "deepseek_v3": 37.55},
+    **{"deepseek_v2": 21.38, "deepseek_v2_lite": 2.66, "qwen15_moe_a2_7b": 2.69},
+}
+"""Billions that a token goes through; the papers print 13B (12.9B), 3B (3.3B), 1B (1.3B), 37B, 21B, 2.4B without
+the token table, and 2.7B."""
 SETTINGS: dict[str, tuple[float, float, int, float]] = {  # rope_theta, factor of llama3, context, norm's eps
     "llama2": (10_000.0, 1.0, 4096, 1e-5),
     "llama3": (500_000.0, 8.0, 131_072, 1e-5),
     "llama3_1b": (500_000.0, 32.0, 131_072, 1e-5),
     "llama3_3b": (500_000.0, 32.0, 131_072, 1e-5),
+    "qwen15_moe_a2_7b": (1_000_000.0, 1.0, 8192, 1e-6),
     "qwen2": (1_000_000.0, 1.0, 131_072, 1e-6),
     "qwen2_0_5b": (1_000_000.0, 1.0, 32_768, 1e-6),
     "qwen3": (1_000_000.0, 1.0, 32_768, 1e-6),
@@ -166,7 +174,10 @@ def test_llamas_have_the_settings_of_their_config_json(name: str) -> None:
         assert settings.rope_original_positions == 8192
         assert (settings.rope_low_freq_factor, settings.rope_high_freq_factor) == (1.0, 4.0)
     assert settings.window == (4096 if family == "mistral" else 0)
-    assert (settings.qkv_bias, settings.qk_norm) == (family == "qwen2", family in ("qwen3", "olmoe"))
+    assert (settings.qkv_bias, settings.qk_norm) == (
+        family[:5] in ("qwen2", "qwen1"),
+        family in ("qwen3", "olmoe"),
+    )
     assert settings.tied == (name in TIED)
     assert (config.activation, config.hidden_dropout, config.attention_dropout) == ("silu", 0.0, 0.0)
 

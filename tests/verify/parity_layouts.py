@@ -49,7 +49,8 @@ MIXTURES: dict[str, dict[str, bool | int | float | str]] = {
     },
     "sequence": {
         **{"num_experts": 4, "expert_ffn_size": 8, "balance": "sequence", "balance_coefficient": 0.1},
-        "router_normalise": False,
+        **{"router_normalise": False, "shared_experts": 1, "shared_gate": True},
+        **{"router_groups": 4, "router_top_groups": 3, "router_group_best": 1},
     },
     "capacity": {
         **{"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 8, "capacity_factor": 0.7},

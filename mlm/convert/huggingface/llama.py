@@ -59,7 +59,11 @@ def changed_option(model: ModelConfig, other: ModelConfig) -> str | None:
 
 
 def _option(settings: LlamaSettings, name: str) -> hf.JSON:
-    return settings.has_router_bias if name == "router_bias" else getattr(settings, name)
+    if name == "router_bias":
+        return settings.has_router_bias
+    if name == "router_group_best" and settings.router_top_groups == settings.router_groups:
+        return None  # no group is ranked
+    return getattr(settings, name)
 
 
 Locations = Iterator[tuple[str, hf.Location]]
@@ -136,7 +140,9 @@ def _expert_locations(
     if settings.shared_experts:
         width = settings.shared_experts * settings.expert_ffn_size
         blocks = num_blocks(replace(model, ffn_hidden_size=width))
-        yield from _gated_locations(f"{ours}.shared", f"{stored}.shared_experts", blocks)
+        yield from _gated_locations(f"{ours}.shared", f"{stored}.{row.shared}", blocks)
+    if settings.shared_gate:
+        yield _same(f"{ours}.shared_gate", f"{stored}.{row.shared}_gate")
 
 
 def _gated_locations(ours: str, stored: str, blocks: int) -> Locations:
@@ -157,6 +163,10 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
     if latent := "kv_lora_rank" in options:
         rotated, unrotated = options["rope_head_dim"], options.pop("unrotated_head_dim")
         options["head_dim"] = rotated + unrotated if type(rotated) is type(unrotated) is int else unrotated
+    if "shared_width" in options:
+        options["shared_experts"] = _shared_experts(options, path)
+    if config.get("topk_method") == "greedy":  # DeepSeek-V2's choice among all experts
+        options |= {"router_groups": None, "router_top_groups": None}
     options = {name: usual[name] if value is None else value for name, value in options.items()}
     options |= read_rope(config, path, model.max_positions, row.defaults.theta, scales_scores=latent)
     options |= {"window": _window(config, model.num_layers, row, path), **row.options}
@@ -196,6 +206,15 @@ def _window(config: Mapping[str, hf.JSON], layers: int, row: Variant, path: str)
         given = f"sliding_window={hf.show(size)}"
         raise ConfigError([f"{path}: layer_types={types[0]} does not go with {given}; fix one"])
     return size or 0 if is_sliding else 0
+
+
+def _shared_experts(options: dict[str, hf.JSON], path: str) -> int:
+    """Return how many experts are as wide as the shared one. Raises ConfigError for a fraction."""
+    shared, width = options.pop("shared_width"), options["expert_ffn_size"]
+    if not (type(shared) is type(width) is int and 0 < width <= shared and shared % width == 0):
+        given = f"shared_expert_intermediate_size={hf.show(shared)}"
+        raise ConfigError([f"{path}: {given} must be a multiple of moe_intermediate_size={hf.show(width)}"])
+    return shared // width
 
 
 def _dense_layers(config: Mapping[str, hf.JSON], layers: int, row: Variant, path: str) -> int:
@@ -244,6 +263,10 @@ def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
         config["qk_nope_head_dim"] = settings.head_dim - settings.rope_head_dim
     if row.normalises is not None:
         config["norm_topk_prob"] = settings.router_normalise
+    if settings.shared_gate:
+        config["shared_expert_intermediate_size"] = settings.shared_experts * settings.expert_ffn_size
+    if "group_limited_greedy" in row.fixed.get("topk_method", ()) and settings.router_groups > 1:
+        config["topk_method"] = "group_limited_greedy"
     if row.dense_key:
         dense = settings.dense_layers if settings.num_experts else model.num_layers
         config[row.dense_key] = list(range(dense)) if row.dense_key == "mlp_only_layers" else dense

@@ -49,6 +49,8 @@ class Variant:
     """Prefix of its classes."""
     marks: tuple[str, ...] = ()
     """Our options that such a model sets, and of which no model of a row below sets all."""
+    unmarked: tuple[str, ...] = ()
+    """Our options that it does not set, where a model of a row above sets the marks too."""
     options: Mapping[str, bool | str] = field(default_factory=dict)
     """Options that all its models have, where ours have another default."""
     defaults: Defaults
@@ -77,6 +79,8 @@ class Variant:
     """Module of router and experts."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Gate, up and down of an expert."""
+    shared: str = "shared_experts"
+    """Module of the shared experts; that of their gate has _gate behind it."""
 
     @property
     def has_experts(self) -> bool:
@@ -119,6 +123,13 @@ def _experts(
 
 
 _NO_BIAS: dict[str, tuple[hf.JSON, ...]] = {"attention_bias": (False,)}
+_LATENT: dict[str, tuple[str, hf.JSON]] = {
+    "kv_lora_rank": ("kv_lora_rank", 512),
+    "q_lora_rank": ("q_lora_rank", None),
+    "qk_rope_head_dim": ("rope_head_dim", 64),
+    "v_head_dim": ("v_head_dim", 128),
+    "qk_nope_head_dim": ("unrotated_head_dim", 128),
+}
 _ALL_SLIDE = ("sliding_window",)
 _LAST_SLIDE = ("sliding_window", "use_sliding_window", "max_window_layers")
 VARIANTS = {
@@ -177,6 +188,27 @@ VARIANTS = {
         normalises=False,
         dense_key="mlp_only_layers",
     ),
+    "qwen2_moe": Variant(
+        classes="Qwen2Moe",
+        marks=("num_experts", "shared_gate"),
+        options={"shared_gate": True},
+        defaults=Defaults(ffn=5632, kv_heads=16, positions=32768, vocabulary=151936),
+        aliases={"num_local_experts": "num_experts"},
+        fields=_experts("num_experts", 60, 4, 1408)
+        | {
+            "shared_expert_intermediate_size": ("shared_width", 5632),
+            "qkv_bias": ("qkv_bias", True),
+        },
+        # with windows every other layer of the first max_window_layers has one
+        fixed={"decoder_sparse_step": (1,), "use_sliding_window": (False,)},
+        writes_head_dim="unusual",
+        window_keys=_LAST_SLIDE,
+        window=4096,
+        full_layers=28,
+        normalises=False,
+        dense_key="mlp_only_layers",
+        shared="shared_expert",
+    ),
     "olmoe": Variant(
         classes="Olmoe",
         marks=("num_experts", "qk_norm_whole"),
@@ -194,15 +226,11 @@ VARIANTS = {
         defaults=Defaults(ffn=18432, positions=4096, vocabulary=129280),
         absent={"q_lora_rank": 1536},
         fields=_experts("n_routed_experts", 256, 8, 2048)
+        | _LATENT
         | {
             "n_shared_experts": ("shared_experts", 1),
             "n_group": ("router_groups", 8),
             "topk_group": ("router_top_groups", 4),
-            "kv_lora_rank": ("kv_lora_rank", 512),
-            "q_lora_rank": ("q_lora_rank", None),
-            "qk_rope_head_dim": ("rope_head_dim", 64),
-            "v_head_dim": ("v_head_dim", 128),
-            "qk_nope_head_dim": ("unrotated_head_dim", 128),
             "routed_scaling_factor": ("router_scale", 2.5),
         },
         fixed=_NO_BIAS
@@ -217,6 +245,32 @@ VARIANTS = {
         normalises=True,
         dense_key="first_k_dense_replace",
     ),
+    "deepseek_v2": Variant(
+        classes="DeepseekV2",
+        marks=("kv_lora_rank", "num_experts"),
+        unmarked=("has_router_bias",),
+        options={"router_normalise": False, "router_group_best": 1},
+        defaults=Defaults(ffn=11008, positions=2048, vocabulary=102400),
+        absent={"q_lora_rank": 1536, "first_k_dense_replace": 0, "topk_method": "greedy"},
+        fields=_experts("n_routed_experts", 64, 6, 1407)
+        | _LATENT
+        | {
+            "n_shared_experts": ("shared_experts", 2),
+            "n_group": ("router_groups", None),
+            "topk_group": ("router_top_groups", None),
+            "routed_scaling_factor": ("router_scale", 1.0),
+        },
+        fixed=_NO_BIAS
+        | {
+            "mlp_bias": (False,),
+            "norm_topk_prob": (False, None),
+            "scoring_func": ("softmax",),
+            "topk_method": ("greedy", "group_limited_greedy"),
+            "moe_layer_freq": (1,),
+        },
+        writes_head_dim="never",
+        dense_key="first_k_dense_replace",
+    ),
 }
 """model_type -> its row."""
 
@@ -225,4 +279,8 @@ def model_type(model: ModelConfig) -> str:
     """Return the model_type that computes a model: the last whose marks it has."""
     settings = LlamaSettings.of(model)
     rows = reversed(VARIANTS.items())
-    return next(kind for kind, row in rows if all(getattr(settings, mark) for mark in row.marks))
+
+    def has(mark: str) -> bool:
+        return bool(getattr(settings, mark))
+
+    return next(kind for kind, row in rows if all(map(has, row.marks)) and not any(map(has, row.unmarked)))

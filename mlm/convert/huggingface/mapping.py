@@ -332,7 +332,7 @@ class ConfigKeys:
                 )
         values = dict[str, Any]()
         for key, (ours, default) in self.fields.items():
-            value, is_size = config.get(key, default), not isinstance(default, float)
+            value, is_size = config.get(key, default), not isinstance(default, float | bool)
             if isinstance(value, dict) or (is_size and value == 0):
                 wanted = "a whole number from 1" if is_size else "a number"
                 problems.append(f"{path}: {key}={show(value)} must be {wanted}")
@@ -356,7 +356,7 @@ class ConfigKeys:
         return {
             "architectures": [architecture],
             **{
-                theirs: known[ours] if isinstance(default, float) else known[ours] or default
+                theirs: known[ours] if isinstance(default, float | bool) else known[ours] or default
                 for theirs, (ours, default) in self.fields.items()
                 if ours in known
             },

@@ -12,6 +12,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from mlm.models.config import ModelConfig
+from mlm.models.heads import PlainLinear
 from mlm.models.llama.gated import GatedMLP, gate
 from mlm.models.llama.settings import LlamaSettings
 from mlm.parallel.collectives import copy_to_tp, gather_sequence, reduce_from_tp, scatter_sequence
@@ -61,6 +62,10 @@ class MixtureOfExperts(nn.Module):
         if settings.shared_experts:
             dense = replace(config, ffn_hidden_size=settings.shared_experts * width)
             self.shared = GatedMLP(dense, tp=tp, sequence_parallel=sequence_parallel)
+        self.shared_gate: PlainLinear | None = None
+        if settings.shared_gate:
+            self.shared_gate = PlainLinear(h, 1, init_std=config.hidden_std, bias=False)
+            self.shared_gate.constant_sides = {"weight": "out"}
 
     @skip_compile
     def forward(self, x: Tensor) -> Tensor:
@@ -73,7 +78,13 @@ class MixtureOfExperts(nn.Module):
         order = sort_by_expert(experts.flatten(0, 1), self.router.settings.num_experts)
         exchange = Exchange(self.axes.ep, order.counts, x.device)
         in_flight = exchange.start(permute(rows.flatten(0, 1), order))
-        shared = None if self.shared is None else self.shared(x)  # while tokens travel
+        shared = None if self.shared is None else self.shared_output(x)  # while tokens travel
         y = self.experts(exchange.finish(in_flight), exchange.counts)
         y = leave(combine(exchange.back(y), weights.flatten(0, 1), order).view_as(rows), tp)
         return y if shared is None else y + shared
+
+    def shared_output(self, x: Tensor) -> Tensor:
+        """Output of the shared experts, maybe gated: [S, B, H] -> [S, B, H]."""
+        assert self.shared is not None
+        y: Tensor = self.shared(x)
+        return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()

@@ -76,6 +76,9 @@ class LlamaSettings(RouterSettings):
     """Width of an expert; 0 means model.ffn_hidden_size. With expert_tp=tp a multiple of tp."""
     shared_experts: Annotated[int, EXPERTS] = 0
     """Experts beside these that every token goes through (arXiv:2401.06066), as one MLP of their width."""
+    shared_gate: Annotated[bool, OnlyIf("shared_experts")] = False
+    """Multiply the output of the shared experts by the sigmoid of a learned projection of their input to one
+    number, as Qwen2-MoE."""
     dense_layers: Annotated[int, EXPERTS] = 0
     """First layers that have an MLP of model.ffn_hidden_size and no experts."""
 
@@ -118,7 +121,7 @@ DEFAULTS: dict[str, bool | int | float | str] = {
 }
 EXPERT_OPTIONS = {
     *(field.name for field in fields(RouterSettings)),
-    *("expert_ffn_size", "shared_experts", "dense_layers"),
+    *("expert_ffn_size", "shared_experts", "shared_gate", "dense_layers"),
 }
 """Options that mean nothing without experts."""
 
@@ -258,6 +261,8 @@ def _mixture_problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
     experts, groups = settings.num_experts, settings.router_groups
     if not experts:
         return
+    if settings.shared_gate and not settings.shared_experts:
+        yield "shared_gate", "is of shared experts", "set model.options.shared_experts too"
     balances = ("none", "bias", "sequence", "global_batch", "micro_batch")
     for name, values in (("router_scores", ("softmax", "sigmoid")), ("balance", balances)):
         if getattr(settings, name) not in values:
@@ -278,5 +283,7 @@ def _mixture_problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
             known = f"the {most} experts of router_top_groups={settings.router_top_groups} groups"
         fix = f"use model.options.experts_per_token={max(1, min(settings.experts_per_token, most))}"
         yield "experts_per_token", f"must be from 1 to {known}", fix
+    if settings.router_group_best < 1:
+        yield "router_group_best", "must be 1 or more", "use 2, or 1 for the best expert alone"
     if not settings.router_scale > 0:
         yield "router_scale", "must be above 0", "use 1.0 for none"

@@ -101,8 +101,8 @@ class Router(nn.Module):
             scores = scores + self.bias.to(scores.dtype)
         if settings.router_top_groups < settings.router_groups:
             members = scores.unflatten(-1, (settings.router_groups, -1))  # [..., groups, E / groups]
-            # a group scores the sum of its two best (arXiv:2412.19437)
-            best = members.topk(min(2, members.shape[-1]), dim=-1).values.sum(-1)
+            counted = min(settings.router_group_best, members.shape[-1])
+            best = members.topk(counted, dim=-1).values.sum(-1)
             chosen = _highest(best, settings.router_top_groups)
             is_open = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, chosen, True)
             scores = members.masked_fill(~is_open.unsqueeze(-1), float("-inf")).flatten(-2)
