@@ -85,8 +85,8 @@ ACTIVE = {
     **{"mixtral_8x7b": 12.9, "qwen3_30b_a3b": 3.35, "olmoe_1b_7b": 1.28, "deepseek_v3": 37.55},
     **{"deepseek_v2": 21.38, "deepseek_v2_lite": 2.66, "qwen15_moe_a2_7b": 2.69},
 }
-"""Billions that a token goes through; the papers print 13B (12.9B), 3B (3.3B), 1B (1.3B), 37B, 21B, 2.4B without
-the token table, and 2.7B."""
+"""Billions that a token goes through; printed are 13B (12.9B), 3B (3.3B), 1B (1.3B), 37B, 21B, 2.4B (without
+the token table) and 2.7B."""
 SETTINGS: dict[str, tuple[float, float, int, float]] = {  # rope_theta, factor of llama3, context, norm's eps
     "llama2": (10_000.0, 1.0, 4096, 1e-5),
     "llama3": (500_000.0, 8.0, 131_072, 1e-5),

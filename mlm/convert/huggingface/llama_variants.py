@@ -51,7 +51,7 @@ class Variant:
     """Our options that such a model sets, and of which no model of a row below sets all."""
     unmarked: tuple[str, ...] = ()
     """Our options that it does not set, where a model of a row above sets the marks too."""
-    options: Mapping[str, bool | str] = field(default_factory=dict)
+    options: Mapping[str, bool | int | str] = field(default_factory=dict)
     """Options that all its models have, where ours have another default."""
     defaults: Defaults
     fixed: Mapping[str, tuple[hf.JSON, ...]] = field(default_factory=dict)

@@ -143,6 +143,44 @@ ROWS: dict[str, Row] = {
         by_shape=_EVERY_HEAD,
         kept_null=("q_lora_rank",),
     ),
+    "deepseek_v2": Row(
+        "DeepseekV2",
+        {
+            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
+            **{"moe_intermediate_size": 12, "n_shared_experts": 2, "first_k_dense_replace": 1},
+            **{"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7},
+            **{**_LATENT, "kv_lora_rank": 10},  # theirs runs with no odd one
+            **{"q_lora_rank": 14, "v_head_dim": 5, "head_dim": None, "rms_norm_eps": 1e-6},
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+        },
+        by_shape=_EVERY_HEAD,
+    ),
+    "deepseek_v2 lite": Row(
+        "DeepseekV2",
+        {
+            **{"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1},
+            **{"moe_intermediate_size": 12, **_LATENT, "kv_lora_rank": 10, "q_lora_rank": None},
+            **{"v_head_dim": 14, "head_dim": None},
+        },
+        by_shape=_EVERY_HEAD,
+        kept_null=("q_lora_rank",),
+    ),
+    "qwen2_moe": Row(
+        "Qwen2Moe",
+        {
+            **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
+            **{"shared_expert_intermediate_size": 36, "mlp_only_layers": [0]},
+        },
+        has_head_dim=False,
+    ),
+    "qwen2_moe without biases": Row(
+        "Qwen2Moe",
+        {
+            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "qkv_bias": False},
+            **{"shared_expert_intermediate_size": 12, "norm_topk_prob": True, "tie_word_embeddings": True},
+        },
+        has_head_dim=False,
+    ),
 }
 
 
