@@ -53,7 +53,7 @@ class SelfAttention(nn.Module):
             raise ValueError(f"num_heads={config.num_heads} must be divisible by tp={tp.size}")
         self.layer, self.recompute, self.causal = layer, recompute, family_of(config.kind).causal
         self.head_dim, self.dropout = parts.head_dim, config.attention_dropout
-        self.window = parts.window
+        self.scores = parts.scores(layer)
         self.first_head = tp.rank * config.num_heads // tp.size
         self.register_buffer("dropout_keys", site_keys([(layer, "attention")]), persistent=False)
         self._add_projections(config, sequence_parallel)
@@ -140,7 +140,7 @@ class SelfAttention(nn.Module):
 
     def attend_cached(self, x: Tensor, rotary: Rotary | None, reading: Reading) -> Tensor:
         """Attention of the tokens of a pass to those before them: [S, B, H] -> the input of `out`."""
-        return reading.attend(self.layer, *self.heads(self.project(x, rotary)), self.window)
+        return reading.attend(self.layer, *self.heads(self.project(x, rotary)), self.scores)
 
     def values(self, attended: Tensor) -> Tensor:
         """Return the input of `out` for the output of the kernels, [S, B, N/t D]."""
@@ -163,7 +163,7 @@ class SelfAttention(nn.Module):
             )
 
         drops = drop if stream is not None and self.dropout > 0 else None
-        return merge_heads(context_attention(q, k, v, self.cp, window=self.window, drop=drops))
+        return merge_heads(context_attention(q, k, v, self.cp, scores=self.scores, drop=drops))
 
     def _fused(self, qkv: Tensor, p: float, spans: Spans | None) -> Tensor:
         # the kernel's masks do not depend on the row in a sample

@@ -86,7 +86,8 @@ class Transformer(nn.Module):
         self.cp = cp or Axis("cp")
         self.config, self.tp, self.dtype, self.recompute = config, tp, dtype, recompute
         self.sequence_parallel = sequence_parallel and tp.size > 1
-        self.learns_positions = architecture_of(config).learned_positions
+        parts = architecture_of(config)
+        self.learns_positions, self.embedding_multiplier = parts.learned_positions, parts.embedding_multiplier
         self.stage = stage = stage or split_layers(config.num_layers, 1)[0]
         dropout_keys = site_keys([(-1, "embedding"), (config.num_layers, "classifier")])
         self.register_buffer("dropout_keys", dropout_keys, persistent=False)
@@ -131,7 +132,7 @@ class Transformer(nn.Module):
         config = self.config
         h, std = config.hidden_size, config.init_std
         if config.norm == "pre":
-            self.final_norm = self.layer_type.norm_type(h, eps=config.layer_norm_eps)
+            self.final_norm = self.layer_type.build_norm(config)
         if self.pools and config.head != "span":
             self.pooler = PlainLinear(h, h, init_std=std)
         if config.head in ("classification", "span"):
@@ -169,6 +170,8 @@ class Transformer(nn.Module):
         first = self.tp.rank * rows if self.sequence_parallel else 0
         shard = slice(first, first + rows)
         x = self.token(tokens.t())
+        if self.embedding_multiplier != 1:
+            x = x * self.embedding_multiplier
         if self.learns_positions:
             x = x + self.position(range(first, first + rows) if positions is None else positions.t()[shard])
         if token_types is not None:

@@ -1,15 +1,16 @@
-"""Causal attention of a CPU in blocks of queries, by batched products of several heads.
+"""Causal attention in blocks of queries, by batched products of several heads: for CPUs, and for softcaps.
 
 PyTorch's fused kernel multiplies tiles of 32 queries of one head, with 50 to 75 GFLOP/s on a Zen 4 core whose
 products of bfloat16 reach 220. Here one product multiplies a block of queries of several heads by all keys up
-to its end; of the masked scores only the block's triangle is computed.
+to its end; of the masked scores only the block's triangle is computed, and with a window none of the keys
+before it. Softcaps of scores, which PyTorch's fused kernels lack, are computed here at any length and dtype.
 
 Scores are float32, also those of bfloat16 queries, as in the fused kernel: rounded to bfloat16 they would be
 off by 2^-9 of themselves, and probabilities by exp(2^-9 s). Nothing of size S * S outlives a block: backward
 recomputes the probabilities, as flash attention does (arXiv:2205.14135, section 3.1).
 
 Shapes: S sequence, B micro-batch, D head_dim, K heads of keys and values, g queries to each; c = b h heads of
-keys of b samples at a time, r rows of queries in a block, e keys up to its end.
+keys of b samples at a time, r rows of queries in a block, e keys that some of them see.
 """
 
 import math
@@ -20,11 +21,16 @@ import torch
 from torch import Tensor
 
 from mlm.parallel.compute_state import skip_compile
+from mlm.parallel.config import PLAIN_SCORES, AttentionScores
 
 BLOCK_ROWS = 64
 """Queries in a block: more compute more of the masked triangle, fewer starve the products."""
 BUFFER_BYTES = 2 << 20
 """Scores at a time, which the passes over them should find in the cache."""
+ACCELERATOR_BLOCK_ROWS, ACCELERATOR_BUFFER_BYTES = 512, 256 << 20
+"""The same of other devices, where few large launches count."""
+LONGEST_MASK = 4096
+"""Longest sequence whose window is a mask of all pairs of tokens, which PyTorch's fused kernel takes."""
 AMX_LENGTH = 160
 """Longest sequence in bfloat16 for which blocks are faster where the fused kernel has AMX.
 
@@ -57,29 +63,40 @@ FUSED = HeadLayout(slice(0, None, 3), slice(1, None, 3), slice(2, None, 3))
 """Rows of a fused qkv weight: [head][q, k, v][head_dim]."""
 
 
-def pays_in_blocks(x: Tensor) -> bool:
-    """True if causal attention to heads [S, B, ...] is faster in blocks."""
+def pays_in_blocks(x: Tensor, scores: AttentionScores = PLAIN_SCORES) -> bool:
+    """True if causal attention to heads [S, B, ...] is faster in blocks, or has no fused kernel."""
+    if scores.softcap:
+        return True
+    if scores.hides(len(x)):
+        return len(x) > LONGEST_MASK
     lengths = LENGTHS.get(x.dtype, range(0))
     return x.is_cpu and lengths.start <= len(x) < lengths.stop  # a compiler's length is in no range
 
 
 @skip_compile  # its loops would be unrolled
-def causal_attention_in_blocks(x: Tensor, layout: HeadLayout) -> Tensor:
+def causal_attention_in_blocks(
+    x: Tensor, layout: HeadLayout, scores: AttentionScores = PLAIN_SCORES
+) -> Tensor:
     """Causal softmax(q k^T / sqrt(D)) v of heads [S, B, heads, D] -> [S, B, K g D]. Differentiable once."""
-    y: Tensor = _BlockedAttention.apply(x, layout)  # type: ignore[no-untyped-call]
+    y: Tensor = _BlockedAttention.apply(x, layout, scores)  # type: ignore[no-untyped-call]
     return y.flatten(2)
 
 
 class _Blocks:
     """Walk over samples, heads and blocks of queries, with the buffers that all of them use."""
 
-    def __init__(self, x: Tensor, layout: HeadLayout) -> None:
+    def __init__(self, x: Tensor, layout: HeadLayout, scores: AttentionScores) -> None:
         queries = layout.split(x.transpose(0, 1))[0]
         self.batch, self.heads, self.queries, self.length, self.width = queries.shape
-        self.rows = min(BLOCK_ROWS, self.length)
-        self.factor = 1 / math.sqrt(self.width)
-        per_head = self.queries * self.rows * self.length
-        most = max(1, BUFFER_BYTES // (4 * per_head))
+        self.settings, self.dtype = scores, torch.promote_types(x.dtype, torch.float32)
+        rows, buffer_bytes = BLOCK_ROWS, BUFFER_BYTES
+        if not x.is_cpu:
+            rows, buffer_bytes = ACCELERATOR_BLOCK_ROWS, ACCELERATOR_BUFFER_BYTES
+        self.rows = min(rows, self.length)
+        self.factor = 1 / math.sqrt(self.width) if scores.scale is None else scores.scale
+        seen = min(self.length, self.rows + scores.window - 1) if scores.window else self.length
+        per_head = self.queries * self.rows * seen
+        most = max(1, buffer_bytes // (4 * per_head))
         heads, samples = min(most, self.heads), max(1, most // self.heads)
         # heads of a range of samples are computed side by side
         self.sample_ranges = [slice(n, n + samples) for n in range(0, self.batch, samples)]
@@ -88,17 +105,44 @@ class _Blocks:
         firsts = reversed(range(0, self.length, self.rows))
         self.query_ranges = [slice(first, min(first + self.rows, self.length)) for first in firsts]
         size = min(heads * samples, self.batch * self.heads) * per_head
-        self.scores, self.rounded_scores = torch.empty(size), torch.empty(size, dtype=x.dtype)
-        self.future = torch.full((self.rows, self.rows), -math.inf).triu_(1)
+        self.scores = torch.empty(size, dtype=self.dtype, device=x.device)
+        self.rounded_scores = torch.empty(size, dtype=x.dtype, device=x.device)
+        self.tanh = torch.empty_like(self.scores) if scores.softcap else self.scores
+        # 0 where a query sees a key of its block, -inf elsewhere
+        self.past = torch.full((self.rows, self.rows), -math.inf, dtype=self.dtype, device=x.device)
+        self.future = self.past.triu(1)
+
+    def columns(self, rows: slice) -> slice:
+        """Keys that some query of a block sees."""
+        window = self.settings.window
+        return slice(max(0, rows.start - window + 1) if window else 0, rows.stop)
 
     def probabilities(self, q: Tensor, k: Tensor, rows: slice) -> Tensor:
-        """Softmax of a block's scores: q [c, g, S, D] scaled, k [c, S, D], float32 -> [c, g r, e]."""
-        c, g, end = k.shape[0], q.shape[1], rows.stop
-        r = end - rows.start
+        """Softmax of a block's scores: q [c, g, S, D] scaled, k [c, S, D], float32 -> [c, g r, e].
+
+        With a softcap `tanh` holds that of these scores until the next block.
+        """
+        c, g, columns, cap = k.shape[0], q.shape[1], self.columns(rows), self.settings.softcap
+        r, end = rows.stop - rows.start, columns.stop - columns.start
         p = self.scores[: c * g * r * end].view(c, g * r, end)
-        torch.bmm(q[:, :, rows].flatten(1, 2), k[:, :end].transpose(1, 2), out=p)
-        p.view(c, g, r, end)[..., rows].add_(self.future[:r, :r])
+        torch.bmm(q[:, :, rows].flatten(1, 2), k[:, columns].transpose(1, 2), out=p)
+        if cap:
+            torch.mul(torch.tanh(p.div_(cap), out=self.tanh[: p.numel()].view(p.shape)), cap, out=p)
+        by_row = p.view(c, g, r, end)
+        by_row[..., end - r :].add_(self.future[:r, :r])
+        if self.settings.hides(rows.stop):
+            # key j is hidden from row i where columns.start + j <= rows.start + i - window
+            before = self.past.tril(rows.start - self.settings.window - columns.start)
+            by_row[..., :r].add_(before[:r, :r])
         return torch.softmax(p, -1, out=p)
+
+    def score_gradient(self, dp: Tensor, p: Tensor) -> Tensor:
+        """Gradient of q k^T from that of the probabilities of the last block, in place: [c, g r, e]."""
+        torch._softmax_backward_data(dp, p, -1, self.dtype, grad_input=dp)
+        if self.settings.softcap:
+            tanh = self.tanh[: dp.numel()].view(dp.shape)
+            dp.mul_(tanh.square_().neg_().add_(1))
+        return self.round(dp.mul_(self.factor))
 
     def round(self, x: Tensor) -> Tensor:
         """Return scores `x` in the dtype of the inputs."""
@@ -108,10 +152,10 @@ class _Blocks:
 
 class _BlockedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: HeadLayout) -> Tensor:
-        ctx.layout = layout
+    def forward(ctx: Any, x: Tensor, layout: HeadLayout, scores: AttentionScores) -> Tensor:
+        ctx.layout, ctx.scores = layout, scores
         ctx.save_for_backward(x)
-        blocks = _Blocks(x, layout)
+        blocks = _Blocks(x, layout, scores)
         y = x.new_empty(*x.shape[:2], blocks.heads * blocks.queries, blocks.width)
         for samples in blocks.sample_ranges:
             local_x = x[:, samples].transpose(0, 1).contiguous()  # [b, S, heads, D]
@@ -119,21 +163,21 @@ class _BlockedAttention(torch.autograd.Function):
             out = local_y.transpose(1, 2).unflatten(1, (blocks.heads, -1))  # [b, K, g, S, D]
             queries, keys, values = layout.split(local_x)
             for heads in blocks.head_ranges:
-                q = (queries[:, heads].float() * blocks.factor).flatten(0, 1)  # [c, g, S, D]
-                k, v = keys[:, heads].float().flatten(0, 1), values[:, heads].flatten(0, 1)
+                q = (queries[:, heads].to(blocks.dtype) * blocks.factor).flatten(0, 1)  # [c, g, S, D]
+                k, v = keys[:, heads].to(blocks.dtype).flatten(0, 1), values[:, heads].flatten(0, 1)
                 target = out[:, heads]
                 for rows in blocks.query_ranges:
                     p = blocks.round(blocks.probabilities(q, k, rows))
-                    part = torch.bmm(p, v[:, : rows.stop])
+                    part = torch.bmm(p, v[:, blocks.columns(rows)])
                     target[..., rows, :] = part.view(*target.shape[:3], -1, blocks.width)
             y[:, samples] = local_y.transpose(0, 1)
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
         layout: HeadLayout = ctx.layout
-        blocks, dx = _Blocks(x, layout), torch.empty_like(x)
+        blocks, dx = _Blocks(x, layout, ctx.scores), torch.empty_like(x)
         for samples in blocks.sample_ranges:
             local_x, local_dy = (t[:, samples].transpose(0, 1).contiguous() for t in (x, dy))
             local_dx = torch.empty_like(local_x)
@@ -145,7 +189,7 @@ class _BlockedAttention(torch.autograd.Function):
                 for t, gradient in zip(outputs, gradients, strict=True):
                     t[:, heads] = gradient.view(t[:, heads].shape)
             dx[:, samples] = local_dx.transpose(0, 1)
-        return dx, None
+        return dx, None, None
 
 
 def _gradients(
@@ -156,26 +200,32 @@ def _gradients(
     `out` [b, h, g, S, D] is the gradient of their output; the others are as `HeadLayout.split` gives them.
     """
     q, k, v, dy = queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), out.flatten(0, 1)
-    scaled_q, k32 = q.float() * blocks.factor, k.float()
-    dq, dk, dv = torch.empty_like(q), k32, k32  # the first block begins the sums
+    scaled_q, k32 = q.to(blocks.dtype) * blocks.factor, k.to(blocks.dtype)
+    dq, sums = torch.empty_like(q), list[Tensor]()  # of keys and values
+    if blocks.settings.hides(blocks.length):
+        sums = [torch.zeros_like(k32), torch.zeros_like(k32)]
     for rows in blocks.query_ranges:
-        end, is_first = rows.stop, rows.stop == blocks.length
+        columns = blocks.columns(rows)
         p = blocks.probabilities(scaled_q, k32, rows)  # [c, g r, e] float32
         g = dy[:, :, rows].flatten(1, 2)  # [c, g r, D]
-        dv = _add_product(None if is_first else dv, blocks.round(p), g)
-        ds32 = torch.bmm(g, v[:, :end].transpose(1, 2)).float()
-        torch._softmax_backward_data(ds32, p, -1, torch.float32, grad_input=ds32)
-        ds = blocks.round(ds32.mul_(blocks.factor))
-        dq[:, :, rows] = torch.bmm(ds, k[:, :end]).view(dq[:, :, rows].shape)
-        dk = _add_product(None if is_first else dk, ds, q[:, :, rows].flatten(1, 2))
-    return dq, dk, dv
+        dp = torch.bmm(g, v[:, columns].transpose(1, 2)).to(blocks.dtype)
+        dv = _add_product(sums[1] if sums else None, blocks.round(p), g, columns)
+        ds = blocks.score_gradient(dp, p)
+        dq[:, :, rows] = torch.bmm(ds, k[:, columns]).view(dq[:, :, rows].shape)
+        dk = _add_product(sums[0] if sums else None, ds, q[:, :, rows].flatten(1, 2), columns)
+        sums = [dk, dv]
+    return dq, sums[0], sums[1]
 
 
-def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """Add left^T right to the first e rows of `total` [c, S, D] in float32: [c, g r, e], [c, g r, D]."""
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor, columns: slice) -> Tensor:
+    """Add left^T right to e rows of `total` [c, S, D] in float32: [c, g r, e], [c, g r, D].
+
+    None begins the sum: the last block of queries sees all keys without a window.
+    """
     if total is None:
-        return torch.bmm(left.transpose(1, 2), right).float()
-    rows = total[:, : left.shape[2]]
+        product = torch.bmm(left.transpose(1, 2), right)
+        return product.to(torch.promote_types(product.dtype, torch.float32))
+    rows = total[:, columns]
     if left.dtype == total.dtype:
         rows.baddbmm_(left.transpose(1, 2), right)
     else:

@@ -9,7 +9,7 @@ fewer than N: they are cached as they are, not repeated), D head_dim, L columns,
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mlm.models.documents import Documents
+from mlm.parallel.config import PLAIN_SCORES, AttentionScores
 
 FIRST_COLUMNS = 64
 """Least columns of a new cache; each time they do not suffice, they are doubled."""
@@ -73,10 +74,12 @@ class PrefillPass:
     documents: None = None
     wants_logits = False
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores: AttentionScores = PLAIN_SCORES
+    ) -> Tensor:
         """Queries [B, N/t, S, D], keys and values [B, K/t, S, D] -> [S, B, H/t], keeping keys and values."""
         self.keep(layer, k, v)
-        return merge_heads(causal_attention(q, k, v, window=window))
+        return merge_heads(causal_attention(q, k, v, scores))
 
     def keep(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Cache keys and values [B, K/t, S, D]; once, where they are one tensor."""
@@ -119,29 +122,60 @@ class DecodePass:
             self._biases[window] = bias.masked_fill_(hidden, -math.inf)[:, None, None]
         return self._biases[window]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores: AttentionScores = PLAIN_SCORES
+    ) -> Tensor:
         """Queries [B, N/t, 1, D], keys and values [B, K/t, 1, D] -> [1, B, H/t]."""
         keys, values = self.cache.layer(layer, k, self.columns, shared=v is k)
         keys[self._entries], values[self._entries] = k.squeeze(2), v.squeeze(2)
         keys, values = keys[: self.count, :, : self.columns], values[: self.count, :, : self.columns]
-        grouped = q.shape[1] != k.shape[1]
-        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.bias(window), enable_gqa=grouped)
+        bias = self.bias(scores.window)
+        if scores.softcap:
+            return merge_heads(capped_attention(q, keys, values, scores, bias))
+        y = F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=bias, enable_gqa=q.shape[1] != k.shape[1], scale=scores.scale
+        )
         return merge_heads(y)
 
 
 Reading = PrefillPass | DecodePass
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = 0, p: float = 0.0) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, scores: AttentionScores = PLAIN_SCORES, *, p: float = 0.0
+) -> Tensor:
     """Attention of each token to those before it: [B, N/t, S, D], keys and values [B, K/t, S, D].
 
-    With a `window` a token attends to that many, itself included. p is the probability of dropping a score.
+    p is the probability of dropping a score. No softcap, which PyTorch's kernel lacks.
     """
+    assert not scores.softcap
     length, grouped = q.shape[2], q.shape[1] != k.shape[1]
-    mask = window_mask(length, window, q.device) if 0 < window < length else None
+    mask = window_mask(length, scores.window, q.device) if scores.hides(length) else None
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None, enable_gqa=grouped
+        q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None, enable_gqa=grouped, scale=scores.scale
     )
+
+
+def capped_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: AttentionScores,
+    bias: Tensor | None,
+    drop: Callable[[Tensor], Tensor] = lambda p: p,
+) -> Tensor:
+    """Attention by its formula, `bias` added to the capped scores: for a query at a time, or dropout.
+
+    Queries [B, N/t, S, D], keys and values [B, K/t, L, D], bias of shapes that expand to [B, 1, S, L];
+    `drop` takes probabilities [B N/t, S, L].
+    """
+    b, n, s, width = q.shape
+    k, v = (x.repeat_interleave(n // x.shape[1], dim=1) for x in (k, v))
+    scale = 1 / math.sqrt(width) if scores.scale is None else scores.scale
+    x = (q @ k.transpose(2, 3)) * scale  # [B, N/t, S, L]
+    x = torch.tanh(x / scores.softcap) * scores.softcap if scores.softcap else x
+    x = x if bias is None else x + bias
+    return drop(torch.softmax(x, -1).flatten(0, 1)).view(b, n, s, -1) @ v
 
 
 def window_mask(length: int, window: int, device: torch.device) -> Tensor:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from mlm.config.imports import OwnCodeError, imported
 from mlm.models.config import KINDS, ModelConfig
+from mlm.parallel.config import AttentionScores
 from mlm.util.errors import Problem
 
 if TYPE_CHECKING:  # checks of settings need no torch
@@ -52,6 +53,18 @@ class Architecture:
     """True if a language model's output layer is the token table."""
     window: int = 0
     """Tokens that a token attends to, itself included; 0 for all before it."""
+    window_layers: str = ""
+    """Layers with the window, a pattern of s (sliding) and f (full) that repeats; empty for all."""
+    attention_scale: float | None = None
+    """Factor of attention's scores; None for 1 / sqrt(head_dim)."""
+    attention_softcap: float = 0.0
+    """Bound of attention's scores; 0 for none."""
+    embedding_multiplier: float = 1.0
+    """Factor of the token table's rows as they enter the first layer."""
+    input_norms: bool = True
+    """True if the inputs of attention and MLP are normed, with norm=pre."""
+    output_norms: bool = False
+    """True if the outputs of attention and MLP are normed before they join the residual stream."""
     experts: int = 0
     """Experts of each layer in place of its MLP; 0 for a dense model."""
     experts_per_token: int = 0
@@ -65,13 +78,22 @@ class Architecture:
     def values_dim(self) -> int:
         return self.value_dim or self.head_dim
 
-    def attended(self, seq_length: int) -> float:
+    def scores(self, layer: int) -> AttentionScores:
+        """Scores of a layer's attention, by its global number."""
+        is_sliding = not self.window_layers or self.window_layers[layer % len(self.window_layers)] == "s"
+        return AttentionScores(
+            window=self.window if is_sliding else 0,
+            scale=self.attention_scale,
+            softcap=self.attention_softcap,
+        )
+
+    def attended(self, seq_length: int, num_layers: int) -> float:
         """Tokens that attention is computed for, of each token: S, as formulas count no causal mask.
 
-        A window W < S leaves S W - W^2/2 of the S^2/2 pairs under the mask.
+        A window W < S leaves S W - W^2/2 of the S^2/2 pairs under the mask. The mean over the layers.
         """
-        w = min(self.window or seq_length, seq_length)
-        return w * (2 - w / seq_length)
+        widths = (self.scores(layer).window or seq_length for layer in range(num_layers))
+        return sum((w := min(width, seq_length)) * (2 - w / seq_length) for width in widths) / num_layers
 
 
 class SampleSource(Protocol):

@@ -55,23 +55,36 @@ class _Float32Sums(torch.autograd.Function):
 class RMSNorm(ComputesInHalf, nn.RMSNorm):
     """RMSNorm (arXiv:1910.07467): y = x / sqrt(mean(x^2) + eps) * weight.
 
-    Its float32 weight serves activations of any dtype. Replicated over tp.
+    Its float32 weight serves activations of any dtype. Replicated over tp. `zero_centered`: the factor is 1 +
+    weight, which weight decay draws to 1.
     """
 
-    def __init__(self, size: int, *, eps: float) -> None:
+    def __init__(self, size: int, *, eps: float, zero_centered: bool = False) -> None:
         super().__init__(size, eps=eps)
+        self.zero_centered, self.initial_value = zero_centered, 0.0 if zero_centered else 1.0
+        nn.init.constant_(self.weight, self.initial_value)
 
     def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
-        """The weight, on a GPU; a CPU reads it in float32."""
-        return {"weight": True} if self.weight.is_cuda else {}
+        """The weight, on a GPU; a CPU reads it in float32, and 1 + weight would be rounded."""
+        return {"weight": True} if self.weight.is_cuda and not self.zero_centered else {}
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.eps is not None
+        if self.zero_centered:
+            return self._zero_centered(x, self.eps)
         if x.is_cuda or torch.compiler.is_compiling():
             weight = self.in_dtype("weight", x.dtype)
             y: Tensor = F.rms_norm(x, self.normalized_shape, weight, self.eps)
             return y
         y = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return y
+
+    def _zero_centered(self, x: Tensor, eps: float) -> Tensor:
+        weight = 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        if torch.compiler.is_compiling():
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            return F.rms_norm(wide, self.normalized_shape, weight.to(wide.dtype), eps).to(x.dtype)
+        y: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
         return y
 
 

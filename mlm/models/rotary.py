@@ -19,6 +19,8 @@ class Rotary:
     cos: Tensor
     """[S, B or 1, 1, R/2] in the dtype of activations, like `sin`."""
     sin: Tensor
+    sliding: "Rotary | None" = None
+    """Angles of the layers with a window, where they differ."""
 
     @classmethod
     def of(cls, positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> "Rotary":

@@ -91,6 +91,6 @@ def flops_per_token(model: ModelConfig, seq_length: int, tp: int = 1) -> float:
     """
     parts = architecture_of(model)
     width = model.num_heads * (parts.head_dim + parts.values_dim)
-    attention = 6 * model.num_layers * width * parts.attended(seq_length)
+    attention = 6 * model.num_layers * width * parts.attended(seq_length, model.num_layers)
     layers = model.num_layers * layer_weights(model)
     return 6 * (layers + family_of(model.kind).head_products(model, tp)) + attention

@@ -107,7 +107,8 @@ class MLP(nn.Module):
 class TransformerLayer(nn.Module):
     """Transformer layer: attention, then the MLP, each with a residual connection.
 
-    norm=pre: x + drop(attention(norm(x))), as in GPT-2 and Megatron-LM's BERT (arXiv:1909.08053, figure 7b).
+    norm=pre: x + drop(attention(norm(x))), as in GPT-2 and Megatron-LM's BERT (arXiv:1909.08053, figure 7b);
+    a family may norm the branch's output too, or in place of its input.
     norm=post: norm(x + drop(attention(x))), as in the first BERT (figure 7a).
     """
 
@@ -132,7 +133,9 @@ class TransformerLayer(nn.Module):
         self.dropout, self.norms_first = config.hidden_dropout, config.norm == "pre"
         dropout_keys = site_keys([(layer, "attention out"), (layer, "mlp out")])
         self.register_buffer("dropout_keys", dropout_keys, persistent=False)
-        self.attention_norm = self.norm_type(config.hidden_size, eps=config.layer_norm_eps)
+        parts = architecture_of(config)
+        self.has_output_norms = parts.output_norms
+        self.attention_norm = self.build_norm(config) if parts.input_norms else nn.Identity()
         self.attention = self.attention_type(
             config,
             layer=layer,
@@ -141,10 +144,18 @@ class TransformerLayer(nn.Module):
             recompute=recompute_attention,
             cp=cp,
         )
-        self.mlp_norm = self.norm_type(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp_norm = self.build_norm(config) if parts.input_norms else nn.Identity()
         self.mlp = self.build_mlp(
             config, layer=layer, tp=tp, sequence_parallel=sequence_parallel, cp=cp, experts=experts
         )
+        if self.has_output_norms:
+            self.attention_output_norm = self.build_norm(config)
+            self.mlp_output_norm = self.build_norm(config)
+
+    @classmethod
+    def build_norm(cls, config: ModelConfig) -> nn.Module:
+        """Return a norm of the residual stream; that after the last layer too."""
+        return cls.norm_type(config.hidden_size, eps=config.layer_norm_eps)
 
     def build_mlp(
         self,
@@ -180,5 +191,7 @@ class TransformerLayer(nn.Module):
             x = self.attention_norm(x + drop(self.attention(x, stream, spans, reading, rotary), 0))
             y: Tensor = self.mlp_norm(x + drop(self.mlp(x), 1))
             return y
-        x = x + drop(self.attention(self.attention_norm(x), stream, spans, reading, rotary), 0)
-        return x + drop(self.mlp(self.mlp_norm(x)), 1)
+        y = self.attention(self.attention_norm(x), stream, spans, reading, rotary)
+        x = x + drop(self.attention_output_norm(y) if self.has_output_norms else y, 0)
+        y = self.mlp(self.mlp_norm(x))
+        return x + drop(self.mlp_output_norm(y) if self.has_output_norms else y, 1)

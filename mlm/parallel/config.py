@@ -27,6 +27,25 @@ IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionScores:
+    """Scores of a layer's attention: how q k^T becomes them, and which of them a query sees."""
+
+    window: int = 0
+    """Tokens that each attends to, itself included; 0 for all before it."""
+    scale: float | None = None
+    """Factor of q k^T; None for 1 / sqrt(head_dim)."""
+    softcap: float = 0.0
+    """Scores s become softcap * tanh(s / softcap) (arXiv:2408.00118, section 2); 0 for none."""
+
+    def hides(self, length: int) -> bool:
+        """True if a token of a sequence of `length` does not see all before it."""
+        return 0 < self.window < length
+
+
+PLAIN_SCORES = AttentionScores()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
     """Parallel degrees: tp * cp * pp * dp = world size (arXiv:2104.04473, section 3)."""
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from mlm.parallel.collectives import reduce_scatter, start_all_gather
+from mlm.parallel.config import PLAIN_SCORES, AttentionScores
 from mlm.parallel.mesh import Axis
 
 
@@ -73,30 +74,40 @@ class KeyBlock:
     """True for a rank's own; in others each query attends to each key."""
 
 
+@dataclass(frozen=True)
 class CPUKernel:
-    """PyTorch's fused kernel for a CPU.
+    """PyTorch's fused kernel for a CPU; `scale` as in AttentionScores.
 
     `forward` returns the results of a block, [B, n, rows, D], and the log-sum-exps of scores, [B, n, rows].
     `backward` returns the block's part of the gradients of q, k and v; its y and log_sum are of all keys.
     """
 
+    scale: float | None = None
+
     def forward(self, block: KeyBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        y, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, block.causal)
+        y, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, block.causal, scale=self.scale
+        )
         return y, log_sum
 
     def backward(
         self, block: KeyBlock, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        dq, dk, dv = backward(dy, q, k, v, y, log_sum, 0.0, block.causal)
+        dq, dk, dv = backward(dy, q, k, v, y, log_sum, 0.0, block.causal, scale=self.scale)
         return dq, dk, dv
 
 
+@dataclass(frozen=True)
 class GPUKernel:
-    """FlashAttention (arXiv:2307.08691), for half precision on a GPU; methods as of CPUKernel."""
+    """FlashAttention (arXiv:2307.08691), for half precision on a GPU; as CPUKernel."""
+
+    scale: float | None = None
 
     def forward(self, block: KeyBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        y, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, block.causal)
+        y, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, block.causal, scale=self.scale
+        )
         return y, log_sum
 
     def backward(
@@ -106,26 +117,26 @@ class GPUKernel:
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             *(dy, q, k, v, y, log_sum.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, block.causal),
             *(unused, unused[:0]),
+            scale=self.scale,
         )
         return dq, dk, dv
 
 
 @dataclass(frozen=True)
 class UnfusedKernel:
-    """Attention by its formula: with a window, dropout, or where no kernel serves; as CPUKernel."""
+    """Attention by its formula: with a window, softcap, dropout, or where no kernel serves; as CPUKernel."""
 
     cp: Axis
     length: int
     """S."""
-    window: int = 0
-    """Tokens that each attends to, itself included; 0 for all before it."""
+    scores: AttentionScores = PLAIN_SCORES
     drop: Drop | None = None
 
     def forward(self, block: KeyBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         y = torch.empty_like(q)
         log_sum = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         for heads, shared in self._heads(q, k):
-            scores = self._scores(block, q[:, heads], k[:, shared])
+            scores, _ = self._scores(block, q[:, heads], k[:, shared])
             sums = torch.logsumexp(scores, -1)
             p = torch.exp(scores - sums.masked_fill(sums == -math.inf, 0)[..., None])  # of no keys: zeros
             p = self._dropped(block, p, heads)
@@ -137,14 +148,16 @@ class UnfusedKernel:
         self, block: KeyBlock, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        share, scale = q.shape[1] // k.shape[1], 1 / math.sqrt(q.shape[-1])
+        share, scale = q.shape[1] // k.shape[1], self._scale(q)
         for heads, shared in self._heads(q, k):
             dy_, q_, y_ = (x[:, heads].unflatten(1, (-1, share)) for x in (dy, q, y))  # [B, k, n/k, rows, D]
             sums = log_sum[:, heads].unflatten(1, (-1, share))[..., None]
-            p = torch.exp(self._scores(block, q[:, heads], k[:, shared]) - sums)
+            scores, slope = self._scores(block, q[:, heads], k[:, shared], wants_slope=True)
+            p = torch.exp(scores - sums)
             dp = (dy_ @ v[:, shared].unsqueeze(2).mT).to(p.dtype)
             dp = self._dropped(block, dp, heads) - (dy_ * y_).sum(-1, keepdim=True, dtype=p.dtype)
-            ds = (p * dp * scale).to(q.dtype)
+            ds = p * dp * scale
+            ds = (ds if slope is None else ds * slope).to(q.dtype)
             dropped = self._dropped(block, p, heads).to(q.dtype)
             dq[:, heads] = (ds @ k[:, shared].unsqueeze(2)).flatten(1, 2)
             dk[:, shared] = (ds.mT @ q_).sum(2)
@@ -159,19 +172,28 @@ class UnfusedKernel:
             last = min(first + size, k.shape[1])
             yield slice(first * share, last * share), slice(first, last)
 
-    def _scores(self, block: KeyBlock, q: Tensor, k: Tensor) -> Tensor:
-        """[B, k, n/k, rows, columns], -inf where a query does not attend."""
+    def _scale(self, q: Tensor) -> float:
+        return 1 / math.sqrt(q.shape[-1]) if self.scores.scale is None else self.scores.scale
+
+    def _scores(
+        self, block: KeyBlock, q: Tensor, k: Tensor, *, wants_slope: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """[B, k, n/k, rows, columns], -inf where a query does not attend; and the softcap's derivative."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         if q.is_cpu:  # as in its fused kernel: rounded scores would be off by 2^-9 of themselves in bfloat16
             q, k = q.to(dtype), k.to(dtype)
-        scores = (q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT).to(dtype) / math.sqrt(q.shape[-1])
+        scores = (q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT).to(dtype) * self._scale(q)
+        slope, cap = None, self.scores.softcap
+        if cap:
+            scores.div_(cap).tanh_()
+            slope = 1 - scores.square() if wants_slope else None
+            scores.mul_(cap)
         rows, columns = self._positions(block, q.device)
         distance = rows[:, None] - columns
         hidden = distance < 0
-        if self.window:
-            hidden |= distance >= self.window
-        masked: Tensor = scores.masked_fill_(hidden, -math.inf)
-        return masked
+        if self.scores.window:
+            hidden |= distance >= self.scores.window
+        return scores.masked_fill_(hidden, -math.inf), slope
 
     def _dropped(self, block: KeyBlock, p: Tensor, heads: slice) -> Tensor:
         if self.drop is None:
@@ -191,22 +213,28 @@ Kernel = CPUKernel | GPUKernel | UnfusedKernel
 
 
 def context_attention(
-    q: Tensor, k: Tensor, v: Tensor, cp: Axis, *, window: int = 0, drop: Drop | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cp: Axis,
+    *,
+    scores: AttentionScores = PLAIN_SCORES,
+    drop: Drop | None = None,
 ) -> Tensor:
     """Attention of this rank's tokens to those before them: q [B, n, L, D], k and v [B, k, L, D].
 
-    With a `window` a token attends to that many, itself included. `drop` is the dropout of probabilities.
+    `drop` is the dropout of probabilities.
     """
     kernel: Kernel
-    if window or drop is not None:
-        kernel = UnfusedKernel(cp, q.shape[2] * cp.size, window, drop)
+    if scores.window or scores.softcap or drop is not None:
+        kernel = UnfusedKernel(cp, q.shape[2] * cp.size, scores, drop)
     elif q.device.type == "cpu":
-        kernel = CPUKernel()
+        kernel = CPUKernel(scores.scale)
     elif q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
-        kernel = GPUKernel()
+        kernel = GPUKernel(scores.scale)
     else:
-        kernel = UnfusedKernel(cp, q.shape[2] * cp.size)
-    y: Tensor = _ContextAttention.apply(q, k, v, kernel, cp, window)  # type: ignore[no-untyped-call]
+        kernel = UnfusedKernel(cp, q.shape[2] * cp.size, scores)
+    y: Tensor = _ContextAttention.apply(q, k, v, kernel, cp, scores.window)  # type: ignore[no-untyped-call]
     return y
 
 

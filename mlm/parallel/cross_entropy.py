@@ -162,12 +162,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hits = torch.zeros_like(loss)
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
-            logits = product(hidden[part], compute_weight, compute_bias)
+            logits = cap_logits(product(hidden[part], compute_weight, compute_bias), table)
+            slope = softcap_slope(logits, table)
             scored = (labels[part] != IGNORE_INDEX).unsqueeze(1)  # [rows, 1]: ignored rows get weight 0
             if counts_hits:
                 hits += is_argmax(logits, labels[part], table).sum()
             losses, d_logits = losses_and_gradient(logits, labels[part], table, logit_factor, buffer, passes)
             loss += losses.sum()
+            d_logits = d_logits if slope is None else d_logits.mul_(slope)
             if d_bias is not None:
                 d_bias += (d_logits * scored).sum(0, dtype=d_bias.dtype) * row_factor
             row_factors = (row_factor * scored).to(dtype)  # [rows, 1]
@@ -225,8 +227,10 @@ class _TokenLosses(torch.autograd.Function):
         rows, _ = chunk_rows(len(hidden), len(weight), hidden.device.type, half=False)
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
-            logits = product(hidden[part], weight).to(loss_dtype(hidden.dtype))
+            logits = cap_logits(product(hidden[part], weight).to(loss_dtype(hidden.dtype)), table)
+            slope = softcap_slope(logits, table)
             softmax_and_loss(logits, labels[part], table, subtract_label=True)
+            logits = logits if slope is None else logits.mul_(slope)
             d_logits = logits.mul_(dy[part].unsqueeze(1)).to(hidden.dtype)
             d_hidden[part] = product(d_logits, weight.t())
             if is_trained:
@@ -241,7 +245,7 @@ def token_losses(hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding) 
     weight = table.weight_in(hidden.dtype)
     rows, _ = chunk_rows(len(hidden), len(weight), hidden.device.type, half=False)
     losses = [
-        softmax_and_loss(product(h, weight).to(loss_dtype(h.dtype)), y, table)
+        softmax_and_loss(cap_logits(product(h, weight).to(loss_dtype(h.dtype)), table), y, table)
         for h, y in zip(hidden.split(rows), labels.split(rows), strict=True)
     ]
     return torch.cat(losses)
@@ -262,7 +266,7 @@ def token_scores(
     rows, _ = chunk_rows(len(hidden), len(weight), hidden.device.type, half=False)
     scores = []
     for h, y in zip(hidden.split(rows), labels.split(rows), strict=True):
-        logits = product(h, weight, bias).to(loss_dtype(h.dtype))
+        logits = cap_logits(product(h, weight, bias).to(loss_dtype(h.dtype)), table)
         best = is_argmax(logits, y, table)
         scores.append(torch.stack([softmax_and_loss(logits, y, table), best.to(logits.dtype)]))
     return torch.cat(scores, 1)
@@ -271,11 +275,23 @@ def token_scores(
 @torch.no_grad()
 def full_logits(hidden: Tensor, table: VocabParallelEmbedding) -> Tensor:
     """Logits over the true vocabulary on every tp rank: [R, H] -> [R, vocab_size]. For sampling."""
-    local = product(hidden, table.weight_in(hidden.dtype))
+    local = cap_logits(product(hidden, table.weight_in(hidden.dtype)), table)
     if table.tp.size == 1:
         return local[:, : table.true_rows]
     parts = all_gather(local, table.tp)  # [t, R, V/t]
     return parts.permute(1, 0, 2).reshape(hidden.shape[0], -1)[:, : table.true_rows]
+
+
+def cap_logits(logits: Tensor, table: VocabParallelEmbedding) -> Tensor:
+    """Bound logits by the table's softcap, in place (arXiv:2408.00118, section 2)."""
+    if not table.softcap:
+        return logits
+    return logits.div_(table.softcap).tanh_().mul_(table.softcap)
+
+
+def softcap_slope(capped: Tensor, table: VocabParallelEmbedding) -> Tensor | None:
+    """Derivative of `cap_logits` from its results, 1 - tanh^2; None without a softcap."""
+    return (capped / table.softcap).square_().neg_().add_(1) if table.softcap else None
 
 
 def losses_and_gradient(

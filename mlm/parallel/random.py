@@ -49,7 +49,8 @@ def init_parameters(model: nn.Module, seed: int, tp: Axis | None = None) -> None
     """Fill every parameter of `model`, on its device, with its initial value; `tp` None is one process.
 
     Weights are N(0, 0.02²), those that write into the residual stream scaled by 1/sqrt(2L) (arXiv:1909.08053,
-    section 4.1; each module's `init_std` holds its own), biases zero, norm weights one.
+    section 4.1; each module's `init_std` holds its own), biases zero, norm weights one, or zero where a
+    norm adds one.
     """
     for shard in parameter_shards(model, tp or Axis("tp")):
         init_shard(shard, seed)
@@ -66,7 +67,7 @@ def init_shard(shard: ParameterShard, seed: int) -> None:
         shard.parameter.zero_()
     elif std is None:
         assert isinstance(shard.module, nn.LayerNorm | nn.RMSNorm), f"no init_std for {shard.name}"
-        shard.parameter.fill_(1.0)
+        shard.parameter.fill_(getattr(shard.module, "initial_value", 1.0))
     else:
         shape, target = shard.global_shape, shard.without_padding(shard.parameter)
         shard.parameter.zero_()  # rows that pad the vocabulary

@@ -273,6 +273,7 @@ class MetaAttention(TorchFunctionMode):
         dropout_p: float = 0.0,
         is_causal: bool = False,
         enable_gqa: bool = False,
+        scale: float | None = None,
     ) -> Tensor:
         """Attention in the kernel that would run: [B, N/t, S, D], keys and values possibly of fewer heads."""
         aten, half = torch.ops.aten, q.dtype in (torch.bfloat16, torch.float16)

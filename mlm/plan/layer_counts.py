@@ -19,7 +19,7 @@ from torch.distributed import HashStore, ProcessGroup
 
 from mlm.data.sampler import MicroBatch
 from mlm.models.family import family_of
-from mlm.models.shape import num_distinct_layers
+from mlm.models.shape import architecture_of, num_distinct_layers
 from mlm.models.stage import PipelineStage, parameter_home
 from mlm.optim.adamw import moments
 from mlm.parallel.config import ParallelConfig
@@ -111,15 +111,20 @@ class LayerCounts:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Of each layer the first that is like it: of parameters of the same names and shapes."""
+        """Of each layer the first that is like it: the same names and shapes of parameters, and attention."""
         model, firsts, kinds = self.run.model, dict[object, int](), list[int]()
-        built = num_distinct_layers(model)
+        parts = architecture_of(model)
+        period = max(1, len(parts.window_layers))
+        built = min(model.num_layers, num_distinct_layers(model) + period - 1)
         with without_numbers(self.run), META:
             module = family_of(model.kind).model(model, stage=PipelineStage(range(built), False, False))
         for n, layer in module.layers.items():
             shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
-            kinds.append(firsts.setdefault((shapes, tuple(map(type, layer.modules()))), int(n)))
-        return (*kinds, *[kinds[-1]] * (model.num_layers - built))
+            types = tuple(map(type, layer.modules()))
+            kinds.append(firsts.setdefault((shapes, types, parts.scores(int(n))), int(n)))
+        while len(kinds) < model.num_layers:
+            kinds.append(kinds[-period])
+        return tuple(kinds)
 
     def state(self, split: ParallelConfig, home: str) -> list[ShardSize]:
         """The parameters of a home: FIRST, LAST, BOTH or the number of a kind of layer."""

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from mlm.models.attention import SelfAttention
 from mlm.models.blocked_attention import HeadLayout, causal_attention_in_blocks, pays_in_blocks
-from mlm.models.cache import causal_attention, merge_heads, window_mask
+from mlm.models.cache import (
+    PrefillPass,
+    Reading,
+    capped_attention,
+    causal_attention,
+    merge_heads,
+    window_mask,
+)
 from mlm.models.config import ModelConfig
 from mlm.models.llama.settings import LlamaSettings
 from mlm.models.norms import RMSNorm
@@ -64,6 +71,8 @@ class GroupedQueryAttention(SelfAttention):
 
     def _add_projections(self, config: ModelConfig, sequence_parallel: bool) -> None:
         settings, tp = LlamaSettings.of(config), self.tp
+        self.has_rotary = settings.is_rotary(self.layer)
+        self.is_sliding = settings.window_rope_theta > 0 and self.scores.window > 0
         heads, kv_heads = config.num_heads, settings.num_kv_heads
         if kv_heads % tp.size and tp.size % kv_heads:
             raise ValueError(f"of num_kv_heads={kv_heads} and tp={tp.size} one must divide the other")
@@ -88,12 +97,11 @@ class GroupedQueryAttention(SelfAttention):
             self.query_norm = AllHeadsNorm(heads // tp.size * self.head_dim, eps=eps)
             self.key_norm = AllHeadsNorm(self.kv_heads * self.head_dim, eps=eps, replicas=replicas)
         elif settings.qk_norm:
-            self.query_norm = HeadNorm(self.head_dim, eps=eps)
-            self.key_norm = HeadNorm(self.head_dim, eps=eps)
+            self.query_norm = HeadNorm(self.head_dim, eps=eps, zero_centered=settings.zero_centered_norms)
+            self.key_norm = HeadNorm(self.head_dim, eps=eps, zero_centered=settings.zero_centered_norms)
 
     def project(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         """Queries and keys, rotated, and values: [S, B, (n + 2k) D], ordered [q | k | v]."""
-        assert rotary is not None
         q, kv = column_parallel_pair(
             x,
             (self.query.weight, self.kv.weight),
@@ -110,7 +118,19 @@ class GroupedQueryAttention(SelfAttention):
                 q, k = self._norm_all_heads(q.flatten(2), k.flatten(2), query_norm, key_norm)
             case HeadNorm() as query_norm, HeadNorm() as key_norm:
                 q, k = query_norm(q), key_norm(k)
-        return torch.cat([rotary.rotate(q), rotary.rotate(k), v], dim=2).flatten(2)
+        if self.has_rotary:
+            assert rotary is not None
+            angles = rotary.sliding if self.is_sliding and rotary.sliding is not None else rotary
+            q, k = angles.rotate(q), angles.rotate(k)
+        return torch.cat([q, k, v], dim=2).flatten(2)
+
+    def attend_cached(self, x: Tensor, rotary: Rotary | None, reading: Reading) -> Tensor:
+        if not (isinstance(reading, PrefillPass) and self.scores.softcap):
+            return super().attend_cached(x, rotary, reading)
+        qkv = self.project(x, rotary)
+        _, k, v = self.heads(qkv)
+        reading.keep(self.layer, k, v)
+        return self.fused(qkv, 0.0, None, True)
 
     def _norm_all_heads(
         self, q: Tensor, k: Tensor, query_norm: AllHeadsNorm, key_norm: AllHeadsNorm
@@ -151,42 +171,46 @@ class GroupedQueryAttention(SelfAttention):
 
     def fused(self, qkv: Tensor, p: float, bias: Tensor | None, causal: bool) -> Tensor:
         """Attention by PyTorch's best kernel: [S, B, (n + 2k) D] -> [S, B, n D]."""
-        if bias is None and p == 0 and not 0 < self.window < len(qkv) and pays_in_blocks(qkv):
+        if bias is None and p == 0 and pays_in_blocks(qkv, self.scores):
             x = qkv.unflatten(-1, (-1, self.head_dim))
             kv = self._kv_heads(x.shape[2])
             first = x.shape[2] - 2 * kv
             layout = HeadLayout(slice(first), slice(first, first + kv), slice(first + kv, None))
-            return causal_attention_in_blocks(x, layout)
+            return causal_attention_in_blocks(x, layout, self.scores)
+        if self.scores.softcap:
+            return self.unfused(qkv, partial(F.dropout, p=p), bias, causal)
         q, k, v = self.heads(qkv)
         if qkv.is_cpu:  # its kernel reads rows far apart a tenth slower
             k, v = k.contiguous(), v.contiguous()
         if bias is None:
-            return merge_heads(causal_attention(q, k, v, window=self.window, p=p))
+            return merge_heads(causal_attention(q, k, v, self.scores, p=p))
         y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=self._windowed(bias), dropout_p=p, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=self._windowed(bias),
+            dropout_p=p,
+            enable_gqa=q.shape[1] != k.shape[1],
+            scale=self.scores.scale,
         )
         return merge_heads(y)
 
     def _windowed(self, bias: Tensor) -> Tensor:
         """`bias` [B, 1, S, S], with -inf outside the window too."""
         length = bias.shape[-1]
-        if not 0 < self.window < length:
+        if not self.scores.hides(length):
             return bias
-        return bias.masked_fill(~window_mask(length, self.window, bias.device), -math.inf)
+        return bias.masked_fill(~window_mask(length, self.scores.window, bias.device), -math.inf)
 
     def unfused(
         self, qkv: Tensor, drop: Callable[[Tensor], Tensor], bias: Tensor | None, causal: bool
     ) -> Tensor:
         """drop(softmax(q k^T / sqrt(D))) v, keys and values repeated for their queries: for dropout only."""
         q, k, v = self.heads(qkv)
-        b, n, s, _ = q.shape
-        repeats = n // k.shape[1]
-        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+        s = len(qkv)
         if bias is None:
-            hidden = ~window_mask(s, self.window or s, q.device)
+            hidden = ~window_mask(s, self.scores.window or s, q.device)
             added = torch.zeros(s, s, dtype=q.dtype, device=q.device).masked_fill_(hidden, -math.inf)
         else:
             added = self._windowed(bias)
-        scores = q @ k.transpose(2, 3) / math.sqrt(self.head_dim) + added  # [B, n, S, S]
-        probabilities = drop(torch.softmax(scores, -1).flatten(0, 1)).view(b, n, s, s)
-        return merge_heads(probabilities @ v)
+        return merge_heads(capped_attention(q, k, v, self.scores, added, drop))

@@ -3,6 +3,7 @@
 Shapes: S sequence, B micro-batch, H hidden, t = tensor-parallel size.
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -32,9 +33,13 @@ def build_attention(config: ModelConfig, **arguments: Any) -> GroupedQueryAttent
 class LlamaLayer(TransformerLayer):
     """RMSNorm, grouped-query attention with rotary positions, RMSNorm, gated MLP or mixture of experts."""
 
-    norm_type = RMSNorm
     attention_type = staticmethod(build_attention)
     mlp_type = GatedMLP
+
+    @classmethod
+    def build_norm(cls, config: ModelConfig) -> nn.Module:
+        is_zero_centered = LlamaSettings.of(config).zero_centered_norms
+        return RMSNorm(config.hidden_size, eps=config.layer_norm_eps, zero_centered=is_zero_centered)
 
     def build_mlp(
         self,
@@ -70,6 +75,8 @@ class Llama(GPT2):
                 init_std=config.init_std,
                 init_seed=None,
             )
+        if config.head == "language_model":
+            self.vocabulary.softcap = LlamaSettings.of(config).logit_softcap
 
     @property
     def vocabulary(self) -> VocabParallelEmbedding:
@@ -81,5 +88,12 @@ class Llama(GPT2):
             length = x.shape[0] * (self.tp.size if self.sequence_parallel else 1)
             positions = torch.arange(length, device=x.device).unsqueeze(0)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        angles, factor = frequencies(LlamaSettings.of(self.config), dtype, x.device)
-        return Rotary.of(positions.t(), angles, factor, x.dtype)
+        settings = LlamaSettings.of(self.config)
+
+        def angles(settings: LlamaSettings) -> Rotary:
+            return Rotary.of(positions.t(), *frequencies(settings, dtype, x.device), x.dtype)
+
+        if settings.window and settings.window_rope_theta:
+            plain = replace(settings, rope_theta=settings.window_rope_theta, rope_scaling="default")
+            return replace(angles(settings), sliding=angles(plain))
+        return angles(settings)

@@ -55,6 +55,31 @@ class LlamaSettings(RouterSettings):
     DeepSeek-V3's mscale_all_dim."""
     window: int = 0
     """Tokens that each attends to, itself included (arXiv:2310.06825, section 2); 0 for all before it."""
+    window_layers: Annotated[str, OnlyIf("window")] = ""
+    """Of window: the layers that have it, as a pattern of s (sliding) and f (full) that repeats, such as OLMo
+    3's sssf; empty for all."""
+    window_rope_theta: Annotated[float, OnlyIf("window")] = 0.0
+    """Of window: base of the rotary frequencies of layers that have it, which are not scaled (Gemma 3,
+    arXiv:2503.19786, section 2); 0 for those of the other layers."""
+    rotary_layers: str = ""
+    """Layers that turn queries and keys, as a pattern of r (rotary) and n (no positions) that repeats, such
+    as SmolLM3's rrrn (arXiv:2501.18795); empty for all."""
+    attention_multiplier: float = 0.0
+    """Factor of attention's scores, in Gemma query_pre_attn_scalar^-0.5; 0 means 1 / sqrt(head_dim)."""
+    attention_softcap: float = 0.0
+    """Bound of attention's scores, softcap * tanh(scores / softcap) (Gemma 2, arXiv:2408.00118, section 2); 0
+    for none."""
+    logit_softcap: float = 0.0
+    """Bound of the logits, in the same way; 0 for none."""
+    embedding_multiplier: float = 1.0
+    """Factor of the token table's rows as they enter the first layer, in Gemma sqrt(hidden_size)."""
+    input_norms: bool = True
+    """Norm the inputs of attention and MLP."""
+    output_norms: bool = False
+    """Norm the outputs of attention and MLP before they join the residual stream: with input_norms as Gemma
+    2 (arXiv:2408.00118, section 2), without as OLMo 2 (arXiv:2501.00656, section 3.1)."""
+    zero_centered_norms: bool = False
+    """Norms multiply by 1 + weight, as Gemma; Megatron-LM's --apply-layernorm-1p."""
     qk_norm: bool = False
     """Norm the queries and keys of each head before they are turned, as Qwen 3 (arXiv:2302.05442)."""
     qk_norm_whole: Annotated[bool, OnlyIf("qk_norm")] = False
@@ -110,6 +135,10 @@ class LlamaSettings(RouterSettings):
         is_scaled = self.rope_scaling == "yarn" and self.rope_mscale > 0
         return (0.1 * self.rope_mscale * math.log(self.rope_factor) + 1.0) ** 2 if is_scaled else 1.0
 
+    def is_rotary(self, layer: int) -> bool:
+        """True if a layer, by its global number, turns queries and keys."""
+        return not self.rotary_layers or self.rotary_layers[layer % len(self.rotary_layers)] == "r"
+
     def has_experts(self, layer: int) -> bool:
         """True if a layer, by its global number, has experts in place of its MLP."""
         return self.num_experts > 0 and layer >= self.dense_layers
@@ -137,6 +166,12 @@ def architecture(model: ModelConfig) -> Architecture:
         learned_positions=False,
         tied=settings.tied,
         window=settings.window,
+        window_layers=settings.window_layers,
+        attention_scale=settings.attention_multiplier or None,
+        attention_softcap=settings.attention_softcap,
+        embedding_multiplier=settings.embedding_multiplier,
+        input_norms=settings.input_norms,
+        output_norms=settings.output_norms,
         experts=settings.num_experts,
         experts_per_token=settings.experts_per_token if settings.num_experts else 0,
         active_size=(settings.experts_per_token + settings.shared_experts) * settings.expert_ffn_size,
@@ -216,8 +251,17 @@ def _problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
         why = f"does not divide model.num_heads={heads}"
         yield "num_kv_heads", why, f"use model.options.num_kv_heads={nearest}"
     yield from _latent_problems(model, settings)
+    yield from _pattern_problems(model, settings)
     if settings.qk_norm_whole and not settings.qk_norm:
         yield "qk_norm_whole", "is a form of qk_norm", "set model.options.qk_norm=true too"
+    if settings.qk_norm_whole and settings.zero_centered_norms:
+        yield "qk_norm_whole", "has no zero-centered form", "set model.options.zero_centered_norms=false"
+    if not settings.input_norms and not settings.output_norms:
+        yield "input_norms", "leaves layers without norms", "set model.options.output_norms=true too"
+    if not settings.embedding_multiplier > 0:
+        yield "embedding_multiplier", "must be above 0", "use 1.0 for none"
+    if settings.window_rope_theta and settings.window_rope_theta <= 1:
+        yield "window_rope_theta", "must be greater than 1", "use 10000.0, or 0 for rope_theta"
     if settings.rope_scaling not in ROPE_TYPES:
         yield "rope_scaling", "is no scaling of ours", f"use {', '.join(ROPE_TYPES[:-1])} or {ROPE_TYPES[-1]}"
     if not 0 < settings.rotary_fraction <= 1:
@@ -242,6 +286,20 @@ def _problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
     yield from _mixture_problems(model, settings)
 
 
+def _pattern_problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
+    for name, letters, usual in (("window_layers", "sf", "sssf"), ("rotary_layers", "rn", "rrrn")):
+        pattern = getattr(settings, name)
+        if set(pattern) - set(letters):
+            yield (
+                name,
+                f"has other letters than {letters[0]} and {letters[1]}",
+                f"use a pattern such as {usual}",
+            )
+        if len(pattern) > model.num_layers:
+            why = f"is longer than model.num_layers={model.num_layers}"
+            yield name, why, f"use the pattern of {model.num_layers} layers or fewer"
+
+
 def _latent_problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
     if not settings.kv_lora_rank:
         return
@@ -252,6 +310,7 @@ def _latent_problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
     if settings.v_head_dim > settings.head_dim:
         yield "v_head_dim", f"must be at most head_dim={settings.head_dim}", "use a larger head_dim"
     usual = {"qk_norm": False, "qkv_bias": False, "window": 0, "rotary_fraction": 1.0}
+    usual |= {"rotary_layers": "", "attention_multiplier": 0.0, "attention_softcap": 0.0}
     for name, value in {**usual, "num_kv_heads": model.num_heads}.items():
         if getattr(settings, name) != value:
             yield name, "does not go with latent attention (kv_lora_rank)", "remove it"
