@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mlm.models import blocked_attention
 from mlm.models.blocked_attention import FUSED, HeadLayout, causal_attention_in_blocks, pays_in_blocks
+from mlm.parallel.config import PLAIN_SCORES, AttentionScores
 
 GROUPED = HeadLayout(slice(4), slice(4, 6), slice(6, None))
 """Four heads of queries that share two of keys and values."""
@@ -14,11 +15,59 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Of the largest number: a few roundings, of scores up to 20."""
 
 
-def exact(x: Tensor, layout: HeadLayout) -> Tensor:
-    """Attention to heads [S, B, heads, D] by PyTorch's kernel: [S, B, n D]."""
+def exact(x: Tensor, layout: HeadLayout, scores: AttentionScores = PLAIN_SCORES) -> Tensor:
+    """Attention to heads [S, B, heads, D] by PyTorch's kernel or formula: [S, B, n D]."""
     q, k, v = (x[:, :, heads].permute(1, 2, 0, 3) for heads in (layout.query, layout.key, layout.value))
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    if scores == PLAIN_SCORES:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    else:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        s = q @ k.mT * (scores.scale or q.shape[-1] ** -0.5)
+        s = scores.softcap * torch.tanh(s / scores.softcap) if scores.softcap else s
+        distance = torch.arange(len(x))[:, None] - torch.arange(len(x))
+        hidden = (distance < 0) | (distance >= (scores.window or len(x)))
+        y = s.masked_fill(hidden, -torch.inf).softmax(-1) @ v
     return y.permute(2, 0, 1, 3).flatten(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "scores",
+    [
+        *(AttentionScores(window=window) for window in (1, 5, 16, 17, 39, 40)),
+        AttentionScores(window=21, softcap=3.0),
+        AttentionScores(softcap=2.0, scale=0.5),
+    ],
+    ids=str,
+)
+def test_windows_and_softcaps_are_those_of_the_formula(
+    monkeypatch: pytest.MonkeyPatch, scores: AttentionScores, dtype: torch.dtype
+) -> None:
+    """Windows shorter than a block of queries, as long, and longer."""
+    monkeypatch.setattr(blocked_attention, "BLOCK_ROWS", 16)
+    x = (2 * torch.randn(40, 3, 8, 8, generator=torch.Generator().manual_seed(0))).to(dtype).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    y, reference = causal_attention_in_blocks(x, GROUPED, scores), exact(wide, GROUPED, scores)
+    dy = torch.randn(reference.shape).to(dtype)
+    gradients = torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(reference, wide, dy.double())[0]
+    for found, expected in ((y, reference), gradients):
+        off = (found.double() - expected).abs().max() / expected.abs().max()
+        assert off < TOLERANCE.get(dtype, 1e-13)
+
+
+def test_a_window_of_a_long_sequence_takes_blocks_and_no_mask_of_all_pairs() -> None:
+    """Scores that exist at a time are of a block of queries."""
+    scores = AttentionScores(window=100)
+    assert not pays_in_blocks(torch.empty(4096, 1, 1, device="meta"), scores)
+    assert pays_in_blocks(torch.empty(4097, 1, 1, device="meta"), scores)
+    assert pays_in_blocks(torch.empty(9, 1, 1, dtype=torch.float64), AttentionScores(softcap=50.0))
+    x = torch.randn(4224, 1, 3, 4, requires_grad=True)
+    with torch.autograd.profiler.profile(use_kineto=False, profile_memory=True) as profile:
+        y = causal_attention_in_blocks(x, FUSED, scores)
+        y.sum().backward()
+    assert max(event.cpu_memory_usage for event in profile.function_events) < 4224**2
+    tail = exact(x.detach()[-200:], FUSED, scores)[-100:]
+    torch.testing.assert_close(y.detach()[-100:], tail, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 40_000, 1 << 20], ids=["a head", "some heads", "all samples"])

@@ -17,6 +17,7 @@ from mlm.models.cache import (
     causal_attention,
     merge_heads,
 )
+from mlm.parallel.config import AttentionScores
 
 HEADS, KV_HEADS, D, LONGEST = 4, 2, 6, 12
 CPU = torch.device("cpu")
@@ -33,14 +34,14 @@ def test_a_step_attends_to_what_reading_everything_again_does(
     lengths: tuple[int, int, int], window: int
 ) -> None:
     q, k, v = heads(HEADS, 0), heads(KV_HEADS, 1), heads(KV_HEADS, 2)
-    cache = KeyValueCache(3, LONGEST)
+    cache, scores = KeyValueCache(3, LONGEST), AttentionScores(window=window)
     for row, n in enumerate(lengths):
-        PrefillPass(cache, (row,)).attend(0, *(x[row : row + 1, :, :n] for x in (q, k, v)), window=window)
+        PrefillPass(cache, (row,)).attend(0, *(x[row : row + 1, :, :n] for x in (q, k, v)), scores)
     last = [torch.stack([x[row, :, n : n + 1] for row, n in enumerate(lengths)]) for x in (q, k, v)]
-    found = DecodePass(cache, lengths, dtype=torch.float64, device=CPU).attend(0, *last, window=window)
+    found = DecodePass(cache, lengths, dtype=torch.float64, device=CPU).attend(0, *last, scores)
     for row, n in enumerate(lengths):
         whole = (x[row : row + 1, :, : n + 1] for x in (q, k, v))
-        want = merge_heads(causal_attention(*whole, window=window))[-1:]
+        want = merge_heads(causal_attention(*whole, scores))[-1:]
         torch.testing.assert_close(found[:, row : row + 1], want, rtol=0, atol=1e-12)
 
 

@@ -1,6 +1,7 @@
 """Layer norm and RMSNorm against PyTorch's in float64, also with parameters in half precision."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -16,10 +17,13 @@ ROWS, WIDTH = 8192, 24
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 
-@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+ZeroCentered = partial(RMSNorm, zero_centered=True)
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm, ZeroCentered])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_output_and_gradients_are_those_of_float64(
-    dtype: torch.dtype, kind: type[LayerNorm | RMSNorm]
+    dtype: torch.dtype, kind: Callable[..., LayerNorm | RMSNorm]
 ) -> None:
     """Sums over many rows too: PyTorch's kernel for CPUs leaves 24 % of a bias's gradient out in bfloat16."""
     torch.manual_seed(0)
@@ -33,7 +37,8 @@ def test_output_and_gradients_are_those_of_float64(
     y = norm(x)
     y.backward(dy)
     exact = [t.detach().double().requires_grad_() for t in (x, *norm.parameters())]
-    wanted = (F.layer_norm if kind is LayerNorm else F.rms_norm)(exact[0], (WIDTH,), *exact[1:], eps=1e-5)
+    weights = [1 + exact[1]] if kind is ZeroCentered else exact[1:]
+    wanted = (F.layer_norm if kind is LayerNorm else F.rms_norm)(exact[0], (WIDTH,), *weights, eps=1e-5)
     wanted.backward(dy.double())
     assert y.dtype == dtype
     in_full = min(BOUNDS[dtype], 1e-5)  # a sum rounded to half precision is 4e-4 off in float16
@@ -48,6 +53,7 @@ def test_output_and_gradients_are_those_of_float64(
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "layer norm": lambda: LayerNorm(WIDTH, eps=1e-5),
     "rms norm": lambda: RMSNorm(WIDTH, eps=1e-5),
+    "zero-centered rms norm": lambda: RMSNorm(WIDTH, eps=1e-5, zero_centered=True),
     "token table": lambda: VocabParallelEmbedding(3, 3, WIDTH, tp=Axis("tp")),
     "table": lambda: LearnedTable(3, WIDTH, init_std=0.02),
 }

@@ -251,7 +251,7 @@ def _problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
         why = f"does not divide model.num_heads={heads}"
         yield "num_kv_heads", why, f"use model.options.num_kv_heads={nearest}"
     yield from _latent_problems(model, settings)
-    yield from _pattern_problems(model, settings)
+    yield from _pattern_problems(settings)
     if settings.qk_norm_whole and not settings.qk_norm:
         yield "qk_norm_whole", "is a form of qk_norm", "set model.options.qk_norm=true too"
     if settings.qk_norm_whole and settings.zero_centered_norms:
@@ -286,18 +286,12 @@ def _problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
     yield from _mixture_problems(model, settings)
 
 
-def _pattern_problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
+def _pattern_problems(settings: LlamaSettings) -> Problems:
     for name, letters, usual in (("window_layers", "sf", "sssf"), ("rotary_layers", "rn", "rrrn")):
         pattern = getattr(settings, name)
         if set(pattern) - set(letters):
-            yield (
-                name,
-                f"has other letters than {letters[0]} and {letters[1]}",
-                f"use a pattern such as {usual}",
-            )
-        if len(pattern) > model.num_layers:
-            why = f"is longer than model.num_layers={model.num_layers}"
-            yield name, why, f"use the pattern of {model.num_layers} layers or fewer"
+            why = f"has other letters than {letters[0]} and {letters[1]}"
+            yield name, why, f"use a pattern such as {usual}"
 
 
 def _latent_problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
@@ -309,7 +303,7 @@ def _latent_problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
         yield "rope_head_dim", "does not go with latent attention", fix
     if settings.v_head_dim > settings.head_dim:
         yield "v_head_dim", f"must be at most head_dim={settings.head_dim}", "use a larger head_dim"
-    usual = {"qk_norm": False, "qkv_bias": False, "window": 0, "rotary_fraction": 1.0}
+    usual: dict[str, object] = {"qk_norm": False, "qkv_bias": False, "window": 0, "rotary_fraction": 1.0}
     usual |= {"rotary_layers": "", "attention_multiplier": 0.0, "attention_softcap": 0.0}
     for name, value in {**usual, "num_kv_heads": model.num_heads}.items():
         if getattr(settings, name) != value:

@@ -71,9 +71,12 @@ def test_a_gated_mlp_multiplies_its_input_by_a_gate(activation: str) -> None:
 
 @pytest.mark.parametrize("window", [0, 1, 4, S])
 @pytest.mark.parametrize("documents", [False, True])
-def test_attention_is_the_same_fused_masked_and_with_dropout(window: int, documents: bool) -> None:
+@pytest.mark.parametrize("softcap", [0.0, 0.9])
+def test_attention_is_the_same_fused_masked_and_with_dropout(
+    window: int, documents: bool, softcap: float
+) -> None:
     """Three ways to one function: by document, by a mask for all, and probabilities spelled out."""
-    options = MODEL.options | {"window": window}
+    options = MODEL.options | {"window": window, "attention_softcap": softcap, "attention_multiplier": 0.7}
     attention = GroupedQueryAttention(replace(MODEL, options=options), layer=0, tp=ONE).double()
     qkv = normal(S, B, (4 + 2 * 2) * 6)
     ends = torch.zeros(B, S, dtype=torch.bool)
@@ -83,7 +86,9 @@ def test_attention_is_the_same_fused_masked_and_with_dropout(window: int, docume
     q, k, v = attention.heads(qkv)
     distance = torch.arange(S)[:, None] - torch.arange(S)
     sees = (bias == 0) & (distance < (window or S))
-    scores = (q @ k.repeat_interleave(2, 1).mT / 6**0.5).masked_fill(~sees, -torch.inf)
+    scores = q @ k.repeat_interleave(2, 1).mT * 0.7
+    scores = torch.tanh(scores / softcap) * softcap if softcap else scores
+    scores = scores.masked_fill(~sees, -torch.inf)
     want = (scores.softmax(-1) @ v.repeat_interleave(2, 1)).permute(2, 0, 1, 3).flatten(2)
     spans = document_spans(ends, torch.float64) if documents else None
     torch.testing.assert_close(attention._fused(qkv, 0.0, spans), want)

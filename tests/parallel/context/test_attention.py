@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mlm.models.cache import window_mask
 from mlm.parallel import context as module
+from mlm.parallel.config import PLAIN_SCORES, AttentionScores
 from mlm.parallel.context import (
     CPUKernel,
     GPUKernel,
@@ -76,22 +77,30 @@ def test_ranks_beyond_the_window_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cp", "length", "window", "dropout"),
-    thinned(
-        [
-            *((2, LONG, 0, 0.0), (4, LONG, 0, 0.0)),
-            *((2, 32, 3, 0.0), (4, 32, 5, 0.0), (4, 32, 6, 0.0), (4, 32, 0, 0.3), (2, 36, 7, 0.3)),
-        ],
-        2,
-    ),
+    ("cp", "length", "scores", "dropout"),
+    [
+        *thinned(
+            [
+                *((2, LONG, PLAIN_SCORES, 0.0), (4, LONG, PLAIN_SCORES, 0.0)),
+                *((2, 32, AttentionScores(window=3), 0.0), (4, 32, AttentionScores(window=5), 0.0)),
+                *((4, 32, AttentionScores(window=6), 0.0), (4, 32, PLAIN_SCORES, 0.3)),
+                (2, 36, AttentionScores(window=7), 0.3),
+            ],
+            2,
+        ),
+        *((2, 32, AttentionScores(scale=0.7), 0.0), (2, 32, AttentionScores(window=9, softcap=0.8), 0.0)),
+        pytest.param(4, 32, AttentionScores(softcap=0.5, scale=0.9), 0.3, marks=pytest.mark.slow),
+    ],
 )
-def test_attention_over_ranks_equals_one_process(cp: int, length: int, window: int, dropout: float) -> None:
+def test_attention_over_ranks_equals_one_process(
+    cp: int, length: int, scores: AttentionScores, dropout: float
+) -> None:
     """Results and gradients of queries, keys and values in float64; fewer heads of keys than of queries."""
-    for differences in run_on_ranks(compare_with_whole, length, window, dropout, cp=cp):
+    for differences in run_on_ranks(compare_with_whole, length, scores, dropout, cp=cp):
         assert max(differences) < 1e-12
 
 
-def compare_with_whole(ctx: ParallelContext, length: int, window: int, p: float) -> list[float]:
+def compare_with_whole(ctx: ParallelContext, length: int, rule: AttentionScores, p: float) -> list[float]:
     torch.manual_seed(0)
     samples = 1 if length == LONG else B
     whole = [
@@ -100,7 +109,7 @@ def compare_with_whole(ctx: ParallelContext, length: int, window: int, p: float)
     ]
     dy = torch.randn(samples, HEADS, length, D, dtype=torch.float64)
     stream, place = DropoutStream.of_micro_batch(1, 0, samples, ctx.device), site_keys([(3, "attention")])[0]
-    expected = attention_of_whole(*whole, window, p, stream, place)
+    expected = attention_of_whole(*whole, rule, p, stream, place)
     expected.backward(dy)
 
     def drop(x: Tensor, heads: range, rows: Tensor, columns: Tensor) -> Tensor:
@@ -109,7 +118,7 @@ def compare_with_whole(ctx: ParallelContext, length: int, window: int, p: float)
 
     own = [local_tokens(x.detach(), ctx.cp, 2).requires_grad_() for x in whole]
     with patch.object(module, "MOST_SCORES", 100):  # a few heads at a time
-        y = context_attention(*own, ctx.cp, window=window, drop=drop if p else None)
+        y = context_attention(*own, ctx.cp, scores=rule, drop=drop if p else None)
         y.backward(local_tokens(dy, ctx.cp, 2))
     assert all(x.grad is not None for x in (*own, *whole))
     pairs = [(y, expected), *((x.grad, full.grad) for x, full in zip(own, whole, strict=True))]
@@ -117,13 +126,15 @@ def compare_with_whole(ctx: ParallelContext, length: int, window: int, p: float)
 
 
 def attention_of_whole(
-    q: Tensor, k: Tensor, v: Tensor, window: int, p: float, stream: DropoutStream, place: Tensor
+    q: Tensor, k: Tensor, v: Tensor, rule: AttentionScores, p: float, stream: DropoutStream, place: Tensor
 ) -> Tensor:
-    length = q.shape[2]
-    if not window and not p:
+    length, window = q.shape[2], rule.window
+    if rule == PLAIN_SCORES and not p:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
-    scores = (q @ k.mT / D**0.5).masked_fill(~window_mask(length, window or length, q.device), -torch.inf)
+    scores = q @ k.mT * (rule.scale or D**-0.5)
+    scores = torch.tanh(scores / rule.softcap) * rule.softcap if rule.softcap else scores
+    scores = scores.masked_fill(~window_mask(length, window or length, q.device), -torch.inf)
     rows = torch.arange(HEADS * length, dtype=torch.int32)
     keep = draw_keep_mask(rows[None], (stream.keys ^ place)[:, None], length, p).view(scores.shape)
     return dropped(torch.softmax(scores, -1), keep, p) @ v if p else torch.softmax(scores, -1) @ v
@@ -175,7 +186,8 @@ def count_bytes(ctx: ParallelContext, length: int) -> tuple[dict[str, int], dict
             (META, BF16, 20, {}, UnfusedKernel),
         ),
         *(
-            ("cpu", BF16, 8, {"window": 3}, UnfusedKernel),
+            ("cpu", BF16, 8, {"scores": AttentionScores(window=3)}, UnfusedKernel),
+            ("cpu", BF16, 8, {"scores": AttentionScores(softcap=3.0)}, UnfusedKernel),
             (META, BF16, 64, {"drop": lambda p, *_: p}, UnfusedKernel),
         ),
     ],
@@ -259,7 +271,7 @@ def rounding(dtype: torch.dtype, cp: int, window: int = 0, sharpness: float = 1.
     ):
         for axis in axes:
             q, k, v = (local_tokens(x, axis, 2).requires_grad_() for x in whole)
-            mine = context_attention(q, k, v, axis, window=window)
+            mine = context_attention(q, k, v, axis, scores=AttentionScores(window=window))
             mine.backward(local_tokens(dy, axis, 2))
             assert q.grad is not None
             found["y"].append(mine.detach() - local_tokens(y.detach(), axis, 2))
