@@ -189,7 +189,7 @@ def test_names_of_which_some_are_wrapped_are_not_read(tmp_path: Path) -> None:
 
 
 FULL, SLIDING = ["full_attention"] * 2, ["sliding_attention"] * 2
-WINDOWS = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
+CHUNKED = {"use_sliding_window": True, "layer_types": ["full_attention", "chunked_attention"]}
 REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "dynamic": ("yarn", {"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope_type=dynamic"),
     "unknown yarn key": ("yarn", {"rope_parameters": {**YARN, "finetuned": True}}, "finetuned=true"),
@@ -202,18 +202,42 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "weights in 8 bits": ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "fp8 with block"),
     "too many experts a token": ("mixtral", {"num_experts_per_tok": 5}, "experts_per_token=5 must be from 1"),
     "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    "mixed attention": ("qwen3", WINDOWS, "layer_types=["),
+    "another type of attention": ("qwen3", CHUNKED, "layer_types=["),
     "heads of odd sharing": ("llama", {"num_key_value_heads": 3}, "num_kv_heads=3"),
     "a type for too few layers": ("qwen3", {"layer_types": ["full_attention"]}, "layer_types=["),
     "no list of types": (
         "qwen3",
         {"layer_types": "full_attention"},
-        "one type of attention for all 2 layers",
+        "for each of the 2 layers",
     ),
     "sliding without a window": ("qwen3", {"layer_types": SLIDING}, "does not go with sliding_window=null"),
     "full with a window": ("mistral", {"layer_types": FULL}, "does not go with sliding_window=5"),
     "ties null": ("qwen2", {"tie_word_embeddings": None}, "tie_word_embeddings=null is not what"),
     "a window in words": ("qwen3", {"use_sliding_window": "yes"}, "use_sliding_window=yes is not what"),
+    "half an interval": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0.5}, "interval=0.5"),
+    "rotary positions in some layers": ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers=[1] must be"),
+    "a pattern of none": (
+        "gemma3",
+        {"layer_types": None, "sliding_window_pattern": 0},
+        "sliding_window_pattern=0 must be a whole number from 1",
+    ),
+    "scaled windows": (
+        "gemma3",
+        {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+        "rope_parameters.sliding_attention.rope_type=linear",
+    ),
+    "one base for two types": (
+        "olmo3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}},
+        "full_attention and sliding_attention",
+    ),
+    "a softcap that its class lacks": (
+        "gemma3",
+        {"attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping=50",
+    ),
+    "a scalar of nothing": ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
+    "both ways": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
     "half a layer": ("qwen3", {"max_window_layers": 0.5}, "max_window_layers=0.5 must be a whole number"),
     "another family": ("llama", {"model_type": "phimoe"}, "model_type=phimoe"),
 }

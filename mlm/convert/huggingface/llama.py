@@ -4,6 +4,7 @@ Each expert has tensors of its own there, one of all experts here.
 """
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
@@ -11,6 +12,7 @@ from dataclasses import asdict, replace
 from mlm.config.tree import leaves
 from mlm.convert.huggingface import mapping as hf
 from mlm.convert.huggingface.gpt2 import hf_outputs, our_outputs
+from mlm.convert.huggingface.llama_layers import read_layers, write_layers
 from mlm.convert.huggingface.llama_rope import read_rope, write_rope
 from mlm.convert.huggingface.llama_variants import VARIANTS, Variant, model_type
 from mlm.data.tokenizer import Tokenizer
@@ -29,8 +31,10 @@ TRAINING_ONLY = ("balance", "balance_rate", "balance_coefficient", "z_loss", "ca
 
 
 def architecture(model: ModelConfig) -> str:
-    suffix = "ForCausalLM" if model.head == "language_model" else "Model"
-    return VARIANTS[model_type(model)].classes + suffix
+    row = VARIANTS[model_type(model)]
+    if model.head == "language_model":
+        return f"{row.classes}ForCausalLM"
+    return row.base or f"{row.classes}Model"
 
 
 def problem(model: ModelConfig) -> str | None:
@@ -76,10 +80,10 @@ def locations(model: ModelConfig) -> Locations:
     for number in range(model.num_layers):
         layer = f"layers.{number}"  # in both
         ours, stored = f"{layer}.attention", f"{layer}.self_attn"
-        yield _same(f"{layer}.attention_norm", f"{layer}.input_layernorm")
         yield from (_latent_locations if settings.kv_lora_rank else _query_locations)(ours, stored, settings)
         yield _same(f"{ours}.out", f"{stored}.o_proj")
-        yield _same(f"{layer}.mlp_norm", f"{layer}.post_attention_layernorm")
+        for name, theirs in row.norms.items():
+            yield _same(f"{layer}.{name}", f"{layer}.{theirs}")
         if settings.has_experts(number):
             yield from _expert_locations(f"{layer}.mlp", f"{layer}.{row.block}", model, settings, row)
         else:
@@ -156,6 +160,9 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
     row = VARIANTS[str(config["model_type"])]
     renamed = {key: config[alias] for alias, key in row.aliases.items() if alias in config}
     config = {**row.absent, **renamed, **config}
+    for key, values in row.meanings.items():
+        if isinstance(given := config.get(key), str):
+            config[key] = values.get(given, given)
     if isinstance(config.get("quantization_config"), dict):
         raise ConfigError([f"{path}: {QUANTISED}"])
     model, options = row.keys.read(config, path, row.classes, kind="llama", hidden_dropout=0.0)
@@ -168,12 +175,24 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
     if config.get("topk_method") == "greedy":  # DeepSeek-V2's choice among all experts
         options |= {"router_groups": None, "router_top_groups": None}
     options = {name: usual[name] if value is None else value for name, value in options.items()}
-    options |= read_rope(config, path, model.max_positions, row.defaults.theta, scales_scores=latent)
-    options |= {"window": _window(config, model.num_layers, row, path), **row.options}
-    options["tied"] = config.get("tie_word_embeddings", False)
+    options |= read_rope(
+        config,
+        path,
+        model.max_positions,
+        row.defaults.theta,
+        sliding_theta=row.sliding_theta,
+        scales_scores=latent,
+    )
+    options |= {**read_layers(config, model.num_layers, row, path), **row.options}
+    options["tied"] = config.get("tie_word_embeddings", row.tied)
+    if row.scales_embedding:
+        options["embedding_multiplier"] = math.sqrt(model.hidden_size)
+    if (scalar := options.pop("query_pre_attn_scalar", None)) is not None:
+        if type(scalar) not in (int, float) or not 0 < scalar < 1 << 31:
+            raise ConfigError([f"{path}: query_pre_attn_scalar={hf.show(scalar)} must be a number above 0"])
+        options["attention_multiplier"] = 0.0 if scalar == options["head_dim"] else scalar**-0.5
     if row.normalises is not None:
         options["router_normalise"] = config.get("norm_topk_prob", row.normalises)
-    options["dense_layers"] = _dense_layers(config, model.num_layers, row, path)
     if options["dense_layers"] >= model.num_layers:
         options = {name: value for name, value in options.items() if name not in EXPERT_OPTIONS}
     model = replace(model, options={name: value for name, value in options.items() if value != usual[name]})
@@ -181,31 +200,6 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
         raise ConfigError([f"{path}: {wrong_model}"])
     has_loss = row.has_experts and config.get("output_router_logits", False)
     return model, [NO_LOSS] if has_loss else []
-
-
-def _window(config: Mapping[str, hf.JSON], layers: int, row: Variant, path: str) -> int:
-    """Return the sliding window of all layers, 0 for none. Raises ConfigError if layers differ."""
-    is_switched = "use_sliding_window" in row.window_keys
-    size = config.get("sliding_window", row.window)
-    if is_switched and not config.get("use_sliding_window", False):
-        size = None
-    if size is not None and (type(size) is not int or size < 1 or not row.window_keys):
-        given = f"sliding_window={hf.show(size)}"
-        raise ConfigError([f"{path}: {given} is not what our {row.classes} computes; supported: null"])
-    first = 0 if row.full_layers is None else config.get("max_window_layers", row.full_layers)
-    if type(first) is not int:
-        raise ConfigError([f"{path}: max_window_layers={hf.show(first)} must be a whole number"])
-    sliding = 0 if size is None else max(layers - max(first, 0), 0)
-    usual = ["full_attention"] * (layers - sliding) + ["sliding_attention"] * sliding
-    types = usual if config.get("layer_types") is None else config["layer_types"]
-    if types not in (["full_attention"] * layers, ["sliding_attention"] * layers):
-        listed = f"layer_types={hf.show(types if types != usual else sorted(set(usual)))}"
-        raise ConfigError([f"{path}: {listed}: supported: one type of attention for all {layers} layers"])
-    is_sliding = types[0] == "sliding_attention"
-    if (is_sliding and size is None) or (types != usual and not is_switched):
-        given = f"sliding_window={hf.show(size)}"
-        raise ConfigError([f"{path}: layer_types={types[0]} does not go with {given}; fix one"])
-    return size or 0 if is_sliding else 0
 
 
 def _shared_experts(options: dict[str, hf.JSON], path: str) -> int:
@@ -217,40 +211,19 @@ def _shared_experts(options: dict[str, hf.JSON], path: str) -> int:
     return shared // width
 
 
-def _dense_layers(config: Mapping[str, hf.JSON], layers: int, row: Variant, path: str) -> int:
-    """Return how many first layers have no experts. Raises ConfigError if others have none."""
-    if row.dense_key == "mlp_only_layers":
-        only = config.get("mlp_only_layers") or []
-        if not isinstance(only, list) or only != list(range(len(only))):
-            given = f"mlp_only_layers={hf.show(only)}"
-            raise ConfigError([f"{path}: {given}: supported: the first layers, [0, 1, …], or []"])
-        return min(len(only), layers)
-    if row.dense_key == "first_k_dense_replace":
-        first = config.get("first_k_dense_replace", 3)
-        if type(first) is not int or first < 0:
-            given = f"first_k_dense_replace={hf.show(first)}"
-            raise ConfigError([f"{path}: {given} must be a whole number from 0"])
-        return min(first, layers)
-    return 0
-
-
 def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
     settings, kind = LlamaSettings.of(model), model_type(model)
-    row, width = VARIANTS[kind], settings.window
+    row, scale = VARIANTS[kind], settings.attention_multiplier
     ffn = settings.expert_ffn_size if row.is_all_experts else model.ffn_size
     known = {**asdict(model), **asdict(settings), "ffn_hidden_size": ffn}
-    window = {
-        "sliding_window": width or None,
-        "use_sliding_window": width > 0,
-        "max_window_layers": 0 if width else model.num_layers,
-    }
+    known["query_pre_attn_scalar"] = round(scale**-2) if scale else settings.head_dim
     config = {
         **row.keys.write(known, architecture(model)),
         **{key: supported[0] for key, supported in row.fixed.items()},
         **row.written,
         "model_type": kind,
-        **write_rope(settings),
-        **{key: window[key] for key in row.window_keys},
+        **write_rope(settings, differs_by_type=row.sliding_theta is not None),
+        **write_layers(model, settings, row),
         "bos_token_id": ids.bos,
         "eos_token_id": ids.eod,
         "pad_token_id": ids.pad,
@@ -261,15 +234,17 @@ def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
         del config["head_dim"]
     if settings.kv_lora_rank:
         config["qk_nope_head_dim"] = settings.head_dim - settings.rope_head_dim
+    names = hf.ACTIVATIONS[model.activation]
+    config[row.activation] = next((name for name in row.activations if name in names), names[0])
     if row.normalises is not None:
         config["norm_topk_prob"] = settings.router_normalise
     if settings.shared_gate:
         config["shared_expert_intermediate_size"] = settings.shared_experts * settings.expert_ffn_size
     if "group_limited_greedy" in row.fixed.get("topk_method", ()) and settings.router_groups > 1:
         config["topk_method"] = "group_limited_greedy"
-    if row.dense_key:
-        dense = settings.dense_layers if settings.num_experts else model.num_layers
-        config[row.dense_key] = list(range(dense)) if row.dense_key == "mlp_only_layers" else dense
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if key in row.fields:
+            config[key] = config[key] or None
     return config
 
 

@@ -45,13 +45,17 @@ def read_rope(
     positions: int,
     usual_theta: float = 10000.0,
     *,
+    sliding_theta: float | None = None,
     scales_scores: bool = False,
 ) -> Options:
     """Return our settings. Raises ConfigError for those that are not supported.
 
-    `positions` is the length of the full context. With `scales_scores` mscale_all_dim is a factor of the
-    scores too, as in DeepSeek-V3.
+    `positions` is the length of the full context, `sliding_theta` the default of layers with a window where
+    they have settings of their own. With `scales_scores` mscale_all_dim is a factor of the scores too, as in
+    DeepSeek-V3.
     """
+    if sliding_theta is not None:
+        return _read_by_type(config, path, positions, usual_theta, sliding_theta)
     names = ("rope_scaling", "rope_parameters")  # the first counts, as in `transformers`
     name = next((key for key in names if config.get(key)), names[0])
     given = config.get(name) or {}
@@ -76,6 +80,32 @@ def read_rope(
         if scales_scores and _is_number(given.get("mscale_all_dim")):
             options["rope_mscale"] = float(given["mscale_all_dim"])
     return options
+
+
+def _read_by_type(
+    config: Mapping[str, JSON], path: str, positions: int, usual_theta: float, sliding_theta: float
+) -> Options:
+    """Return settings of full and of sliding layers, as in Gemma 3: only the former may be scaled."""
+    by_type, names = config.get("rope_parameters") or {}, ("full_attention", "sliding_attention")
+    scaling = config.get("rope_scaling") or {}
+    is_split = isinstance(by_type, dict) and not by_type.keys() - {*names}
+    parts: list[Any] = [by_type.get(name) or {} for name in names] if is_split else [None]
+    if not all(isinstance(part, dict) for part in (*parts, scaling)):
+        key = f"rope_parameters={show(by_type)}"
+        raise ConfigError([f"{path}: {key}: give settings of {' and '.join(names)}"])
+    full, sliding = parts[0] | scaling, parts[1]
+    full = {"rope_theta": config.get("rope_theta", usual_theta), **full}
+    sliding = {"rope_theta": config.get("rope_local_base_freq", sliding_theta), **sliding}
+    flat = {key: value for key, value in config.items() if key != "rope_scaling"}
+    options = read_rope(flat | {"rope_parameters": full}, path, positions)
+    if sliding == full:
+        return options
+    plain = read_rope({"rope_parameters": sliding}, path, positions)
+    if plain["rope_scaling"] != "default":
+        key = f"rope_parameters.sliding_attention.rope_type={plain['rope_scaling']}"
+        raise ConfigError([f"{path}: {key} is not supported; supported: default, or that of full_attention"])
+    is_same = options["rope_scaling"] == "default" and options["rope_theta"] == plain["rope_theta"]
+    return options | {"window_rope_theta": 0.0 if is_same else plain["rope_theta"]}
 
 
 def _resolved(
@@ -134,8 +164,14 @@ def _is_number(value: JSON) -> bool:
     return type(value) in (int, float) and 0 < value < 1 << 31
 
 
-def write_rope(settings: LlamaSettings) -> dict[str, JSON]:
+def write_rope(settings: LlamaSettings, *, differs_by_type: bool = False) -> dict[str, JSON]:
     """Return the keys of config.json, which old and new versions read."""
+    if differs_by_type:
+        flat, theta = write_rope(settings), settings.window_rope_theta
+        full = {"rope_type": "default", "rope_theta": settings.rope_theta, **(flat["rope_scaling"] or {})}
+        sliding = {"rope_type": "default", "rope_theta": theta} if theta else full
+        by_type = {"full_attention": full, "sliding_attention": sliding}
+        return {**flat, "rope_local_base_freq": sliding["rope_theta"], "rope_parameters": by_type}
     scaling = settings.rope_scaling
     if scaling == "default":
         return {"rope_theta": settings.rope_theta, "rope_scaling": None}

@@ -16,7 +16,7 @@ from mlm.models.llama.settings import LlamaSettings
 
 _FIXED = hf.UNSUPPORTED | {
     "is_causal": (True,),
-    "hidden_act": (*hf.SILU, *hf.EXACT_GELU, *hf.TANH_GELU),
+    "use_bidirectional_attention": (None, False),
     "logit_scale": (None, 1.0),
     "attention_multiplier": (None,),
     "attention_bias": (False,),
@@ -28,6 +28,9 @@ _NO_EXPERTS = {
     **{"num_experts": (None, 0, 1), "num_local_experts": (None, 0, 1)},
     "n_routed_experts": (None, 0),
 }
+
+
+_INPUT_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
 class Defaults(NamedTuple):
@@ -62,8 +65,28 @@ class Variant:
     """Values of keys that are left out, where null means another."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of keys."""
+    meanings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Values of a key that stand for others."""
     written: Mapping[str, hf.JSON] = field(default_factory=dict)
     """Keys that are written and not read."""
+    activation: str = "hidden_act"
+    """Key of the activation."""
+    activations: tuple[str, ...] = (*hf.SILU, *hf.EXACT_GELU, *hf.TANH_GELU)
+    """Its values, of which the first is the default."""
+    norms: Mapping[str, str] = field(default_factory=lambda: _INPUT_NORMS)
+    """Our norms of a layer and theirs."""
+    base: str = ""
+    """Class without a head; empty for the usual one."""
+    tied: bool = False
+    """Default of tie_word_embeddings."""
+    scales_embedding: bool = False
+    """True if rows of the token table are multiplied by sqrt(hidden_size)."""
+    sliding_theta: float | None = None
+    """Default base of rotary positions in layers with a window; None if it is that of the others."""
+    layer_keys: tuple[str, ...] = ()
+    """Keys by layer that its class reads: layer_types, sliding_window_pattern, no_rope_layers."""
+    sliding_layers: str = ""
+    """Default pattern of layers with a window, of s and f; empty for all of them."""
     writes_head_dim: Literal["always", "unusual", "never"] = "always"
     window_keys: tuple[str, ...] = ()
     """Keys of a sliding window; empty for a model that attends to all."""
@@ -95,8 +118,13 @@ class Variant:
     def keys(self) -> hf.ConfigKeys:
         """All keys of config.json except rotary positions and windows."""
         return hf.ConfigKeys(
-            activation="hidden_act",
-            fixed={**_FIXED, **({} if self.has_experts else _NO_EXPERTS), **self.fixed},
+            activation=self.activation,
+            fixed={
+                **_FIXED,
+                self.activation: self.activations,
+                **({} if self.has_experts else _NO_EXPERTS),
+                **self.fixed,
+            },
             fields={
                 "vocab_size": ("vocab_size", self.defaults.vocabulary),
                 "hidden_size": ("hidden_size", 4096),
@@ -122,6 +150,29 @@ def _experts(
     return experts if width is None else experts | {"moe_intermediate_size": ("expert_ffn_size", width)}
 
 
+def _sizes(hidden: int, layers: int, heads: int) -> dict[str, tuple[str, hf.JSON]]:
+    """Keys of sizes with other defaults."""
+    return {
+        "hidden_size": ("hidden_size", hidden),
+        "num_hidden_layers": ("num_layers", layers),
+        "num_attention_heads": ("num_heads", heads),
+    }
+
+
+_OUTPUT_NORMS = {
+    "attention_output_norm": "post_attention_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+_BOTH_NORMS = {
+    **{"attention_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"},
+    **_OUTPUT_NORMS,
+}
+_SCALAR = {"query_pre_attn_scalar": ("query_pre_attn_scalar", 256)}
+_OLMO2: dict[str, bool | str] = {
+    **{"input_norms": False, "output_norms": True},
+    **{"qk_norm": True, "qk_norm_whole": True},
+}
+_GEMMA: dict[str, bool | str] = {"zero_centered_norms": True}
 _NO_BIAS: dict[str, tuple[hf.JSON, ...]] = {"attention_bias": (False,)}
 _LATENT: dict[str, tuple[str, hf.JSON]] = {
     "kv_lora_rank": ("kv_lora_rank", 512),
@@ -144,6 +195,25 @@ VARIANTS = {
         defaults=Defaults(ffn=14336, kv_heads=8, positions=131072, vocabulary=32000),
         window_keys=_ALL_SLIDE,
         window=4096,
+    ),
+    "ministral": Variant(
+        classes="Ministral",
+        marks=("window", "window_layers"),
+        defaults=Defaults(ffn=14336, kv_heads=8, positions=131072, vocabulary=32000),
+        window_keys=_ALL_SLIDE,
+        window=4096,
+        layer_keys=("layer_types",),
+    ),
+    "smollm3": Variant(
+        classes="SmolLM3",
+        marks=("rotary_layers",),
+        defaults=Defaults(ffn=11008, kv_heads=4, positions=32768, vocabulary=128256, theta=2e6),
+        fields=_sizes(2048, 36, 16),
+        fixed=_NO_BIAS | {"mlp_bias": (False,)},
+        tied=True,
+        writes_head_dim="unusual",
+        window_keys=("sliding_window", "use_sliding_window"),
+        layer_keys=("layer_types", "no_rope_layers"),
     ),
     "qwen2": Variant(
         classes="Qwen2",
@@ -270,6 +340,84 @@ VARIANTS = {
         },
         writes_head_dim="never",
         dense_key="first_k_dense_replace",
+    ),
+    "olmo2": Variant(
+        classes="Olmo2",
+        marks=("output_norms", "qk_norm_whole"),
+        options=_OLMO2,
+        defaults=Defaults(ffn=11008, positions=2048, vocabulary=50304),
+        fields={"rms_norm_eps": ("layer_norm_eps", 1e-5)},
+        fixed=_NO_BIAS,
+        norms=_OUTPUT_NORMS,
+        writes_head_dim="unusual",
+    ),
+    "olmo3": Variant(
+        classes="Olmo3",
+        marks=("output_norms", "qk_norm_whole", "window"),
+        options=_OLMO2,
+        defaults=Defaults(ffn=11008, positions=2048, vocabulary=50304, theta=5e5),
+        fields={"rms_norm_eps": ("layer_norm_eps", 1e-5)},
+        fixed=_NO_BIAS,
+        norms=_OUTPUT_NORMS,
+        writes_head_dim="unusual",
+        window_keys=_ALL_SLIDE,
+        window=4096,
+        layer_keys=("layer_types",),
+        sliding_layers="sssf",
+        sliding_theta=5e5,
+    ),
+    "gemma": Variant(
+        classes="Gemma",
+        marks=("zero_centered_norms",),
+        options=_GEMMA,
+        defaults=Defaults(ffn=24576, kv_heads=16, positions=8192, vocabulary=256000, head_dim=256),
+        fields=_sizes(3072, 28, 16),
+        fixed=_NO_BIAS,
+        activations=(hf.TANH_GELU[1], *hf.TANH_GELU, *hf.SILU),
+        meanings={"hidden_act": {"gelu": hf.TANH_GELU[1]}},  # of the first releases
+        tied=True,
+        scales_embedding=True,
+    ),
+    "gemma2": Variant(
+        classes="Gemma2",
+        marks=("zero_centered_norms", "output_norms"),
+        options=_GEMMA | {"output_norms": True},
+        defaults=Defaults(ffn=9216, kv_heads=4, positions=8192, vocabulary=256000, head_dim=256),
+        fields=_sizes(2304, 26, 8)
+        | _SCALAR
+        | {
+            "attn_logit_softcapping": ("attention_softcap", 50.0),
+            "final_logit_softcapping": ("logit_softcap", 30.0),
+        },
+        fixed=_NO_BIAS,
+        activation="hidden_activation",
+        activations=(hf.TANH_GELU[1], *hf.TANH_GELU, *hf.SILU, *hf.EXACT_GELU),
+        norms=_BOTH_NORMS,
+        tied=True,
+        scales_embedding=True,
+        window_keys=_ALL_SLIDE,
+        window=4096,
+        layer_keys=("layer_types",),
+        sliding_layers="sf",
+    ),
+    "gemma3_text": Variant(
+        classes="Gemma3",
+        marks=("zero_centered_norms", "output_norms", "qk_norm"),
+        options=_GEMMA | {"output_norms": True, "qk_norm": True},
+        defaults=Defaults(ffn=9216, kv_heads=4, positions=131072, vocabulary=262208, head_dim=256, theta=1e6),
+        fields=_sizes(2304, 26, 8) | _SCALAR | {"final_logit_softcapping": ("logit_softcap", None)},
+        fixed=_NO_BIAS | {"attn_logit_softcapping": (None,)},  # which its class does not compute
+        activation="hidden_activation",
+        activations=(hf.TANH_GELU[1], *hf.TANH_GELU, *hf.SILU, *hf.EXACT_GELU),
+        norms=_BOTH_NORMS,
+        base="Gemma3TextModel",
+        tied=True,
+        scales_embedding=True,
+        window_keys=_ALL_SLIDE,
+        window=4096,
+        layer_keys=("layer_types", "sliding_window_pattern"),
+        sliding_layers="sssssf",
+        sliding_theta=1e4,
     ),
 }
 """model_type -> its row."""

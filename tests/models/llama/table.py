@@ -63,6 +63,8 @@ class Row:
     """Settings of some shapes."""
     has_head_dim: bool = True
     """False if a head's width is hidden_size / num_attention_heads."""
+    config_kind: str = ""
+    """Prefix of its configuration, if it is another."""
     kept_null: tuple[str, ...] = ()
     """Keys that are null, which another default stands for if they are left out."""
 
@@ -74,7 +76,7 @@ class Row:
         given = {**sizes, **COMMON, **self.settings, **self.by_shape.get(shape, {})}
         kept = {*self.kept_null, *(key for key in COMMON if key.endswith("_token_id"))}
         given = {key: value for key, value in given.items() if value is not None or key in kept}
-        return getattr(transformers, f"{self.kind}Config")(**given)
+        return getattr(transformers, f"{self.config_kind or self.kind}Config")(**given)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12, "rope_theta": 100.0}
@@ -89,6 +91,17 @@ LLAMA3 = {
 _LATENT: dict[str, Any] = {"kv_lora_rank": 9, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8}
 _EVERY_HEAD = {n: {"num_key_value_heads": shape.num_attention_heads} for n, shape in enumerate(SHAPES)}
 """As many heads of keys and values as of queries."""
+
+
+def _alternating(pattern: str) -> dict[int, dict[str, list[str]]]:
+    """Types of layers in each shape, of a pattern that repeats: s (sliding) or f (full)."""
+    names = {"s": "sliding_attention", "f": "full_attention"}
+    return {
+        n: {"layer_types": [names[pattern[layer % len(pattern)]] for layer in range(shape.num_hidden_layers)]}
+        for n, shape in enumerate(SHAPES)
+    }
+
+
 ROWS: dict[str, Row] = {
     "llama": Row("Llama"),
     "llama tied, one kv head, geglu": Row(
@@ -109,6 +122,57 @@ ROWS: dict[str, Row] = {
     "qwen3 with a window": Row(
         "Qwen3",
         {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0, "num_key_value_heads": 1},
+    ),
+    "qwen3 whose last layers have a window": Row(
+        "Qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    ),
+    "ministral": Row("Ministral", {"sliding_window": 6}, by_shape=_alternating("fs")),
+    "smollm3": Row("SmolLM3", {"no_rope_layer_interval": 2}),
+    "smollm3 with windows": Row(
+        "SmolLM3",
+        {"use_sliding_window": True, "sliding_window": 5, "head_dim": 12},
+        by_shape={
+            n: {"no_rope_layers": [0, 1, 1, 0][: shape.num_hidden_layers]} for n, shape in enumerate(SHAPES)
+        },
+    ),
+    "olmo2": Row("Olmo2", has_head_dim=False),
+    "olmo3": Row("Olmo3", {"sliding_window": 7}, by_shape=_alternating("sf"), has_head_dim=False),
+    "olmo3 with a scaled context": Row(
+        "Olmo3",
+        {
+            "sliding_window": 4,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+        by_shape=_alternating("fs"),
+        has_head_dim=False,
+    ),
+    "gemma": Row("Gemma"),
+    "gemma2": Row(
+        "Gemma2",
+        {
+            **{"sliding_window": 5, "query_pre_attn_scalar": 7},
+            **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5},
+        },
+    ),
+    "gemma2 without softcaps": Row(
+        "Gemma2",
+        {"sliding_window": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+        kept_null=("attn_logit_softcapping", "final_logit_softcapping"),
+    ),
+    "gemma3": Row(
+        "Gemma3",
+        {
+            **{"sliding_window": 6, "query_pre_attn_scalar": 11},
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 900.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+            },
+        },
+        by_shape=_alternating("sf"),
+        config_kind="Gemma3Text",
     ),
     "mixtral": Row("Mixtral", {"num_local_experts": 4, "num_key_value_heads": 1}),
     "qwen3_moe": Row(

@@ -1,0 +1,135 @@
+"""Settings of a config.json that differ by layer: windows, rotary positions, experts.
+
+`transformers` lists a type for each layer; here a pattern repeats, the shortest that gives the list.
+"""
+
+from collections.abc import Mapping
+
+from mlm.config.fields import Options
+from mlm.convert.huggingface.llama_variants import Variant
+from mlm.convert.huggingface.mapping import JSON, show
+from mlm.models.config import ModelConfig
+from mlm.models.llama.settings import LlamaSettings
+from mlm.util.errors import ConfigError
+
+TYPES = {"sliding_attention": "s", "full_attention": "f"}
+NAMES = {letter: name for name, letter in TYPES.items()}
+
+
+def read_layers(config: Mapping[str, JSON], layers: int, row: Variant, path: str) -> Options:
+    """Return our options that differ by layer. Raises ConfigError."""
+    rotary = _read_rotary_layers(config, layers, path) if "no_rope_layers" in row.layer_keys else "r"
+    options = _read_window(config, layers, rotary, row, path)
+    options["rotary_layers"] = rotary if "n" in rotary else ""
+    options["dense_layers"] = _read_dense_layers(config, layers, row, path)
+    return options
+
+
+def shortest_pattern(types: str) -> str:
+    """Return the shortest string that, repeated, begins with `types`."""
+    length = len(types)
+    return next(types[:n] for n in range(1, length + 1) if (types[:n] * (length // n + 1))[:length] == types)
+
+
+def repeat_pattern(pattern: str, layers: int) -> str:
+    return (pattern * (layers // len(pattern) + 1))[:layers]
+
+
+def _read_rotary_layers(config: Mapping[str, JSON], layers: int, path: str) -> str:
+    """Return the pattern of layers with rotary positions (r) and without (n)."""
+    every, listed = config.get("no_rope_layer_interval", 4), config.get("no_rope_layers")
+    if listed is None:
+        if type(every) is not int or every < 1:
+            given = f"no_rope_layer_interval={show(every)}"
+            raise ConfigError([f"{path}: {given} must be a whole number from 1"])
+        return shortest_pattern(repeat_pattern("r" * (min(every, layers + 1) - 1) + "n", layers))
+    if not isinstance(listed, list) or len(listed) < layers or not all(x in (0, 1) for x in listed):
+        given = f"no_rope_layers={show(listed)}"
+        raise ConfigError([f"{path}: {given} must be a 0 or 1 for each of the {layers} layers"])
+    return shortest_pattern("".join("r" if x else "n" for x in listed[:layers]))
+
+
+def _read_window(config: Mapping[str, JSON], layers: int, rotary: str, row: Variant, path: str) -> Options:
+    """Return the sliding window, and which layers have it. Raises ConfigError for types that do not fit."""
+    is_switched = "use_sliding_window" in row.window_keys
+    size = config.get("sliding_window", row.window)
+    if is_switched and not config.get("use_sliding_window", False):
+        size = None
+    if size is not None and (type(size) is not int or size < 1 or not row.window_keys):
+        given = f"sliding_window={show(size)}"
+        raise ConfigError([f"{path}: {given} is not what our {row.classes} computes; supported: null"])
+    usual = _usual_types(config, layers, size, rotary, row, path)
+    types, listed = usual, config.get("layer_types")
+    if listed is not None:
+        if not isinstance(listed, list) or len(listed) != layers or not {*map(str, listed)} <= TYPES.keys():
+            given, known = f"layer_types={show(listed)}", " or ".join(TYPES)
+            raise ConfigError([f"{path}: {given}: supported: {known} for each of the {layers} layers"])
+        types = "".join(map(TYPES.__getitem__, listed))
+    is_read = is_switched or "layer_types" in row.layer_keys
+    if ("s" in types and size is None) or (types != usual and not is_read):
+        given, other = f"sliding_window={show(size)}", NAMES["s" if "s" in types else "f"]
+        raise ConfigError([f"{path}: layer_types={other} does not go with {given}; fix one"])
+    pattern = shortest_pattern(types)
+    return {
+        "window": size or 0 if "s" in pattern else 0,
+        "window_layers": pattern if {*pattern} == {*"sf"} else "",
+    }
+
+
+def _usual_types(
+    config: Mapping[str, JSON], layers: int, size: int | None, rotary: str, row: Variant, path: str
+) -> str:
+    """Return the types of layers without layer_types: s (sliding) or f (full) for each."""
+    if row.sliding_layers:
+        every = config.get("sliding_window_pattern") if "sliding_window_pattern" in row.layer_keys else None
+        if every is None:
+            return repeat_pattern(row.sliding_layers, layers)
+        if type(every) is not int or every < 1:
+            given = f"sliding_window_pattern={show(every)}"
+            raise ConfigError([f"{path}: {given} must be a whole number from 1"])
+        return repeat_pattern("s" * (min(every, layers + 1) - 1) + "f", layers)
+    if "no_rope_layers" in row.layer_keys and size is not None:
+        return repeat_pattern(rotary, layers).replace("r", "f").replace("n", "s")
+    first = 0 if row.full_layers is None else config.get("max_window_layers", row.full_layers)
+    if type(first) is not int:
+        raise ConfigError([f"{path}: max_window_layers={show(first)} must be a whole number"])
+    full = layers if size is None else min(max(first, 0), layers)
+    return "f" * full + "s" * (layers - full)
+
+
+def _read_dense_layers(config: Mapping[str, JSON], layers: int, row: Variant, path: str) -> int:
+    """Return how many first layers have no experts. Raises ConfigError if others have none."""
+    if row.dense_key == "mlp_only_layers":
+        only = config.get("mlp_only_layers") or []
+        if not isinstance(only, list) or only != list(range(len(only))):
+            given = f"mlp_only_layers={show(only)}"
+            raise ConfigError([f"{path}: {given}: supported: the first layers, [0, 1, …], or []"])
+        return min(len(only), layers)
+    if row.dense_key == "first_k_dense_replace":
+        first = config.get("first_k_dense_replace", 3)
+        if type(first) is not int or first < 0:
+            given = f"first_k_dense_replace={show(first)}"
+            raise ConfigError([f"{path}: {given} must be a whole number from 0"])
+        return min(first, layers)
+    return 0
+
+
+def write_layers(model: ModelConfig, settings: LlamaSettings, row: Variant) -> dict[str, JSON]:
+    """Return the keys of config.json that differ by layer."""
+    layers, width = model.num_layers, settings.window
+    window = {
+        "sliding_window": width or None,
+        "use_sliding_window": width > 0,
+        "max_window_layers": 0 if width else layers,
+    }
+    config: dict[str, JSON] = {key: window[key] for key in row.window_keys}
+    if "layer_types" in row.layer_keys or settings.window_layers:
+        pattern = repeat_pattern(settings.window_layers or ("s" if width else "f"), layers)
+        config["layer_types"] = [NAMES[letter] for letter in pattern]
+    if "no_rope_layers" in row.layer_keys:
+        pattern = repeat_pattern(settings.rotary_layers or "r", layers)
+        config["no_rope_layers"] = [int(letter == "r") for letter in pattern]
+    if row.dense_key:
+        dense = settings.dense_layers if settings.num_experts else layers
+        config[row.dense_key] = list(range(dense)) if row.dense_key == "mlp_only_layers" else dense
+    return config
