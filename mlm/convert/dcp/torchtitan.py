@@ -21,7 +21,7 @@ from mlm.convert.dcp.writer import DCPTensor
 from mlm.convert.megatron.model import stored_parameters
 from mlm.convert.row_layouts import RowLayout, RowLayouts, reorder_rows, short_name, split_layer
 from mlm.models.config import ModelConfig
-from mlm.models.llama.settings import LlamaSettings, num_blocks
+from mlm.models.llama.settings import LlamaSettings, num_blocks, unusual_form
 from mlm.models.shape import is_tied
 from mlm.util.errors import CorruptFileError, UserError
 
@@ -89,6 +89,8 @@ def stored_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
             "torchtitan has no such model: it has biases, a window or a rotary fraction, which torchtitan's "
             "Llama 3 and Qwen 3 lack"
         )
+    if form := unusual_form(settings):
+        raise UserError(f"torchtitan has no such model: model.options.{form}; only hf holds it")
     return {name: entry.shape for name, entry in stored_parameters(model, row_layouts(model)).items()}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from mlm.convert.megatron.mapping import ARGS, LAYER, OUTER, MegatronMapping, SizeOf
 from mlm.convert.row_layouts import RowLayout, RowLayouts
 from mlm.models.config import ModelConfig
-from mlm.models.llama.settings import LlamaSettings, num_blocks
+from mlm.models.llama.settings import LlamaSettings, num_blocks, unusual_form
 
 
 def write_gelu(model: ModelConfig) -> dict[str, Any]:
@@ -179,7 +179,8 @@ def llama_problem(model: ModelConfig) -> str | None:
         return f"its activation={model.activation}: Megatron's --swiglu is silu's"
     if settings.qk_norm_whole:
         return "its qk_norm_whole=true: --qk-layernorm norms each head"
-    return None
+    form = unusual_form(settings)
+    return None if form is None else f"its {form}: written would be a model without it"
 
 
 LLAMA = MegatronMapping(

@@ -155,6 +155,20 @@ EXPERT_OPTIONS = {
 """Options that mean nothing without experts."""
 
 
+LLAMA_FORMS = (
+    *("rotary_layers", "attention_multiplier", "attention_softcap", "logit_softcap"),
+    *("embedding_multiplier", "input_norms", "output_norms", "zero_centered_norms"),
+)
+"""Options that a program of plain Llamas does not compute, of which a converter rejects the unusual ones."""
+
+
+def unusual_form(settings: LlamaSettings) -> str | None:
+    """Return NAME=VALUE of the first of LLAMA_FORMS that is not a plain Llama's; None if there is none."""
+    unusual = (name for name in LLAMA_FORMS if getattr(settings, name) != DEFAULTS[name])
+    name = next(unusual, None)
+    return None if name is None else f"{name}={format_value(getattr(settings, name))}"
+
+
 def architecture(model: ModelConfig) -> Architecture:
     settings = LlamaSettings.of(model)
     return Architecture(
