@@ -1,4 +1,4 @@
-"""`precision=auto`: the number format in which this machine trains a model fastest."""
+"""`precision=auto` and `default`: the number format in which this machine trains a model fastest."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -47,13 +47,13 @@ def choose_precision(hidden_size: int | None, gpu: Gpu | None, cpuinfo: str) -> 
 
 
 def settle_precision(values: dict[str, Any], first_gpu: Callable[[str], Gpu | None]) -> str | None:
-    """Replace precision.dtype=auto in composed settings by a format; return what to print.
+    """Replace precision.dtype=auto or default in composed settings by a format; return what to print.
 
     A plan for GPUs is made in the half format that its hardware has. `first_gpu` returns the GPU of this host
-    that dist.device means.
+    that dist.device means. `default` is `auto` on a GPU, and fp32 on a processor.
     """
     precision = values.get("precision")
-    if not isinstance(precision, dict) or precision.get("dtype") != "auto":
+    if not isinstance(precision, dict) or (choice := precision.get("dtype")) not in ("auto", "default"):
         return None
     model, hardware, dist = (_mapping(values.get(key)) for key in ("model", "hardware", "dist"))
     if hardware.get("device") == "gpu":
@@ -62,10 +62,13 @@ def settle_precision(values: dict[str, Any], first_gpu: Callable[[str], Gpu | No
     else:
         hidden_size = model.get("hidden_size")
         gpu = first_gpu("cpu" if hardware else dist.get("device", "auto"))
+        if choice == "default" and gpu is None:
+            precision["dtype"] = "fp32"
+            return None
         text = CPUINFO.read_text(errors="replace") if CPUINFO.exists() else ""
         dtype, reason = choose_precision(hidden_size if isinstance(hidden_size, int) else None, gpu, text)
     precision["dtype"] = dtype
-    return f"precision=auto: {dtype}, as {reason}"
+    return f"precision={choice}: {dtype}, as {reason}"
 
 
 def _mapping(value: Any) -> dict[str, Any]:

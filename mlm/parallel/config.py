@@ -67,8 +67,9 @@ class ParallelConfig:
     """Data-parallel size, d: replicas. null takes world size / (tp * cp * pp)."""
     sequence_parallel: bool = False
     """Cut activations outside the tensor-parallel regions along the sequence too (arXiv:2205.05198)."""
-    tp_overlap: Annotated[int, POSITIVE] = 1
-    """Parts of a sequence, communicated over tp while others are multiplied; 1 leaves it whole."""
+    tp_overlap: Annotated[int | None, POSITIVE] = None
+    """Parts of a sequence, communicated over tp while others are multiplied; 1 leaves it whole. null takes 2
+    on GPUs with sequence_parallel=true, else 1."""
     pipeline: Schedule = "1f1b"
     """Pipeline schedule. 1f1b interleaves when vp > 1; zb_h1 puts weight gradients into the bubble."""
     zero: Zero = 0

@@ -106,7 +106,8 @@ def row_parallel_linear(
 ) -> Tensor:
     """Sum over tp of the products of a layer split by row, in chunks: [S, B, I/t] -> [S, B, O].
 
-    With `sequence_parallel` this rank's rows of it, [S/t, B, O]. `compute.overlap_chunks` must divide them.
+    With `sequence_parallel` this rank's rows of it, [S/t, B, O]. In `compute.overlap_chunks`, or at once if
+    they do not divide its rows.
     """
     return _eager_row_parallel(x, weight, tp, sequence_parallel, compute)
 
@@ -224,7 +225,9 @@ class _RowParallel(torch.autograd.Function):
         ctx.save_for_backward(x, saved)
         ctx.weight_dtype, ctx.fused_grad, ctx.fp8 = weight.dtype, compute.fused_grad, compute.fp8
         ctx.deferred, ctx.leaves = compute.deferred, None if compute.deferred is None else [weight]
-        ctx.gather_over, ctx.parts = tp if sequence_parallel else None, compute.overlap_chunks
+        shares = compute.overlap_chunks * (tp.size if sequence_parallel else 1)
+        ctx.parts = 1 if x.shape[0] % shares else compute.overlap_chunks
+        ctx.gather_over = tp if sequence_parallel else None
         multiply = partial(in_fp8.product if ctx.fp8 else product, weight=saved.to(x.dtype))
         reduce_product = scattered_product if sequence_parallel else summed_product
         return reduce_product(x, tp, ctx.parts, multiply)

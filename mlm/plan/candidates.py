@@ -108,7 +108,7 @@ def options(name: str, query: Query, c: Choice) -> list[Any]:
         return ["none", "selective", "full"] if keeps_scores else ["none", "full"]
     if name == "zero_reduce":
         return ["last", "every"] if c["zero"] and samples > c["micro_batch"] else ["last"]
-    return [{"tp_overlap": 1, "expert_tp": None}[name]]
+    return [None]  # tp_overlap and expert_tp
 
 
 def layouts(query: Query, rejected: list[str] | None = None) -> Iterator[PlannedLayout]:

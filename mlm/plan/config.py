@@ -63,7 +63,6 @@ class SearchedLayoutConfig(ParallelConfig):
     pp: PipelineSize | None = None  # type: ignore[assignment]
     vp: VirtualSize | None = None  # type: ignore[assignment]
     sequence_parallel: bool | None = None  # type: ignore[assignment]
-    tp_overlap: Annotated[int | None, POSITIVE] = None  # type: ignore[assignment]
     pipeline: Schedule | None = None  # type: ignore[assignment]
     zero: Zero | None = None  # type: ignore[assignment]
     zero_reduce: ZeroReduce | None = None  # type: ignore[assignment]

@@ -60,7 +60,7 @@ class PlannedLayout(ParallelConfig):
         """The same layout; settings without effect at its sizes have their defaults."""
         values: dict[str, Any] = {}
         if self.tp == 1:
-            values |= {"expert_tp": None, "sequence_parallel": False, "tp_overlap": 1}
+            values |= {"expert_tp": None, "sequence_parallel": False, "tp_overlap": None}
         if self.dp * self.cp == 1:
             values["zero"] = 0
         if not values.get("zero", self.zero):

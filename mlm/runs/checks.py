@@ -186,7 +186,7 @@ def _attention_serves(config: PretrainConfig, _: Launch) -> Problem | None:
     return None
 
 
-def _accumulation_fuses(config: PretrainConfig, _: Launch) -> Problem | None:
+def accumulation_fuses(config: PretrainConfig, _: Launch) -> Problem | None:
     if not config.fuse_accumulation:
         return None
     conflicts = {
@@ -210,7 +210,7 @@ def graphs_replay(config: PretrainConfig, _: Launch) -> Problem | None:
         "pipeline": (parallel.pipeline != "1f1b", "pipeline=1f1b"),
         "zero": (parallel.zero > 0, "zero=0"),
         "recompute": (parallel.recompute == "full", "recompute=selective"),
-        "fuse_accumulation": (config.fuse_accumulation, "fuse_accumulation=false"),
+        "fuse_accumulation": (bool(config.fuse_accumulation), "fuse_accumulation=false"),
         "deterministic": (config.deterministic, "deterministic=false"),
     }
     experts = (config.model.options or {}).get("num_experts", 0)
@@ -286,7 +286,7 @@ SETTINGS_RULES = (
     lambda config, _: pretraining_problem(config),
     lambda config, _: data_problem(config),
     _attention_serves,
-    _accumulation_fuses,
+    accumulation_fuses,
     graphs_replay,
     lambda config, _: context_problem(config.parallel.cp, config.model, config.data),
     _prompts_can_be_continued,

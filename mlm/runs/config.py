@@ -162,12 +162,14 @@ class PretrainConfig:
     deterministic: Annotated[bool, Aliases("deterministic_mode")] = False
     """Kernels that repeat every bit, where a GPU's fastest (attention's backward pass) do not; an operation
     without one is an error. CPUs repeat theirs anyway."""
-    fuse_accumulation: Annotated[bool, Aliases("gradient_accumulation_fusion")] = False
-    """Add a weight's gradient to the sum over micro-batches inside its product (addmm), not after it."""
-    cuda_graphs: bool = False
+    fuse_accumulation: Annotated[bool | None, Aliases("gradient_accumulation_fusion")] = None
+    """Add a weight's gradient to the sum over micro-batches inside its product (addmm), not after it. null
+    does on GPUs in half precision where a rank has several micro-batches and nothing conflicts."""
+    cuda_graphs: bool | None = None
     """Replay each compiled layer's launches as a CUDA graph: the host launches a layer at once, not some 100
     kernels. Of one rank's layers (tp=1, pp=1). It gains where the device waits for the host: 1.5 times the
-    speed of GPT-2 124M with 8 sequences on an H200; with 32 it costs 1 %, 4 % at 1.2B."""
+    speed of GPT-2 124M with 8 sequences on an H200; with 32 it costs 1 %, 4 % at 1.2B. null does in
+    pretraining where a layer is that small and nothing conflicts."""
     profile: bool = False
     """Write a trace of a few steps with named phases to out/profile, for Perfetto or chrome://tracing."""
     model: ModelConfig

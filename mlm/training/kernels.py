@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from mlm.launch.rules.layout import Launch
+from mlm.models.config import KINDS
 from mlm.models.documents import pack_sequences
 from mlm.models.family import family_of
 from mlm.models.shape import layer_weights
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.compute_state import prepare_to_compile
 from mlm.parallel.matmul import prepare_products
-from mlm.runs.checks import graphs_replay
+from mlm.runs.checks import accumulation_fuses, graphs_replay
 from mlm.runs.config import AttentionKernel, PretrainConfig
 from mlm.util.errors import UserError
 
@@ -118,18 +119,55 @@ def should_compile(choice: bool | None, device: torch.device) -> bool:
     return bool(has_triton())
 
 
-def graphs_hint(config: PretrainConfig, device: torch.device) -> str | None:
-    """A line that proposes cuda_graphs=true to a run that its host probably slows down; else None."""
-    replayed = replace(config, cuda_graphs=True)
-    if config.cuda_graphs or device.type != "cuda" or graphs_replay(replayed, Launch(None, None)) is not None:
-        return None
+def settle_kernels(
+    config: PretrainConfig, device: torch.device, *, replicas: int, one_shape: bool = True
+) -> PretrainConfig:
+    """Decide what a run leaves to its device: CUDA graphs, sums inside products, parts of tp's messages.
+
+    `replicas` is dp; `one_shape` is True if all micro-batches have one shape.
+    """
+    on_gpu, parallel = device.type == "cuda", config.parallel
+    is_shipped = config.model.kind in KINDS and not config.lora.rank
+    launch, train = Launch(None, None), config.train
+    graphs, fuses, parts = config.cuda_graphs, config.fuse_accumulation, parallel.tp_overlap
+    if graphs is None:
+        replayed = replace(config, cuda_graphs=True)
+        # On an H200 replayed graphs gain half the speed at 0.35e12 FLOP of a layer and micro-batch, and
+        # nothing at 1.4e12 (scripts/results/gpu).
+        graphs = on_gpu and one_shape and is_shipped and layer_flops(config) < 1e12
+        graphs = graphs and graphs_replay(replayed, launch) is None and should_compile(config.compile, device)
+    if fuses is None:
+        fused = replace(config, fuse_accumulation=True)
+        fuses = (
+            on_gpu and one_shape and is_shipped and not graphs and config.precision.dtype in ("bf16", "fp16")
+        )
+        fuses = fuses and train.global_batch_size > replicas * train.micro_batch_size
+        fuses = fuses and accumulation_fuses(fused, launch) is None
+    if parts is None:
+        parts = 2 if on_gpu and parallel.sequence_parallel and parallel.tp > 1 else 1
+    return replace(
+        config,
+        cuda_graphs=graphs,
+        fuse_accumulation=fuses,
+        parallel=replace(parallel, tp_overlap=parts),
+    )
+
+
+def layer_flops(config: PretrainConfig) -> float:
+    """FLOP of a layer's products in a micro-batch, forward and backward."""
     tokens = config.train.micro_batch_size * config.data.seq_length
-    flops = 6 * layer_weights(config.model) * tokens
-    # On an H200 replayed graphs gain half the speed at 0.35e12, and nothing at 1.4e12 (scripts/results/gpu).
-    if flops >= 1e12 or not should_compile(config.compile, device):
-        return None
-    small = f"a layer takes {flops / 1e12:.2g} TFLOP of a micro-batch"
-    return f"cuda_graphs=true may be faster: {small}, so that the GPU waits for the host"
+    return 6 * layer_weights(config.model) * tokens
+
+
+def kernels_line(config: PretrainConfig, settled: PretrainConfig) -> str | None:
+    """A line that says what `settle_kernels` turned on; None if nothing."""
+    chosen = []
+    if config.cuda_graphs is None and settled.cuda_graphs:
+        small = f"a layer takes {layer_flops(config) / 1e12:.2g} TFLOP of a micro-batch"
+        chosen.append(f"cuda_graphs=true, as {small}, so that the GPU would wait for the host")
+    if config.fuse_accumulation is None and settled.fuse_accumulation:
+        chosen.append("fuse_accumulation=true, as a step has several micro-batches")
+    return f"by default {'; '.join(chosen)}" if chosen else None
 
 
 def compile_layers(

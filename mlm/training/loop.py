@@ -363,7 +363,7 @@ def model_row(trainer: Trainer, run_origin: str = "") -> tuple[str, str]:
 
 def layout_row(trainer: Trainer, *, even_batches: bool = True) -> tuple[str, str]:
     """Sizes and options of the parallel layout. The bubble is stated only if all batches are alike."""
-    config, ctx, p = trainer.config, trainer.ctx, trainer.config.parallel
+    config, ctx, p = trainer.config, trainer.ctx, trainer.settled.parallel
     schedule: str = p.pipeline
     if ctx.pp.size > 1 and even_batches:
         micro_batches = config.train.global_batch_size // (ctx.dp.size * config.train.micro_batch_size)
@@ -376,7 +376,7 @@ def layout_row(trainer: Trainer, *, even_batches: bool = True) -> tuple[str, str
         f"expert_tp={p.expert_tp}" if p.expert_tp not in (None, p.tp) else "",
         f"vp={p.vp}" if p.vp > 1 else "",
         "sequence parallel" if p.sequence_parallel and ctx.tp.size > 1 else "",
-        f"tp_overlap={p.tp_overlap}" if p.tp_overlap > 1 and ctx.tp.size > 1 else "",
+        f"tp_overlap={p.tp_overlap}" if (p.tp_overlap or 1) > 1 and ctx.tp.size > 1 else "",
         f"zero={p.zero}" if p.zero and ctx.replicas.size > 1 else "",
         "reduced every micro-batch" if p.zero and ctx.replicas.size > 1 and p.zero_reduce == "every" else "",
         f"recompute={p.recompute}" if p.recompute != "none" else "",

@@ -90,7 +90,7 @@ class PipelinedModel:
             inside_layers = set(chunk.layers.modules())
             for module in chunk.modules():
                 if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-                    module.compute.overlap_chunks = parallel.tp_overlap
+                    module.compute.overlap_chunks = parallel.tp_overlap or 1
                     module.compute.fp8 = precision.dtype == "fp8" and module in inside_layers
                     if self.defers_weight_grads:
                         module.compute.deferred = deferred

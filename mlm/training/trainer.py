@@ -37,7 +37,7 @@ from mlm.parallel.sharding import DP_SLICES, ParameterShard, parameter_shards, s
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import fill_eod_id
 from mlm.training.identity import RunAncestry
-from mlm.training.kernels import choose_kernels, compile_layers, should_compile
+from mlm.training.kernels import choose_kernels, compile_layers, settle_kernels, should_compile
 from mlm.training.observer import Observer, Observers, StepOutcome
 from mlm.training.pipelined import PipelinedModel, evaluate
 
@@ -62,13 +62,13 @@ def build_model(
     is_compiled = should_compile(config.compile, device)
     for chunk in model.chunks:
         init_parameters(chunk, config.seed, ctx.tp)
-        compile_layers(chunk.layers.values(), config.compile, device, graphs=config.cuda_graphs)
+        compile_layers(chunk.layers.values(), config.compile, device, graphs=bool(config.cuda_graphs))
         if is_compiled:
             model.casts.exclude(chunk.layers.values())
         for module in chunk.modules():
             if isinstance(module, VocabParallelEmbedding):
                 module.compiled, module.device_type = is_compiled, device.type
-    model.replays = model.casts.persistent = config.cuda_graphs
+    model.replays = model.casts.persistent = bool(config.cuda_graphs)
     return model
 
 
@@ -99,6 +99,7 @@ class Trainer(Generic[B]):
         device: device to choose kernels for; None for the device of `ctx`. A plan builds on meta for others.
 
     Attributes:
+        settled: `config` with what it leaves to the device decided (`settle_kernels`).
         step: optimizer steps done.
         consumed_samples: samples read so far by the whole job.
         newest_samples: samples of the newest step.
@@ -127,8 +128,10 @@ class Trainer(Generic[B]):
     ) -> None:
         self.config = config = replace(config, data=fill_eod_id(config.data))
         self.ctx = ctx
-        # finetuning's texts differ in length
-        self.model = build_model(config, ctx, stages, device or ctx.device, one_shape=objective is None)
+        one_shape = objective is None  # finetuning's texts differ in length
+        kernel_device = device or ctx.device
+        self.settled = settle_kernels(config, kernel_device, replicas=ctx.dp.size, one_shape=one_shape)
+        self.model = build_model(self.settled, ctx, stages, kernel_device, one_shape=one_shape)
         self.objective: Objective[Transformer, B] = objective or family_of(config.model.kind).objective(
             config.data, ctx, self.model.dtype
         )
@@ -137,7 +140,7 @@ class Trainer(Generic[B]):
         self.ancestry = RunAncestry()
         self.extra_state: dict[str, Any] = {}
         self.reducers = self._build_reducers()
-        fused = (ColumnParallelLinear, RowParallelLinear) if config.fuse_accumulation else ()
+        fused = (ColumnParallelLinear, RowParallelLinear) if self.settled.fuse_accumulation else ()
         self.gradients = [
             ChunkGradients(reducer, [m for m in chunk.modules() if isinstance(m, fused)], deferred)
             for chunk, reducer, deferred in zip(
@@ -175,7 +178,7 @@ class Trainer(Generic[B]):
 
     def _build_reducers(self) -> Sequence[Reducer]:
         """Each chunk's sum of gradients over dp; parameters that it shards are replaced."""
-        config, trains_few = self.config, bool(self.config.lora.rank)
+        config, trains_few = self.settled, bool(self.config.lora.rank)
         return [
             build_reducer(
                 chunk,
@@ -186,8 +189,8 @@ class Trainer(Generic[B]):
                 methods=self.objective.methods,
                 reduce=config.parallel.zero_reduce,
                 late_weights=self.model.defers_weight_grads,
-                keep_buffers=config.cuda_graphs,
-                fuse_accumulation=config.fuse_accumulation,
+                keep_buffers=bool(config.cuda_graphs),
+                fuse_accumulation=bool(config.fuse_accumulation),
                 replicated=[p for p in chunk.parameters() if p.requires_grad] if trains_few else (),
             )
             for chunk in self.model.chunks

@@ -74,7 +74,7 @@ class TestHelp:
         assert cli("pretrain --help") == 0
         for shown in (
             "cluster     local, slurm",
-            "precision   auto, bf16, fp16, fp32, fp64",
+            "precision   auto, bf16, default, fp16, fp32, fp64",
             "gpt2_8b",
             "sc21_1t",
         ):

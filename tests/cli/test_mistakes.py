@@ -22,7 +22,7 @@ TASKS = ", ".join(task_names())
 EVALUATIONS = ", ".join(
     command.words[1] for command in COMMANDS if command.words[0] == "eval" and command.words[1:]
 )
-PRECISIONS = "choose auto, bf16, fp16, fp32, fp64, fp8 or tf32"
+PRECISIONS = "choose auto, bf16, default, fp16, fp32, fp64, fp8 or tf32"
 LISTED = "list: mlm pretrain --help"
 OWN_CONFIG = "write your settings to DIR/experiment/NAME.yaml and type --config-dir DIR experiment=NAME"
 

@@ -44,6 +44,20 @@ def test_the_device_of_the_command_is_asked() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "line"),
+    [
+        (None, "fp32", None),
+        (Gpu("H200", (9, 0)), "bf16", "precision=default: bf16, as H200 multiplies it"),
+        (Gpu("V100", (7, 0)), "fp16", "precision=default: fp16, as V100 multiplies no bfloat16"),
+    ],
+)
+def test_the_default_is_half_precision_on_a_gpu_alone(gpu: Gpu | None, dtype: str, line: str | None) -> None:
+    values: dict[str, Any] = {"precision": {"dtype": "default"}, "model": {"hidden_size": 4096}}
+    assert settle_precision(values, lambda _: gpu) == line
+    assert values["precision"] == {"dtype": dtype}
+
+
 def test_a_plan_takes_the_format_of_its_hardware() -> None:
     for peaks, dtype in (({"bf16": 1, "fp16": 1}, "bf16"), ({"fp16": 1}, "fp16")):
         values: dict[str, Any] = {

@@ -9,8 +9,11 @@ import torch
 from torch import nn
 
 from mlm.data.sampler import Batch
+from mlm.models.config import LoraConfig
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.kernels import compile_layers, graphs_hint
+from mlm.training.kernels import compile_layers, kernels_line, settle_kernels
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 from tests.training.test_gradient_sums import MICRO_BATCHES, SPEC, batches
@@ -77,19 +80,52 @@ def test_graphs_on_a_gpu_without_a_compiler_are_a_mistake(monkeypatch: pytest.Mo
         compile_layers([nn.Linear(1, 1)], None, torch.device("cuda"), graphs=True)
 
 
+LARGE = replace(SPEC.model, hidden_size=1 << 16, num_heads=1 << 9)
+
+
 @pytest.mark.parametrize(
-    ("device", "changed", "is_said"),
+    ("device", "changed", "graphs", "fuses"),
     [
-        ("cuda", {}, True),
-        ("cpu", {}, False),
-        ("cuda", {"cuda_graphs": True}, False),
-        ("cuda", {"compile": False}, False),
-        ("cuda", {"deterministic": True}, False),
-        ("cuda", {"model": replace(SPEC.model, hidden_size=1 << 16, num_heads=1 << 9)}, False),
+        ("cuda", {}, True, False),
+        ("cpu", {}, False, False),
+        ("cuda", {"cuda_graphs": False}, False, True),
+        ("cuda", {"cuda_graphs": False, "fuse_accumulation": False}, False, False),
+        ("cuda", {"compile": False}, False, True),
+        ("cuda", {"deterministic": True}, False, True),
+        ("cuda", {"model": LARGE}, False, True),
+        ("cuda", {"model": LARGE, "precision": PrecisionConfig(dtype="fp8")}, False, False),
+        ("cuda", {"model": LARGE, "precision": PrecisionConfig(dtype="fp32")}, False, False),
+        ("cuda", {"model": LARGE, "parallel": ParallelConfig(recompute="full")}, False, False),
+        ("cuda", {"model": LARGE, "train": replace(SPEC.train, micro_batch_size=8)}, False, False),
+        ("cuda", {"lora": LoraConfig(rank=4)}, False, False),
     ],
 )
-def test_graphs_are_proposed_for_small_layers_that_they_go_with(
-    device: str, changed: dict[str, Any], is_said: bool
+def test_kernels_are_settled_by_the_device_and_the_size_of_a_layer(
+    device: str, changed: dict[str, Any], graphs: bool, fuses: bool
 ) -> None:
-    spec = replace(SPEC, **{"compile": True, **changed})
-    assert (graphs_hint(spec, torch.device(device)) is not None) == is_said
+    spec = replace(SPEC, compile=True, precision=PrecisionConfig(dtype="bf16"))
+    spec = replace(spec, **changed)
+    settled = settle_kernels(spec, torch.device(device), replicas=1)
+    assert (settled.cuda_graphs, settled.fuse_accumulation) == (graphs, fuses)
+    is_said = (graphs and spec.cuda_graphs is None) or (fuses and spec.fuse_accumulation is None)
+    assert (kernels_line(spec, settled) is not None) == is_said
+    several_shapes = settle_kernels(spec, torch.device(device), replicas=1, one_shape=False)
+    assert (several_shapes.cuda_graphs, several_shapes.fuse_accumulation) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("device", "layout", "parts"),
+    [
+        ("cuda", ParallelConfig(tp=2, sequence_parallel=True), 2),
+        ("cuda", ParallelConfig(tp=2, sequence_parallel=True, tp_overlap=1), 1),
+        ("cuda", ParallelConfig(tp=2), 1),
+        ("cuda", ParallelConfig(sequence_parallel=True), 1),
+        ("cpu", ParallelConfig(tp=2, sequence_parallel=True), 1),
+        ("cpu", ParallelConfig(tp=2, sequence_parallel=True, tp_overlap=4), 4),
+    ],
+)
+def test_messages_of_sequence_parallelism_go_in_parts_on_a_gpu(
+    device: str, layout: ParallelConfig, parts: int
+) -> None:
+    settled = settle_kernels(replace(SPEC, parallel=layout), torch.device(device), replicas=1)
+    assert settled.parallel == replace(layout, tp_overlap=parts)

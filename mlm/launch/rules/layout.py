@@ -204,7 +204,7 @@ def overlapped_tokens(values: LayoutValues) -> int:
 
 @rule("data.seq_length cp tp sequence_parallel tp_overlap", "tp_overlap")
 def _parts_divide_sequence(values: LayoutValues, _: Launch) -> Broken:
-    tokens, parts = overlapped_tokens(values), values["tp_overlap"]
+    tokens, parts = overlapped_tokens(values), values["tp_overlap"] or 1
     if values["tp"] == 1 or tokens % parts == 0:
         return None
     return f"{values.typed('tp_overlap')} does not divide a rank's {tokens} tokens of a sequence"
