@@ -116,10 +116,15 @@ def _plain(composed: Any, *, resolve: bool) -> dict[str, Any]:
 def compose_values(name: str, overrides: Sequence[str] = (), *, resolve: bool = True) -> dict[str, Any]:
     """The composed values of a primary config; `???` where a value is required.
 
-    `resolve=False` keeps interpolations: `out` is `runs/${name}`. Raises COMPOSE_ERRORS.
+    `resolve=False` keeps interpolations, `out` is `runs/${name}`, and precisions that a device decides.
+    Raises COMPOSE_ERRORS.
     """
     composition = compose(name, overrides)
-    return composition.resolved() if resolve else _plain(composition.tree, resolve=False)
+    if not resolve:
+        return _plain(composition.tree, resolve=False)
+    values = composition.resolved()
+    settle_precision(values, first_gpu)
+    return values
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> Any:
@@ -127,9 +132,7 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Any:
 
     Types are checked, cross-checks are not. Raises ConfigError.
     """
-    values = compose_values(name, overrides)
-    settle_precision(values, first_gpu)
-    return build(SPECS[name], values)
+    return build(SPECS[name], compose_values(name, overrides))
 
 
 def problem_of_composing(error: Exception) -> Problem:
