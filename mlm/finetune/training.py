@@ -295,7 +295,7 @@ class LossChange(Observer):
 
 def few_steps_warnings(steps: int) -> list[str]:
     fix = "leave out train.epochs and train.global_batch_size, or set more epochs or smaller batches"
-    return [f"{steps} steps teach a model little: {fix}"] if steps < FEW_STEPS else []
+    return [f"{steps} step{'s' * (steps > 1)} of training change little: {fix}"] if steps < FEW_STEPS else []
 
 
 def pretrain_config(config: FinetuneConfig, start: Start, steps: int) -> PretrainConfig:
@@ -412,6 +412,7 @@ def load_start(
         BASE: hub_id(config.ckpt) or start.source.config.name,
         DATA_PATH: None if config.data.path is None else os.path.abspath(config.data.path),
         DATA_COLUMNS: config.data.columns,
+        "data.hub": config.task.hub if config.data.path is None else None,
     }
     trainer.extra_state[TOKENIZER] = digests_of_tokenizer(start.tokenizer).encode()
     missing = None if reference is None or reference.read(trainer.ctx) else reference

@@ -13,7 +13,7 @@ from tests.finetune.chats import write_chats, write_llama
 from tests.finetune.material import shipped
 from tests.finetune.runs import read
 
-WARNING = "teach a model little"
+WARNING = "of training change little"
 ROWS_OF_PAPERS = {"wnli": 635, "rte": 2490, "mrpc": 3668, "stsb": 5749, "cola": 8551}
 """Training rows of the smallest tasks of GLUE."""
 

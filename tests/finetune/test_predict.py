@@ -142,9 +142,13 @@ def test_an_export_has_a_model_card_of_what_is_known(folder: Path, tmp_path: Pat
     run = folder / "out-classification"
     mlm.export_hf(run, tmp_path / "hf", verify=False)
     card = ModelCard.load(tmp_path / "hf/README.md")
-    assert card.data.to_dict() == {"library_name": "transformers", "tags": ["bert"]}
     result = read(run / "result.json")
     score = result["scores"]["validation"]["accuracy"]
+    metadata = card.data.to_dict()
+    (scored,) = metadata.pop("model-index")[0]["results"]
+    assert metadata == {"library_name": "transformers", "tags": ["bert"]}
+    assert scored["task"] == {"type": "text-classification"}
+    assert scored["metrics"] == [{"type": "accuracy", "value": score, "name": "validation.accuracy"}]
     for row in (
         "| base model | tiny |",
         "| finetuned on | mine |",

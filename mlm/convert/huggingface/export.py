@@ -66,18 +66,26 @@ def export_problems(ckpt: str, out: str, max_file_gb: float) -> list[str]:
 
 
 def export_model(
-    source: Checkpoint, out: Path, *, max_file_gb: float, merge: bool, compare: Compare | None
+    source: Checkpoint,
+    out: Path,
+    *,
+    max_file_gb: float,
+    merge: bool,
+    compare: Compare | None,
+    base: str | None = None,
 ) -> tuple[dict[str, object], list[str], str]:
     """Verify the digests, write a new folder, compare and publish; return columns, notes and a line on it.
 
-    `compare(folder, checkpoint)` raises UserError where outputs differ; None compares none.
+    `compare(folder, checkpoint)` raises UserError where outputs differ; None compares none. `base` is another
+    name for the base of adapters.
     """
     mapping, count = hf_mapping(source), tensor_bytes(source, torch.float32)
     with new_folder(out, count, "exported-model") as folder:
         source.digests()
         if source.base is not None and not merge:
-            rank, name = write_adapters(source, source.base, folder), source.base_name
-            write_settings(source, mapping, folder)
+            name = base or source.base_name
+            rank = write_adapters(source, source.base, folder, name)
+            write_settings(source, mapping, folder, adapted=name)
             note = f"its base in the form that peft loads: mlm export hf ckpt={name} out=… merge=true"
             notes = [] if isinstance(source.base, ModelFolder) else [note]
             return {"rank#": rank}, notes, f"adapters of {name}, for peft"
@@ -99,8 +107,8 @@ def export_model(
     return columns, notes, line
 
 
-def write_adapters(source: Checkpoint, base: Source, folder: Path) -> int:
-    """Write adapters as `peft` does, with its settings; return their rank."""
+def write_adapters(source: Checkpoint, base: Source, folder: Path, base_name: str) -> int:
+    """Write adapters as `peft` does, with its settings, which name the base; return their rank."""
     lora = source.config.lora
 
     def read(name: str) -> Tensor:
@@ -113,7 +121,7 @@ def write_adapters(source: Checkpoint, base: Source, folder: Path) -> int:
     }
     forms = {name: Form(torch.float32, tuple(value.shape)) for name, value in tensors.items()}
     write_stream(folder / peft.WEIGHTS, forms, tensors.__getitem__, SAFETENSORS_FOR)
-    write_json(folder / peft.CONFIG, peft.write_config(source.model, lora, source.base_name))
+    write_json(folder / peft.CONFIG, peft.write_config(source.model, lora, base_name))
     return lora.rank
 
 
@@ -218,10 +226,16 @@ def folded_bias(source: Source, mapping: HuggingFaceMapping) -> Tensor | None:
     return shift.float()
 
 
-def write_settings(source: Source, mapping: HuggingFaceMapping, folder: Path) -> None:
-    """Write the model card, and the tokenizer with settings of AutoTokenizer and generate()."""
+def write_settings(
+    source: Source, mapping: HuggingFaceMapping, folder: Path, *, adapted: str | None = None
+) -> None:
+    """Write the model card, and the tokenizer with settings of AutoTokenizer and generate().
+
+    `adapted` is the base of a folder of adapters.
+    """
     tokenizer, model, ids = source.tokenizer, source.model, token_ids(source)
-    write_atomic(folder / CARD, model_card(source.manifest, model, mapping.architecture(model)).encode())
+    card = model_card(source.manifest, model, mapping.architecture(model), adapted)
+    write_atomic(folder / CARD, card.encode())
     if tokenizer is None:
         return
     content = tokenizer.content_ending_texts() if ids.ends_texts else tokenizer.content
