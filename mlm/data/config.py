@@ -24,6 +24,7 @@ MASKED = 0.15
 """Share of the tokens that a BERT predicts (arXiv:1810.04805, section 3.1)."""
 
 BERT = OnlyIf("model.kind", "bert")
+MASKING = OnlyIf("model.kind", "bert", "roberta")
 DATA_NAMES = Aliases("dataset", "data_dir", "data_path", "train_file")
 DataPath = Annotated[InputPath, DATA_NAMES]
 StoredPath = Annotated[str, Role.STORED, DATA_NAMES]
@@ -81,11 +82,11 @@ class DataConfig:
     """Let tokens attend only to their own document."""
     mask_eod_loss: bool = False
     """Do not score what follows an end-of-document token: the first token of the next document."""
-    masked_lm_prob: Annotated[float, PROBABILITY, BERT] = MASKED
-    """bert: share of a sample's tokens that are to be predicted."""
+    masked_lm_prob: Annotated[float, PROBABILITY, MASKING] = MASKED
+    """bert and roberta: share of a sample's tokens that are to be predicted."""
     short_seq_prob: Annotated[float, SHARE, BERT] = 0.1
     """bert: share of samples made shorter than seq_length, so that the model learns to read such."""
-    max_ngram: Annotated[int, POSITIVE, BERT] = 3
-    """bert: most words masked together; n with probability proportional to 1/n."""
+    max_ngram: Annotated[int, POSITIVE, MASKING] = 3
+    """bert and roberta: most words masked together; n with probability proportional to 1/n."""
     eod_id: Annotated[int | None, NOT_NEGATIVE] = None
     """The end-of-document token, for these three; null takes that of the corpus's receipt or tokenizer."""

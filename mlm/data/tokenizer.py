@@ -125,6 +125,12 @@ class Tokenizer:
         starts = (n for n in range(len(whole)) if whole[n : n + len(alone)] == alone)
         return list(whole[: next(starts, 0)])
 
+    @cached_property
+    def pair_separators(self) -> int:
+        """Number of [SEP] between the texts of a pair: 2 of RoBERTa, else 1."""
+        pair = self._backend.encode("a", "a", add_special_tokens=True).ids
+        return max(1, sum(id == self.sep_id for id in pair[1:-1]))
+
     def encode_prompt(self, text: str, *, special_tokens: bool = False) -> list[int]:
         """Encode a text to continue, after `opening`; without either after an end of document.
 

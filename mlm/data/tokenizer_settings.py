@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +21,15 @@ MAX_BYTES = 1 << 28  # 256 MiB of tokenizer.json: the largest vocabularies in us
 ENDOFTEXT = dict.fromkeys(("bos_token", "eos_token", "unk_token"), EOD)
 QWEN = {"eos_token": EOD, "unk_token": EOD, "pad_token": EOD}
 LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+ROBERTA = {
+    **{"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<s>", "sep_token": "</s>"},
+    **{"unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>"},
+}
 CLASS_TOKENS: dict[str, dict[str, str]] = {
     **dict.fromkeys(("gpt2", "gptneo", "gptneox", "gptj", "codegen", "phi", "opt", "bigcode"), ENDOFTEXT),
     **dict.fromkeys(("qwen2", "qwen3"), QWEN),
     **dict.fromkeys(("llama", "codellama"), LLAMA),
+    **dict.fromkeys(("roberta", "xlmroberta", "camembert"), ROBERTA),
     "gemma": {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"},
     "cohere": {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "pad_token": "<PAD>"},
 }
@@ -97,7 +103,7 @@ def named_tokens(folder: Path, *, of_class: bool = True) -> dict[str, str] | Non
     if "added_tokens_decoder" not in settings:
         settings = settings | read_config(folder / SPECIAL_MAP)
     kind = settings.get("tokenizer_class") or read_config(folder / CONFIG).get("model_type")
-    kind = str(kind).lower().replace("_", "").partition("tokenizer")[0]
+    kind = re.sub("[_-]", "", str(kind).lower()).partition("tokenizer")[0]
     defaults = CLASS_TOKENS.get(kind.rstrip("23") if kind.startswith("gemma") else kind)
     if not settings and defaults is None:
         return None

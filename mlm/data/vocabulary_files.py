@@ -47,6 +47,9 @@ def read_gpt2(folder: Path) -> str:
     ids = backend.get_vocab()
     special = sorted({EOD, *named.values()} & ids.keys(), key=lambda name: ids[name])
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    cls, sep = named.get("cls_token"), named.get("sep_token")
+    if cls in ids and sep in ids:  # RoBERTa's
+        backend.post_processor = processors.RobertaProcessing((sep, ids[sep]), (cls, ids[cls]))
     add_tokens(backend, folder)
     return backend.to_str()
 

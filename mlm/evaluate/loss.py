@@ -6,7 +6,8 @@ token). Bits per byte is the summed loss in bits over the UTF-8 bytes of the tex
 tokenizers.
 
 Protocol of a BERT: one pass over the corpus's samples, as in pretraining but masked in one way whatever the
-seed of the run; loss per masked token and per order of two segments, and the accuracy of both.
+seed of the run; loss per masked token and per order of two segments, and the accuracy of both. A RoBERTa's
+samples are windows of the corpus, and have masked tokens alone.
 
 The score does not depend on layout or batch size.
 """
@@ -61,18 +62,18 @@ def corpus_loss(
         means, counts = evaluate(trained.model, objective, map(count, batches))
     if not ctx.is_main:
         return None
-    loss, is_bert = math.fsum(means[: objective.num_losses]), len(means) > 1
-    bits = None if is_bert else bits_per_byte(loss * counts[0], tokenizer, prefix, indexed, trained.source)
+    loss, is_masked = math.fsum(means[: objective.num_losses]), len(means) > 1
+    bits = None if is_masked else bits_per_byte(loss * counts[0], tokenizer, prefix, indexed, trained.source)
     receipt = prefix.with_name(RECEIPT)
     return {
         "task": "loss",
         "protocol": family.protocol,
         "loss": loss,
-        **(dict(zip(objective.metrics, means, strict=True)) if is_bert else {}),
+        **(dict(zip(objective.metrics, means, strict=True)) if is_masked else {}),
         "perplexity": math.exp(min(means[0], 700.0)),
         "bits_per_byte": bits,
         "tokens": counts[0],
-        **({"samples": counts[1]} if is_bert else {}),
+        **({"samples": counts[1]} if objective.num_losses > 1 else {}),
         "seq_length": seq_length,
         "corpus": str(prefix),
         "corpus_digest": digest_file(indexed.bin_path),

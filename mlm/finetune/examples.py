@@ -1,7 +1,8 @@
 """Examples: texts as token ids with special tokens, truncated to the length that a model reads.
 
 BERT reads [CLS] A [SEP] or [CLS] A [SEP] B [SEP], of which B [SEP] has token type 1 (arXiv:1810.04805,
-figure 2). GPT-2 reads A eod or A eod B eod, without token types; its prediction is read from the last token.
+figure 2); a RoBERTa reads a second [SEP] before B, as its tokenizer says. GPT-2 reads A eod or A eod B eod,
+without token types; its prediction is read from the last token.
 Special tokens written out in a text are ordinary characters.
 """
 
@@ -55,20 +56,23 @@ class Frame:
     """[1] for BERT, [0] for GPT-2."""
     end: Tokens
     """[1] after each text."""
+    between: Tokens
+    """Between the texts of a pair: `end`, or of a RoBERTa twice `end`."""
     causal: bool
     """True if the model reads from left to right: its last token has seen all others. A second text has token
     type 1 otherwise."""
     max_length: int
 
     def room(self, texts: int) -> int:
-        return self.max_length - len(self.begin) - texts * len(self.end)
+        inner = (texts - 1) * len(self.between)
+        return self.max_length - len(self.begin) - inner - len(self.end)
 
     def one(self, a: Tokens) -> InputText:
         tokens = np.concatenate([self.begin, a, self.end])
         return InputText(tokens, len(tokens))
 
     def two(self, a: Tokens, b: Tokens) -> InputText:
-        tokens = np.concatenate([self.begin, a, self.end, b, self.end])
+        tokens = np.concatenate([self.begin, a, self.between, b, self.end])
         return InputText(tokens, len(tokens) if self.causal else len(tokens) - len(b) - 1)
 
 
@@ -76,13 +80,14 @@ def frame(tokenizer: Tokenizer, *, causal: bool, max_length: int) -> Frame:
     """Return the special tokens that a model needs. Raises UserError if the tokenizer lacks them."""
     if causal:
         end = np.array([tokenizer.eod_id], dtype=np.int32)
-        return Frame(end[:0], end, causal=True, max_length=max_length)
+        return Frame(end[:0], end, end, causal=True, max_length=max_length)
     if tokenizer.cls_id is None or tokenizer.sep_id is None:
         raise UserError(
             "the tokenizer has no [CLS] and [SEP], which BERT reads: give the one of the checkpoint"
         )
     begin, end = np.array([[tokenizer.cls_id], [tokenizer.sep_id]], dtype=np.int32)
-    return Frame(begin, end, causal=False, max_length=max_length)
+    between = end.repeat(tokenizer.pair_separators)
+    return Frame(begin, end, between, causal=False, max_length=max_length)
 
 
 def encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Tokens]:

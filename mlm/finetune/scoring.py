@@ -55,7 +55,7 @@ class Finetuning:
         tokens, lengths, types = (
             to_device(t, device) for t in (batch.tokens, batch.lengths, batch.token_types)
         )
-        return Inputs(tokens, lengths, types if config.token_types else None, spans)
+        return Inputs(tokens, lengths, types if config.token_types > 1 else None, spans)
 
     def counts(self, batch: TaskBatch) -> Sequence[int]:
         labels = batch.labels

@@ -120,7 +120,7 @@ class SpanTask(TaskType):
                     part = slice(begin, begin + size)
                     text = frame.two(asked, ids[part])
                     null = len(text) - 1 if frame.causal else 0
-                    first = len(frame.begin) + len(asked) + len(frame.end)
+                    first = len(frame.begin) + len(asked) + len(frame.between)
                     label = span_label(row.label, offsets[part], first, null)
                     windows.append(Window(number, (text,), label, first, offsets[part], null))
                 yield windows, len(asked) < len(question)

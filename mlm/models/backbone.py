@@ -34,24 +34,24 @@ class Inputs:
     lengths: Tensor
     """[B] int64: tokens before the padding, at least 1."""
     token_types: Tensor | None = None
-    """[B, S] int64: type of each token's segment; None for a model without segment types."""
+    """[B, S] int64: type of each token's segment; None for 0, or a model without segment types."""
     spans: Spans | None = None
     """Hides the padding where attention is not causal; None without padding."""
 
 
 class LearnedTable(nn.Module):
-    """A learned table [rows, H], replicated over tp: of positions, or of segment types."""
+    """A learned table [offset + rows, H], replicated over tp: of positions, or of segment types."""
 
-    def __init__(self, rows: int, hidden_size: int, *, init_std: float) -> None:
+    def __init__(self, rows: int, hidden_size: int, *, init_std: float, offset: int = 0) -> None:
         super().__init__()
-        self.init_std = init_std
-        self.weight = nn.Parameter(torch.empty(rows, hidden_size))
+        self.init_std, self.offset = init_std, offset
+        self.weight = nn.Parameter(torch.empty(offset + rows, hidden_size))
 
     def forward(self, rows: range | Tensor) -> Tensor:
         """[len(rows), 1, H], the same rows for all samples, or [S, B, H] for int64 rows [S, B]."""
         if isinstance(rows, Tensor):
-            return embedding_lookup(rows, self.weight)
-        return self.weight[rows.start : rows.stop].unsqueeze(1)
+            return embedding_lookup(rows + self.offset if self.offset else rows, self.weight)
+        return self.weight[self.offset + rows.start : self.offset + rows.stop].unsqueeze(1)
 
 
 class Transformer(nn.Module):
@@ -64,6 +64,8 @@ class Transformer(nn.Module):
 
     pools: ClassVar[bool] = False
     """True if head=classification reads the first token by way of a pooler, else the last token."""
+    pooled_heads: ClassVar[tuple[str, ...]] = ("language_model", "none", "classification")
+    """Heads that have a pooler, where the family has one."""
     layer_type: ClassVar[type[TransformerLayer]] = TransformerLayer
     """Class of its layers; a custom family may derive its layers from it."""
     dropout_keys: Tensor
@@ -105,7 +107,9 @@ class Transformer(nn.Module):
             )
         if stage.is_first:
             if self.learns_positions:
-                self.position = LearnedTable(config.max_positions, h, init_std=std)
+                self.position = LearnedTable(
+                    config.max_positions, h, init_std=std, offset=parts.position_offset
+                )
             if config.token_types:
                 self.token_type = LearnedTable(config.token_types, h, init_std=std)
             if config.norm == "post":
@@ -133,7 +137,7 @@ class Transformer(nn.Module):
         h, std = config.hidden_size, config.init_std
         if config.norm == "pre":
             self.final_norm = self.layer_type.build_norm(config)
-        if self.pools and config.head != "span":
+        if self.pools and config.head in self.pooled_heads:
             self.pooler = PlainLinear(h, h, init_std=std)
         if config.head in ("classification", "span"):
             outputs = config.num_labels if config.head == "classification" else 2
@@ -162,7 +166,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Tokens [B, S] -> hidden states before the first layer.
 
-        `positions` and `token_types` are [B, S] too; `positions` default to 0 … S - 1.
+        `positions` and `token_types` are [B, S] too; they default to 0 … S - 1, and to type 0.
         """
         rows = self.boundary_shape(tokens)[0]
         positions = self.local_positions(tokens.shape[1], positions, tokens.device)
@@ -176,6 +180,8 @@ class Transformer(nn.Module):
             x = x + self.position(range(first, first + rows) if positions is None else positions.t()[shard])
         if token_types is not None:
             x = x + self.token_type(token_types.t()[shard])
+        elif self.config.token_types:
+            x = x + self.token_type(range(1))
         x = x.to(self.dtype)
         if self.config.norm == "post":
             x = self.embedding_norm(x)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from mlm.config.fields import EXTENT, FRACTION, NOT_NEGATIVE, POSITIVE, Aliases, ImportPath, OnlyIf, Options
 
-KINDS = ("gpt2", "bert", "llama")
+KINDS = ("gpt2", "bert", "roberta", "llama")
 """Shipped families, each a folder here."""
 ADAPTED = OnlyIf("rank")
 ALL_LINEAR = "all-linear"
@@ -47,8 +47,9 @@ class ModelConfig:
     """Shape and regularisation of a transformer. `kind` picks its family."""
 
     kind: Annotated[str, ImportPath(*KINDS)] = "gpt2"
-    """Model family: gpt2 and llama (with Qwen and Mistral) read from left to right, bert both ways; or one of
-    your own by its import path, my_package.my_family:FAMILY."""
+    """Model family: gpt2 and llama (with Qwen and Mistral) read from left to right, bert and roberta (without
+    sentence pairs; also DistilBERT) both ways; or one of your own by its import path,
+    my_package.my_family:FAMILY."""
     num_layers: Annotated[int, EXTENT, Aliases("n_layer", "n_layers", "num_hidden_layers", "layers", "depth")]
     """Transformer layers, L."""
     hidden_size: Annotated[int, EXTENT, Aliases("n_embd", "d_model", "dim", "embed_dim", "width")]
@@ -90,15 +91,17 @@ class ModelConfig:
     """Nonlinearity of the MLP: GELU, its approximation by tanh as in GPT-2, SiLU (of llama's gates alone), or
     ReLU squared (arXiv:2109.08668, of gpt2 alone)."""
     token_types: Annotated[int, NOT_NEGATIVE] = 0
-    """Segment types of a sequence, each with its own embedding; 0 for gpt2 and llama, 2 for bert."""
+    """Segment types of a sequence, each with its own embedding; 0 for gpt2 and llama, 2 for bert, 1 for
+    RoBERTa, of which all tokens have the same."""
     head: Literal["language_model", "none", "classification", "span"] = "language_model"
-    """Outputs made of the hidden states: those of pretraining (bert: masked tokens and the order
-    of sentences), nothing, num_labels numbers per text, or two per token (where an answer begins, ends)."""
+    """Outputs made of the hidden states: those of pretraining (roberta: masked tokens; bert: these and the
+    order of sentences), nothing, num_labels numbers per text, or two per token (where an answer begins,
+    ends)."""
     num_labels: Annotated[int, NOT_NEGATIVE, OnlyIf("head", "classification")] = 0
     """Outputs of head=classification."""
     options: Options = field(default_factory=dict)
-    """Settings of the family alone, by name: those of llama are in mlm/models/llama/settings.py; gpt2 and
-    bert have none."""
+    """Settings of the family alone, by name: those of llama are in mlm/models/llama/settings.py, those of
+    roberta in mlm/models/roberta/settings.py; gpt2 and bert have none."""
 
     @property
     def ffn_size(self) -> int:

@@ -1,6 +1,6 @@
 """Model families: one object holds all that the rest of the toolkit knows of a family.
 
-`model.kind` names a shipped family (gpt2, bert, llama), or a custom one by its import path,
+`model.kind` names a shipped family (gpt2, bert, roberta, llama), or a custom one by its import path,
 `my_package.my_family:FAMILY`. A variation of a shipped one takes the rest from it:
 
     FAMILY = replace(gpt2.FAMILY, model=MyGPT2)
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from mlm.config.imports import OwnCodeError, imported
 from mlm.models.config import KINDS, ModelConfig
 from mlm.parallel.config import AttentionScores
-from mlm.util.errors import Problem
+from mlm.util.errors import Problem, format_value
 
 if TYPE_CHECKING:  # checks of settings need no torch
     import torch
@@ -49,6 +49,8 @@ class Architecture:
     """True if attention's output and the MLP have biases."""
     learned_positions: bool = True
     """True if there is a table of positions."""
+    position_offset: int = 0
+    """Row of that table for the first token of a sequence."""
     tied: bool = True
     """True if a language model's output layer is the token table."""
     window: int = 0
@@ -241,6 +243,17 @@ def family_of(kind: str) -> ModelFamily:
         else imported("model.kind", kind, KINDS, ModelFamily)
     )
     return family
+
+
+def option_problem(defaults: Mapping[str, object], name: str, value: object) -> Problem | None:
+    """Return the problem of a model.options.NAME whose type is not that of its default, or out of range."""
+    expected, key = type(defaults[name]), f"model.options.{name}"
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a name"}
+    if not (type(value) is expected or (expected is float and type(value) is int)):
+        return Problem((key,), f"{key}={format_value(value)} must be {words[expected]}")
+    if isinstance(value, int | float) and not 0 <= value < 1 << 31:
+        return Problem((key,), f"{key}={format_value(value)} must be from 0 to 2147483647")
+    return None
 
 
 def option(model: ModelConfig, name: str) -> bool | int | float | str:

@@ -22,7 +22,7 @@ from tests.verify.parity_layouts import LLAMAS, MIXTURES, Layout
 
 CASES = {
     "gpt2": Layout(),
-    **{f"bert {norm}": Layout(bert=norm) for norm in ("pre", "post")},
+    **{f"bert {norm}": Layout(bert=norm) for norm in ("pre", "post", "roberta")},
     **{name: Layout(llama=name) for name in LLAMAS},
     **{name: Layout(moe=name) for name in MIXTURES},
 }

@@ -60,6 +60,12 @@ MIXTURES: dict[str, dict[str, bool | int | float | str]] = {
 """Options of the mixtures of experts: all that the family has."""
 
 
+KIN: dict[str, dict[str, bool | int | float | str]] = {
+    "roberta": {"position_offset": 3, "pooler_activation": "relu"},
+}
+"""Options of BERT's kin: all that the family has."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """A way to run the tiny model; the defaults are one process in float64."""
@@ -85,7 +91,7 @@ class Layout:
     micro_batches: int = 2
     """Of each replica, in a step."""
     bert: str | None = None
-    """A BERT with its norms there; None is a GPT-2."""
+    """A BERT with its norms there, pre or post, or of its kin a roberta; None is a GPT-2."""
     llama: str | None = None
     """A Llama of LLAMAS; None is a GPT-2."""
     moe: str | None = None
@@ -112,6 +118,12 @@ class Layout:
             "dropout": self.dropout > 0,
         }
 
+    @property
+    def kind(self) -> str:
+        if self.llama or self.moe:
+            return "llama"
+        return "gpt2" if self.bert is None else "roberta" if self.bert in KIN else "bert"
+
     def config(self, steps: int = 2) -> ParityConfig:
         """The tiny run at this layout: hidden 16, 4 heads, a vocabulary with padding."""
         return ParityConfig(
@@ -120,11 +132,11 @@ class Layout:
             seed=3,
             steps=steps,
             model=ModelConfig(
-                kind="llama" if self.llama or self.moe else "gpt2" if self.bert is None else "bert",
+                kind=self.kind,
                 activation="silu" if self.llama or self.moe else "gelu_tanh",
-                options=LLAMAS[self.llama] if self.llama else MIXTURES[self.moe] if self.moe else {},
-                token_types=0 if self.bert is None else 2,
-                norm=self.bert or "pre",  # type: ignore[arg-type]
+                options=LLAMAS[self.llama] if self.llama else (MIXTURES | KIN).get(self.moe or self.bert, {}),
+                token_types={"gpt2": 0, "llama": 0, "roberta": 1, "bert": 2}[self.kind],
+                norm="post" if self.bert in ("post", "roberta") else "pre",
                 num_layers=self.layers,
                 hidden_size=16,
                 num_heads=4,
@@ -282,11 +294,12 @@ LAYOUTS = parse_layouts(
 BERT_LAYOUTS = (
     *(
         replace(LAYOUTS[n], bert=norm, documents=False)
-        for norm, numbers in {"pre": (2, 10), "post": (1, 4)}.items()
+        for norm, numbers in {"pre": (2, 10), "post": (1, 4), "roberta": (1, 5)}.items()
         for n in numbers
     ),
     Layout(tp=2, sequence_parallel=True, precision="bf16", dropout=0.1, bert="pre"),
     Layout(tp=2, tp_overlap=4, bert="post"),
+    Layout(tp=4, sequence_parallel=True, dp=2, zero=3, bert="roberta"),
     Layout(pp=2, dp=2, zero=2, precision="fp32", dropout=0.1, bert="post"),
 )
 """Each split, with norms in both places; GPT-2 has every pair."""

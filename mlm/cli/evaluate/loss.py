@@ -104,11 +104,12 @@ def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
     out = result_path(config, trained.source, prefix)
     write_result(out, result)
     bits = result["bits_per_byte"]
-    if "samples" in result:
+    if "mlm_loss" in result:
+        parts = {name: result[name] for name in PARTS if name in result}
         columns = {
-            "samples#": f"{result['samples']:,}",
+            **({"samples#": f"{result['samples']:,}"} if "samples" in result else {}),
             "masked tokens#": f"{result['tokens']:,}",
-            **{f"{name.replace('_', ' ')}#": f"{result[name]:.4f}" for name in PARTS},
+            **{f"{name.replace('_', ' ')}#": f"{value:.4f}" for name, value in parts.items()},
             "perplexity#": f"{result['perplexity']:.2f}",
         }
     else:

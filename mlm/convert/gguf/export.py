@@ -133,7 +133,7 @@ def prepare(gguf: Any, source: Source, kind: str) -> Any:
             module = theirs.split(".")[-2]
             if architecture == "LLAMA" and module in heads:
                 value = interleave(value, heads[module])
-            stored = mapping.stored_name(theirs, source.model.head)
+            stored = mapping.stored_name(theirs, source.model)
             tensors.setdefault(re.sub(r"(?<=\.experts)\.\d+", "", stored), []).append(value)
         for stored, values in tensors.items():
             name = names.get_name(stored, try_suffixes=(".weight", ".bias"))

@@ -139,7 +139,7 @@ def hf_mapping(source: Source) -> HuggingFaceMapping:
             f"{source.path}: model.mup_base_width={model.mup_base_width} divides what the output layer "
             "reads, which no model of transformers does; export one trained without it"
         )
-    if problem := mapping.problem(model):
+    if problem := mapping.problem(model, source.tokenizer):
         raise UserError(f"{source.path}: {problem}")
     return mapping
 
@@ -156,9 +156,9 @@ def write_hf(
 
     `done(name, write)` writes a file of tensors, unless it is there.
     """
-    mapping, head = hf_mapping(source), source.model.head
+    mapping = hf_mapping(source)
     exported = [
-        Exported(mapping.stored_name(theirs, head), form, ours, location, part)
+        Exported(mapping.stored_name(theirs, source.model), form, ours, location, part)
         for ours, location in mapping.locations(source.model)
         for form in [Form(dtype, location.shape(source.parameters[ours].shape))]
         for part, theirs in enumerate(location.names)

@@ -10,7 +10,8 @@ from mlm.models.lora import LayerNames
 
 def mapping_of_kind(kind: str) -> HuggingFaceMapping:
     """Return the mapping of a shipped kind, whose module is imported now."""
-    mapping: HuggingFaceMapping = import_module(f"mlm.convert.huggingface.{kind}").MAPPING
+    module = {"roberta": "bert"}.get(kind, kind)
+    mapping: HuggingFaceMapping = import_module(f"mlm.convert.huggingface.{module}").MAPPING
     return mapping
 
 

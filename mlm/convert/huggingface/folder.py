@@ -179,6 +179,9 @@ def read_model(folder: Path) -> HFModel:
         with reading_from(folder / file, SAVE_AGAIN):
             headers[file] = read_safetensors_header(path, SAVE_AGAIN)[1]
     unwrapped, renamings, wrappers = unwrap_names(name for header in headers.values() for name in header)
+    for pattern, replacement in mapping.renamings(unwrapped.values()).items():
+        renamings[pattern] = replacement
+        unwrapped = {theirs: re.sub(pattern, replacement, name) for theirs, name in unwrapped.items()}
     stored: dict[str, tuple[str, Stored]] = {}
     for file, header in headers.items():
         for theirs, layout in header.items():

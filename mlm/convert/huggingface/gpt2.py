@@ -161,7 +161,7 @@ def hf_outputs(theirs: Any, probe: hf.ProbeSamples, content: hf.FolderContent) -
 MAPPING = hf.HuggingFaceMapping(
     model_types=("gpt2",),
     architecture=lambda model: ARCHITECTURES[model.head],
-    prefix=PREFIX,
+    prefix=lambda model: PREFIX,
     head_prefixes=("score.", "qa_outputs."),
     plain=lambda name: name.removeprefix(PREFIX),
     copies=lambda model: {"lm_head.weight": "wte.weight"},

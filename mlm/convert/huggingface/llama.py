@@ -37,7 +37,7 @@ def architecture(model: ModelConfig) -> str:
     return row.base or f"{row.classes}Model"
 
 
-def problem(model: ModelConfig) -> str | None:
+def problem(model: ModelConfig, tokenizer: Tokenizer | None) -> str | None:
     """Return why `transformers` has no such model: a setting that its config.json would be read without."""
     if model.head not in ("language_model", "none"):
         return f"its head={model.head} has a bias, which theirs lack: only a language model is exported"
@@ -280,7 +280,7 @@ def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: hf.TokenIds) -
 MAPPING = hf.HuggingFaceMapping(
     model_types=tuple(VARIANTS),
     architecture=architecture,
-    prefix=PREFIX,
+    prefix=lambda model: PREFIX,
     head_prefixes=("lm_head.",),
     plain=lambda name: name.removeprefix(PREFIX),
     copies=lambda model: {"lm_head.weight": "embed_tokens.weight"} if LlamaSettings.of(model).tied else {},

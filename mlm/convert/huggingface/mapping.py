@@ -6,7 +6,7 @@ the names of heads.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -208,14 +208,16 @@ class HuggingFaceMapping:
     model_types: tuple[str, ...]
     architecture: Callable[[ModelConfig], str]
     """Return the class that holds such a model with its head."""
-    prefix: str
-    """Prefix of the base model's tensors in classes that have a head."""
+    prefix: Callable[[ModelConfig], str]
+    """Return the prefix of the base model's tensors in classes that have a head."""
     head_prefixes: tuple[str, ...]
     """Prefixes of the heads' tensors."""
     plain: Callable[[str], str]
     """Return a tensor's name without prefix, in today's spelling."""
     copies: Callable[[ModelConfig], Mapping[str, str]]
     """Return tensors that may be stored a second time -> the tensor they must equal."""
+    renamings: Callable[[Collection[str]], Mapping[str, str]] = lambda names: {}
+    """(names of the tensors) -> patterns and replacements, if another class of the same model saved them."""
     ignored: "re.Pattern[str]"
     """Stored tensors that are no parameters."""
     read: Callable[[Mapping[str, JSON], str], tuple[ModelConfig, list[str]]]
@@ -229,8 +231,8 @@ class HuggingFaceMapping:
     """Yield (our name, location) of every parameter, in the order of the model."""
     heads_without_bias: frozenset[str] = frozenset()
     """Heads whose classifier has no bias in `transformers`; ours is carried by the norm before it."""
-    problem: Callable[[ModelConfig], str | None] = lambda model: None
-    """Return why `transformers` has no such model, in a line with the fix."""
+    problem: "Callable[[ModelConfig, Tokenizer | None], str | None]" = lambda model, tokenizer: None
+    """Return why `transformers` has no such model, or not with its tokenizer, in a line with the fix."""
     changed_option: Callable[[ModelConfig, ModelConfig], str | None] = lambda ours, theirs: None
     """Return the first option of the family with which two models compute differently."""
     pads_with_special_token: bool = False
@@ -242,9 +244,10 @@ class HuggingFaceMapping:
     hf_outputs: Callable[[Any, ProbeSamples, FolderContent], Outputs]
     """Run a model of `transformers` on a probe; parameters that the folder lacks are not compared."""
 
-    def stored_name(self, name: str, head: str) -> str:
-        """Plain name as the class with this head stores it; the base model alone has no prefix."""
-        return name if head == "none" or name.startswith(self.head_prefixes) else f"{self.prefix}{name}"
+    def stored_name(self, name: str, model: ModelConfig) -> str:
+        """Plain name as the class with the model's head stores it; the base model alone has no prefix."""
+        is_bare = model.head == "none" or name.startswith(self.head_prefixes)
+        return name if is_bare else f"{self.prefix(model)}{name}"
 
     def to_ours(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
         """Convert the state of a class of `transformers` to full (unsplit) parameters."""

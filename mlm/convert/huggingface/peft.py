@@ -96,7 +96,7 @@ def stored_adapters(model: ModelConfig, lora: LoraConfig) -> list[StoredAdapter]
                 raise UserError(f"{name} has no counterpart in transformers; use lora.targets without it")
             location = locations[name]
             names = tuple(location.names[part] for part in adapter.rows.adapted)
-            modules = tuple(mapping.stored_name(n.removesuffix(".weight"), model.head) for n in names)
+            modules = tuple(mapping.stored_name(n.removesuffix(".weight"), model) for n in names)
             # B has rows of the adapted parts alone, and is never transposed
             parts = location.parts if adapter.rows.parts == 1 else len(names)
             rows = replace(location, names=names, transposed=False, parts=parts)
@@ -128,7 +128,7 @@ def short_names(model: ModelConfig, adapted: list[str]) -> list[str]:
     mapping = mapping_of(model)
     assert mapping is not None
     every = [
-        mapping.stored_name(name.removesuffix(".weight"), model.head)
+        mapping.stored_name(name.removesuffix(".weight"), model)
         for location in layer_locations(model).values()
         for name in location.names
     ]

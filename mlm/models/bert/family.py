@@ -64,7 +64,7 @@ def bert_vocab(tokenizer: Tokenizer | None) -> BERTVocab:
     return BERTVocab.of(tokenizer)
 
 
-def corpus_problems(model: ModelConfig, prefixes: Sequence[Path], tokenizer: Path | None) -> list[Problem]:
+def vocabulary_problems(model: ModelConfig, tokenizer: Path | None) -> list[Problem]:
     try:
         size = len(bert_vocab(None if tokenizer is None else Tokenizer.load(tokenizer)).word_starts)
     except UserError as error:
@@ -72,6 +72,12 @@ def corpus_problems(model: ModelConfig, prefixes: Sequence[Path], tokenizer: Pat
     if size > model.vocab_size:
         problem = f"model.vocab_size={model.vocab_size} is less than the {size} tokens of the tokenizer"
         return [Problem(("model.vocab_size", "data.tokenizer"), problem, f"set model.vocab_size={size}")]
+    return []
+
+
+def corpus_problems(model: ModelConfig, prefixes: Sequence[Path], tokenizer: Path | None) -> list[Problem]:
+    if problems := vocabulary_problems(model, tokenizer):
+        return problems
     for prefix in prefixes:
         receipt = read_receipt(prefix.parent) or {}
         if receipt.get("sentences") is False:
@@ -81,13 +87,17 @@ def corpus_problems(model: ModelConfig, prefixes: Sequence[Path], tokenizer: Pat
     return []
 
 
-def model_problem(model: ModelConfig) -> Problem | None:
+def activation_problem(model: ModelConfig) -> Problem | None:
     if model.activation in ("silu", "relu2"):
         owner = "llama" if model.activation == "silu" else "gpt2"
         problem = f"model.activation={model.activation} is {owner}'s, and model.kind={model.kind} has a GELU"
         return Problem(("model.activation", "model.kind"), problem, "use model.activation=gelu")
-    if model.token_types >= 2:
-        return None
+    return None
+
+
+def model_problem(model: ModelConfig) -> Problem | None:
+    if model.token_types >= 2 or model.activation in ("silu", "relu2"):
+        return activation_problem(model)
     problem = f"model.token_types={model.token_types}: model.kind={model.kind} distinguishes two segments"
     return Problem(("model.token_types", "model.kind"), problem, "use model.token_types=2")
 
@@ -115,7 +125,7 @@ def head_products(model: ModelConfig, tp: int) -> float:
 FAMILY = ModelFamily(
     model="mlm.models.bert.model:BERT",
     causal=False,
-    objective="mlm.models.bert.model:MaskedTokens",
+    objective="mlm.models.bert.model:MaskedTokensAndOrder",
     samples=SentencePairs(),
     check_tokenizer=BERTVocab.of,
     scored=MASKED,

@@ -60,8 +60,8 @@ def masked_targets(labels: Tensor, is_swapped: Tensor, *, parts: int = 1, part: 
     return MaskedTargets(places[part], targets.flatten(), is_swapped)
 
 
-class BERT(Transformer):
-    """BERT with its pretraining heads, a finetuning head (`outputs`), or none."""
+class MaskedLanguageModel(Transformer):
+    """Encoder that predicts masked tokens, or has a finetuning head (`outputs`), or none."""
 
     pools: ClassVar[bool] = True
 
@@ -69,7 +69,6 @@ class BERT(Transformer):
         super()._add_head()
         if self.config.head == "language_model":
             self.mlm_head = MaskedTokenHead(self.config, tp=self.tp)
-            self.sop_head = PlainLinear(self.config.hidden_size, 2, init_std=self.config.init_std)
 
     def forward(
         self,
@@ -79,9 +78,10 @@ class BERT(Transformer):
         stream: DropoutStream | None = None,
         x: Tensor | None = None,
     ) -> Tensor:
-        """Last stage: PARTS of a micro-batch, [4], the first two differentiable. Others: hidden states.
+        """Last stage: losses of a micro-batch, which are differentiable, and hits: [2], of a BERT PARTS, [4].
 
-        `scale` [4] multiplies the sums over masked tokens (of loss and hits) and over samples.
+        Others: hidden states.
+        `scale`, of the same size, multiplies the sums over masked tokens (of loss and hits) and over samples.
         """
         h = self.encode(inputs, stream, x)
         if not self.stage.is_last:
@@ -89,20 +89,25 @@ class BERT(Transformer):
         masked = self.mlm_head(h.flatten(0, 1)[targets.places])  # [R, H]
         bias = self.mlm_head.vocabulary.bias
         loss, hits = cross_entropy_and_hits(masked, targets.labels, self.token, bias, scale[0])
-        order, right = self._order(h, targets.is_swapped)
-        return torch.stack([loss, order.sum() * scale[1], hits, right.sum() * scale[3]])
+        order = [(loss.sum() * scale[1], right.sum() * scale[3]) for loss, right in self.of_order(h, targets)]
+        losses, hits_of_all = zip((loss, hits), *order, strict=True)
+        return torch.stack([*losses, *hits_of_all])
 
     @torch.no_grad()
     def sums(self, inputs: Inputs, targets: MaskedTargets, x: Tensor | None = None) -> Tensor:
-        """Last stage: PARTS summed over masked tokens and samples, [4] float64. Others: hidden states."""
+        """Last stage: these parts summed over masked tokens and samples, float64. Others: hidden states."""
         h = self.encode(inputs, None, x)
         if not self.stage.is_last:
             return h
         masked = self.mlm_head(h.flatten(0, 1)[targets.places])
         masked = gather_rows(masked, self.tp) if self.sequence_parallel else masked
-        losses, hits = token_scores(masked, targets.labels, self.token, self.mlm_head.vocabulary.bias)
-        order, right = self._order(h, targets.is_swapped)
-        return torch.stack([part.sum(dtype=torch.float64) for part in (losses, order, hits, right)])
+        scores = token_scores(masked, targets.labels, self.token, self.mlm_head.vocabulary.bias)
+        losses, hits = zip(scores, *self.of_order(h, targets), strict=True)
+        return torch.stack([part.sum(dtype=torch.float64) for part in (*losses, *hits)])
+
+    def of_order(self, h: Tensor, targets: MaskedTargets) -> Sequence[tuple[Tensor, Tensor]]:
+        """Losses of sentence-order prediction, and 1 where it is right, [B] each; empty without that head."""
+        return ()
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, x: Tensor | None = None) -> Tensor:
@@ -113,8 +118,7 @@ class BERT(Transformer):
         """
         assert not self.sequence_parallel
         lengths = torch.full((tokens.shape[0],), tokens.shape[1], device=tokens.device)
-        types = torch.zeros_like(tokens) if self.config.token_types else None
-        h = self.encode(Inputs(tokens, lengths, types), None, x)
+        h = self.encode(Inputs(tokens, lengths), None, x)
         if not self.stage.is_last:
             return h
         y = self.token_logits(h.flatten(0, 1))  # [S * B, vocab_size]
@@ -126,28 +130,38 @@ class BERT(Transformer):
         bias = local_bias if self.tp.size == 1 else gather_rows(local_bias, self.tp)
         return full_logits(self.mlm_head(rows), self.token) + bias[: self.config.vocab_size]
 
-    def _order(self, h: Tensor, is_swapped: Tensor) -> tuple[Tensor, Tensor]:
-        """Each sample's loss of sentence-order prediction, and 1 where the prediction is right: [B] each."""
+
+class BERT(MaskedLanguageModel):
+    """BERT with its pretraining heads, a finetuning head (`outputs`), or none."""
+
+    def _add_head(self) -> None:
+        super()._add_head()
+        if self.config.head == "language_model":
+            self.sop_head = PlainLinear(self.config.hidden_size, 2, init_std=self.config.init_std)
+
+    def of_order(self, h: Tensor, targets: MaskedTargets) -> Sequence[tuple[Tensor, Tensor]]:
         logits = self.gather_outputs(self.sop_head(self.pool(h)))[0]
         logits = logits.to(loss_dtype(logits.dtype))
+        is_swapped = targets.is_swapped
         losses = F.cross_entropy(logits, is_swapped, ignore_index=IGNORE_INDEX, reduction="none")
-        return losses, (logits.detach().argmax(-1) == is_swapped).to(losses.dtype)
+        return [(losses, (logits.detach().argmax(-1) == is_swapped).to(losses.dtype))]
 
 
 class MaskedTokens:
-    """Cross-entropy of masked tokens and of the order of the segments (`PARTS`)."""
+    """Cross-entropy of masked tokens."""
 
-    metrics: tuple[str, ...] = PARTS
-    num_losses = 2
+    metrics: tuple[str, ...] = ("mlm_loss", "mlm_accuracy")
+    num_losses = 1
     methods: tuple[str, ...] = ("sums",)
 
     def __init__(self, data: DataConfig, ctx: ParallelContext, dtype: torch.dtype) -> None:
         self.ctx, self.dtype = ctx, dtype
 
-    def inputs(self, chunk: BERT, batch: BERTBatch) -> tuple[Inputs, MaskedTargets]:
+    def inputs(self, chunk: MaskedLanguageModel, batch: BERTBatch) -> tuple[Inputs, MaskedTargets]:
         to = partial(to_device, device=self.ctx.device)
         spans = padding_spans(batch.lengths, batch.tokens.shape[1], self.dtype, self.ctx.device)
-        inputs = Inputs(to(batch.tokens), to(batch.lengths), to(batch.token_types), spans)
+        types = to(batch.token_types) if chunk.config.token_types > 1 else None
+        inputs = Inputs(to(batch.tokens), to(batch.lengths), types, spans)
         shard = {"parts": self.ctx.tp.size, "part": self.ctx.tp.rank} if chunk.sequence_parallel else {}
         # on the host, where finding the masked tokens waits for no device
         targets = masked_targets(batch.labels, batch.is_swapped, **shard)
@@ -155,18 +169,34 @@ class MaskedTokens:
 
     def counts(self, batch: BERTBatch) -> Sequence[int]:
         masked = int((batch.labels != IGNORE_INDEX).sum())
-        samples = int((batch.is_swapped != IGNORE_INDEX).sum())
-        return masked, samples, masked, samples
+        return masked, masked
 
     def output(
-        self, chunk: BERT, batch: BERTBatch, scale: Tensor, stream: DropoutStream | None, x: Tensor | None
+        self,
+        chunk: MaskedLanguageModel,
+        batch: BERTBatch,
+        scale: Tensor,
+        stream: DropoutStream | None,
+        x: Tensor | None,
     ) -> Tensor:
-        """Hidden states, or in the last stage scale * the sum of each part, [4]."""
+        """Hidden states, or in the last stage scale * the sum of each part."""
         inputs, targets = self.inputs(chunk, batch)
         y: Tensor = chunk(inputs, targets, scale, stream, x)
         return y
 
-    def sums(self, chunk: BERT, batch: BERTBatch, x: Tensor | None) -> Tensor:
-        """Hidden states, or in the last stage the sum of each part, [4] float64."""
+    def sums(self, chunk: MaskedLanguageModel, batch: BERTBatch, x: Tensor | None) -> Tensor:
+        """Hidden states, or in the last stage the sum of each part, float64."""
         inputs, targets = self.inputs(chunk, batch)
         return chunk.sums(inputs, targets, x)
+
+
+class MaskedTokensAndOrder(MaskedTokens):
+    """Cross-entropy of masked tokens and of the order of the segments (`PARTS`)."""
+
+    metrics = PARTS
+    num_losses = 2
+
+    def counts(self, batch: BERTBatch) -> Sequence[int]:
+        masked, _ = super().counts(batch)
+        samples = int((batch.is_swapped != IGNORE_INDEX).sum())
+        return masked, samples, masked, samples

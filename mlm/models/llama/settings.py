@@ -7,7 +7,7 @@ from typing import Annotated
 
 from mlm.config.fields import OnlyIf, exact
 from mlm.models.config import ModelConfig
-from mlm.models.family import Architecture
+from mlm.models.family import Architecture, option_problem
 from mlm.models.gpt2.family import decoder_problem
 from mlm.parallel.config import EXPERTS, RouterSettings
 from mlm.util.errors import ConfigError, Problem, format_value
@@ -244,13 +244,7 @@ def model_problem(model: ModelConfig) -> Problem | None:
 
 
 def _type_problem(name: str, value: object) -> Problem | None:
-    expected, key = type(DEFAULTS[name]), f"model.options.{name}"
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a name"}
-    if not (type(value) is expected or (expected is float and type(value) is int)):
-        return Problem((key,), f"{key}={format_value(value)} must be {words[expected]}")
-    if isinstance(value, int | float) and not 0 <= value < 1 << 31:
-        return Problem((key,), f"{key}={format_value(value)} must be from 0 to 2147483647")
-    return None
+    return option_problem(DEFAULTS, name, value)
 
 
 Problems = Iterator[tuple[str, str, str]]

@@ -1,0 +1,99 @@
+"""RoBERTa as a model family: BERT without sentence pairs. DistilBERT is one, too."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mlm.data.config import DataConfig
+from mlm.data.gpt import EvalWindows, GPTDataset
+from mlm.data.indexed import IndexedDataset
+from mlm.data.sampler import Dataset
+from mlm.data.tokenizer import Tokenizer
+from mlm.models.bert import family as bert
+from mlm.models.bert.samples import SyntheticBERT
+from mlm.models.config import ModelConfig
+from mlm.models.roberta import settings
+from mlm.models.roberta.samples import FRAME, MaskedWindows
+from mlm.util.errors import Problem
+
+
+class FullSentences:
+    """Masked windows of a corpus, of documents one after the other."""
+
+    def train(
+        self,
+        data: DataConfig,
+        prefix: Path,
+        tokenizer: Tokenizer | None,
+        num_samples: int,
+        *,
+        seed: int,
+        cache: Path | None,
+    ) -> MaskedWindows:
+        length = data.seq_length - FRAME - 1  # a window has one token more
+        windows = GPTDataset(
+            IndexedDataset(prefix), seq_length=length, num_samples=num_samples, seed=seed, cache_dir=cache
+        )
+        return masked(windows, data, tokenizer, seed)
+
+    def validation(self, data: DataConfig, prefix: Path, tokenizer: Tokenizer | None) -> MaskedWindows:
+        """Return one pass over a corpus, masked in one way whatever the run's seed."""
+        windows = EvalWindows(IndexedDataset(prefix), seq_length=data.seq_length - FRAME - 1)
+        return masked(windows, data, tokenizer, seed=0)
+
+    def synthetic(self, data: DataConfig, vocab_size: int, num_samples: int, seed: int) -> Dataset:
+        return SyntheticBERT(vocab_size, data.seq_length, num_samples, seed)
+
+
+def masked(
+    windows: GPTDataset | EvalWindows, data: DataConfig, tokenizer: Tokenizer | None, seed: int
+) -> MaskedWindows:
+    return MaskedWindows(
+        windows,
+        seed=seed,
+        vocab=bert.bert_vocab(tokenizer),
+        masked_lm_prob=data.masked_lm_prob,
+        max_ngram=data.max_ngram,
+    )
+
+
+def model_problem(model: ModelConfig) -> Problem | None:
+    return bert.activation_problem(model) or settings.options_problem(model)
+
+
+def padding_problem(model: ModelConfig, tokenizer: Tokenizer) -> Problem | None:
+    """Return the problem of a model whose positions begin elsewhere than after the id of padding.
+
+    `transformers` finds the first row of the position table by that id.
+    """
+    offset, pad = settings.position_offset(model), tokenizer.pad_id
+    if not offset or pad is None or offset == pad + 1:
+        return None
+    key = "model.options.position_offset"
+    why = f"{key}={offset}: positions of a RoBERTa begin after the id of padding, {pad} in the tokenizer"
+    return Problem((key, "data.tokenizer"), why, f"set {key}={pad + 1}, or 0 with model.token_types=0")
+
+
+def corpus_problems(model: ModelConfig, prefixes: Sequence[Path], tokenizer: Path | None) -> list[Problem]:
+    if problems := bert.vocabulary_problems(model, tokenizer):
+        return problems
+    assert tokenizer is not None, "checked with the vocabulary"
+    problem = padding_problem(model, Tokenizer.load(tokenizer))
+    return [problem] if problem else []
+
+
+FAMILY = replace(
+    bert.FAMILY,
+    model="mlm.models.roberta.model:RoBERTa",
+    objective="mlm.models.bert.model:MaskedTokens",
+    samples=FullSentences(),
+    data_keys=("data.masked_lm_prob", "data.max_ngram"),
+    options=settings.DEFAULTS,
+    settings=settings.RobertaSettings,
+    architecture=settings.architecture,
+    loss_unit="nats per masked token",
+    protocol="consecutive windows, masks of a fixed seed",
+    model_problem=model_problem,
+    corpus_problems=corpus_problems,
+    converts_as="roberta",
+)
