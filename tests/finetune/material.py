@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
-from transformers import BertTokenizerFast
+from transformers import BertTokenizerFast, RobertaTokenizer
 
 from mlm.config.build import build
 from mlm.config.paths import CONFIG_DIR
@@ -125,6 +125,30 @@ def their_bert() -> BertTokenizerFast:
     tokenizer = BertTokenizerFast.from_pretrained(str(_vocabulary().parent))
     assert len(tokenizer) == bert().vocab_size
     return tokenizer
+
+
+@cache
+def _roberta() -> Path:
+    """A folder with the files of roberta-base, which names its special tokens by its model_type alone."""
+    folder, model = Path(mkdtemp()), json.loads(gpt2().content)["model"]
+    pieces = [name for name in sorted(model["vocab"], key=model["vocab"].get) if name != "<|endoftext|>"]
+    names = ["<s>", "<pad>", "</s>", "<unk>", *pieces, "<mask>"]
+    (folder / "vocab.json").write_text(json.dumps({name: n for n, name in enumerate(names)}))
+    (folder / "merges.txt").write_text("".join(f"{' '.join(pair)}\n" for pair in model["merges"]))
+    (folder / "config.json").write_text('{"model_type": "roberta"}')
+    return folder
+
+
+@cache
+def roberta() -> Tokenizer:
+    """Our tokenizer of a RoBERTa."""
+    return Tokenizer.load(_roberta())
+
+
+@cache
+def their_roberta() -> RobertaTokenizer:
+    """The one of transformers, of the same files."""
+    return RobertaTokenizer.from_pretrained(str(_roberta()))
 
 
 @cache

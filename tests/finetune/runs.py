@@ -41,18 +41,21 @@ from mlm.runs.tokenizer import digests_of_tokenizer
 from mlm.tracking.config import LogConfig
 from mlm.util.ownership import claim_folder
 from tests.checkpoint.native.helpers import save
-from tests.finetune.material import WORDS, bert, gpt2, pairs, shipped, write_rows
+from tests.finetune.material import WORDS, bert, gpt2, pairs, roberta, shipped, write_rows
 from tests.ranks import command, run_on_ranks
 
 SHAPE = {"num_layers": 4, "hidden_size": 16, "num_heads": 2, "max_positions": 48, "vocab_size": 128}
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 BERT = ModelConfig(**SHAPE, **NO_DROPOUT, kind="bert", token_types=2, activation="gelu", init_std=0.2)
+ROBERTA = replace(
+    BERT, kind="roberta", norm="post", token_types=1, vocab_size=384, options={"position_offset": 2}
+)
 GPT2 = replace(BERT, kind="gpt2", vocab_size=384, token_types=0, activation="gelu_tanh")
 LLAMA = replace(
     GPT2, kind="llama", ffn_hidden_size=24, activation="silu", options={"num_kv_heads": 1, "window": 30}
 )
 EXPERTS = replace(LLAMA, options={"num_kv_heads": 1, "num_experts": 4, "balance": "global_batch"})
-MODELS = {"bert": BERT, "gpt2": GPT2, "llama": LLAMA, "experts": EXPERTS}
+MODELS = {"bert": BERT, "roberta": ROBERTA, "gpt2": GPT2, "llama": LLAMA, "experts": EXPERTS}
 KINDS = ("classification", "regression", "choice", "span")
 CHANGES: dict[str, Any] = {"max_length": 40}
 
@@ -72,7 +75,7 @@ def write_model(folder: Path, model: ModelConfig = BERT, seed: int = 0, *, recor
         for s in parameter_shards(module, one)
     }
     config = PretrainConfig(name="tiny", out="runs/tiny", model=model, data=DataConfig(seq_length=32))
-    tokenizer = bert() if model.kind == "bert" else gpt2()
+    tokenizer = {"bert": bert, "roberta": roberta}.get(model.kind, gpt2)()
     state = {"step": 1, "weights_only": True, "config": to_dict(config)}
     if records:
         state[TOKENIZER] = digests_of_tokenizer(tokenizer).encode()

@@ -14,7 +14,17 @@ from mlm.finetune.rows import ExampleError
 from mlm.finetune.splits import tokenize
 from mlm.finetune.task_type import RowExamples
 from mlm.util.errors import UserError
-from tests.finetune.material import bert, gpt2, pairs, sentence, shipped, split_of, their_bert
+from tests.finetune.material import (
+    bert,
+    gpt2,
+    pairs,
+    roberta,
+    sentence,
+    shipped,
+    split_of,
+    their_bert,
+    their_roberta,
+)
 
 
 def rows_of_pairs(count: int, longest: int) -> list[dict[str, Any]]:
@@ -38,6 +48,27 @@ def test_texts_are_those_of_transformers(tmp_path: Path, columns: list[str], max
         assert text.tokens.tolist() == theirs["input_ids"]
         assert [int(n >= text.second) for n in range(len(text))] == theirs["token_type_ids"]
         assert example.label == row["label"]
+
+
+@pytest.mark.parametrize("columns", [["first", "second"], ["first"]])
+@pytest.mark.parametrize("max_length", [17, 512])
+def test_texts_of_a_roberta_are_those_of_transformers(
+    tmp_path: Path, columns: list[str], max_length: int
+) -> None:
+    """<s> A </s></s> B </s>, without token types."""
+    task, rows, theirs = pairs(columns=columns), rows_of_pairs(30, 20), their_roberta()
+    examples = tokenize(task, split_of(tmp_path, task, rows), roberta(), causal=False, max_length=max_length)
+    for row, example in zip(rows, examples.examples, strict=True):
+        expected = theirs(*(row[name] for name in columns), truncation=True, max_length=max_length)
+        assert example.texts[0].tokens.tolist() == expected["input_ids"]
+
+
+def test_special_tokens_of_a_roberta_come_from_its_model_type() -> None:
+    ours, theirs = roberta(), their_roberta()
+    assert (ours.cls_id, ours.sep_id, ours.mask_id, ours.pad_id, ours.eod_id) == (
+        *(theirs.cls_token_id, theirs.sep_token_id, theirs.mask_token_id, theirs.pad_token_id),
+        theirs.eos_token_id,
+    )
 
 
 def test_every_row_has_its_example_and_cut_rows_are_counted(tmp_path: Path) -> None:

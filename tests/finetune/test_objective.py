@@ -1,5 +1,6 @@
 """Loss and gradients of each kind of task against transformers, same weights and no dropout, in float64."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,15 @@ VOCAB, ONE = 61, Axis("tp")
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "max_positions": 16, "vocab_size": VOCAB}
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 BERT = ModelConfig(**SHAPE, **NO_DROPOUT, kind="bert", norm="post", token_types=2, activation="gelu")
+ROBERTA = replace(BERT, kind="roberta", token_types=1, max_positions=14, options={"position_offset": 2})
+DISTILBERT = replace(
+    BERT,
+    kind="roberta",
+    token_types=0,
+    layer_norm_eps=1e-12,
+    options={"pooler_activation": "relu"},
+)
+OURS = {"Bert": BERT, "Roberta": ROBERTA, "DistilBert": DISTILBERT}
 HEADS = {
     "classification": ("ForSequenceClassification", "classification", 3),
     "regression": ("ForSequenceClassification", "classification", 1),
@@ -46,7 +56,7 @@ def batch_of(kind: str, model: str) -> TaskBatch:
     lengths = torch.full((texts,), 8) if kind == "span" else torch.randint(2, 9, (texts,), generator=draw)
     lengths[0] = 8
     inside = torch.arange(8) < lengths[:, None]
-    tokens = torch.randint(1, VOCAB, (texts, 8), generator=draw) * inside
+    tokens = torch.randint(2, VOCAB, (texts, 8), generator=draw).where(inside, 1 if model == "Roberta" else 0)
     types = ((torch.arange(8) > 3) & inside).long() * (model == "Bert")
     return TaskBatch(tokens, types, lengths, LABELS[kind], 0)
 
@@ -57,16 +67,20 @@ def theirs(kind: str, model: str, batch: TaskBatch) -> tuple[ModelConfig, Any]:
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCAB}
     shape["max_position_embeddings"] = 16
-    if model == "Bert":
+    if model in OURS:
+        config = OURS[model]
         off = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-        settings = transformers.BertConfig(
+        if model == "DistilBert":
+            off |= dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout", "qa_dropout"), 0.0)
+        settings = getattr(transformers, f"{model}Config")(
             **shape,
             **off,
             intermediate_size=64,
+            hidden_dim=64,
             layer_norm_eps=BERT.layer_norm_eps,
+            type_vocab_size=config.token_types,
             num_labels=num_labels or 2,
         )
-        config = BERT
     else:
         off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         settings = transformers.GPT2Config(**shape, **off, pad_token_id=0, num_labels=num_labels)
@@ -91,14 +105,20 @@ def theirs(kind: str, model: str, batch: TaskBatch) -> tuple[ModelConfig, Any]:
 
 def in_our_names(tensors: dict[str, Tensor | None], config: ModelConfig) -> dict[str, Tensor]:
     """Parameters or gradients of theirs by the names of our model."""
-    ours = mapping_of_kind(config.kind).to_ours(tensors, config)
+    mapping = mapping_of_kind(config.kind)
+    for pattern, replacement in mapping.renamings(tensors).items():
+        tensors = {re.sub(pattern, replacement, name): value for name, value in tensors.items()}
+    ours = mapping.to_ours(tensors, config)
     # transformers' GPT-2 has no bias there
-    return ours if config.kind == "bert" else {**ours, "classifier.bias": torch.zeros(config.num_labels)}
+    return ours if config.kind != "gpt2" else {**ours, "classifier.bias": torch.zeros(config.num_labels)}
 
 
 @pytest.mark.parametrize(
     ("kind", "model"),
-    [*((kind, "Bert") for kind in HEADS), ("classification", "GPT2"), ("regression", "GPT2")],
+    [
+        *((kind, model) for model in OURS for kind in HEADS),
+        *(("classification", "GPT2"), ("regression", "GPT2")),
+    ],
 )
 def test_loss_and_gradients_are_those_of_transformers(kind: str, model: str) -> None:
     batch = batch_of(kind, model)
