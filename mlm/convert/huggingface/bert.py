@@ -315,7 +315,7 @@ def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str
     return hf.FolderContent(replace(model, head=head or "none"), filled, unused, tuple(notes))
 
 
-def problem(model: ModelConfig, tokenizer: Tokenizer | None) -> str | None:
+def problem(model: ModelConfig, tokenizer: Tokenizer | None = None) -> str | None:
     kind, has_pairs = model_type(model), family_of(model.kind).converts_as == "bert"
     if has_pairs:
         if model.token_types:

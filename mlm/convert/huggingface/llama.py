@@ -37,7 +37,7 @@ def architecture(model: ModelConfig) -> str:
     return row.base or f"{row.classes}Model"
 
 
-def problem(model: ModelConfig, tokenizer: Tokenizer | None) -> str | None:
+def problem(model: ModelConfig, tokenizer: Tokenizer | None = None) -> str | None:
     """Return why `transformers` has no such model: a setting that its config.json would be read without."""
     if model.head not in ("language_model", "none"):
         return f"its head={model.head} has a bias, which theirs lack: only a language model is exported"

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
+from mlm.convert.huggingface import bert
 from mlm.convert.huggingface.bert import MAPPING, write_config
 from mlm.convert.huggingface.folder import read_model
 from mlm.convert.huggingface.mapping import TokenIds
@@ -256,7 +257,7 @@ ROBERTA = ModelConfig(
 def test_what_transformers_does_not_compute_is_not_exported(
     changes: dict[str, Any], problem: str | None
 ) -> None:
-    found = MAPPING.problem(replace(ROBERTA, **changes), None)
+    found = bert.problem(replace(ROBERTA, **changes))
     assert found is None if problem is None else found is not None and found.startswith(problem)
 
 
