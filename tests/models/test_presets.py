@@ -1,7 +1,9 @@
 """Every model preset on the meta device: its parameter count against the built model and its paper."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 import mlm
 from mlm.cli.compose.composition import load_config
 from mlm.cli.compose.groups import parameters_of
+from mlm.convert.huggingface.llama import MAPPING
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.models.llama.settings import LlamaSettings
@@ -84,6 +87,15 @@ RELEASED = {  # parameters of the released models, as their model cards and safe
     "qwen3_30b_a3b": 30_532_122_624,
     "olmoe_1b_7b": 6_919_161_856,
     "deepseek_v3": 671_026_404_352,
+    "olmo2_1b": 1_484_916_736,
+    "olmo2_7b": 7_298_617_344,
+    "olmo3_7b": 7_298_011_136,
+    "smollm3_3b": 3_075_098_624,
+    "gemma_2b": 2_506_172_416,
+    "gemma2_2b": 2_614_341_888,
+    "gemma2_9b": 9_241_705_984,
+    "gemma3_270m": 268_098_176,
+    "gemma3_1b": 999_885_952,
     "deepseek_v2": 235_741_434_880,
     "deepseek_v2_lite": 15_706_484_224,
     "qwen15_moe_a2_7b": 14_315_784_192,
@@ -116,6 +128,63 @@ TIED = {
     *("llama3_1b", "llama3_3b", "qwen2_0_5b", "qwen2_1_5b", "qwen3_0_6b", "qwen3_1_7b"),
     *("smollm2_135m", "smollm2_360m", "smollm2_1_7b"),
 }
+
+_OLMO2 = {"model_type": "olmo2", "rms_norm_eps": 1e-6, "rope_theta": 500_000, "vocab_size": 100_352}
+_OLMO2 |= {"max_position_embeddings": 4096}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "olmo2_1b": {
+        **_OLMO2,
+        **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
+        **{"num_attention_heads": 16, "num_key_value_heads": 16},
+    },
+    "olmo2_7b": _OLMO2,
+    "olmo3_7b": {
+        **_OLMO2,
+        **{"model_type": "olmo3", "vocab_size": 100_278, "max_position_embeddings": 65_536},
+        **{"sliding_window": 4096, "num_key_value_heads": 32},
+        "layer_types": ([*["sliding_attention"] * 3, "full_attention"] * 8),
+        "rope_scaling": {
+            **{"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
+            **{"attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1},
+        },
+    },
+    "smollm3_3b": {
+        **{"model_type": "smollm3", "rope_theta": 5_000_000.0, "max_position_embeddings": 65_536},
+        **{"no_rope_layers": [1, 1, 1, 0] * 9, "no_rope_layer_interval": 4, "sliding_window": None},
+        **{"use_sliding_window": False, "layer_types": ["full_attention"] * 36, "rope_scaling": None},
+    },
+    "gemma_2b": {
+        **{"model_type": "gemma", "hidden_act": "gelu", "hidden_size": 2048, "intermediate_size": 16_384},
+        **{"num_attention_heads": 8, "num_hidden_layers": 18, "num_key_value_heads": 1, "head_dim": 256},
+    },
+    "gemma2_2b": {
+        **{"model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"},
+        **{"query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_size": 4096},
+    },
+    "gemma2_9b": {
+        **{"model_type": "gemma2", "hidden_size": 3584, "intermediate_size": 14_336},
+        **{"num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8},
+    },
+    "gemma3_270m": {
+        **{"model_type": "gemma3_text", "hidden_size": 640, "intermediate_size": 2048, "vocab_size": 262_144},
+        **{"num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1},
+        **{"max_position_embeddings": 32_768, "sliding_window": 512, "rope_local_base_freq": 10_000.0},
+        **{"layer_types": [*["sliding_attention"] * 5, "full_attention"] * 3, "rope_scaling": None},
+        "_sliding_window_pattern": 6,
+    },
+    "gemma3_1b": {
+        **{
+            "model_type": "gemma3_text",
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "vocab_size": 262_144,
+        },
+        **{"num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256},
+        **{"max_position_embeddings": 32_768, "sliding_window": 512, "sliding_window_pattern": 6},
+        **{"rope_theta": 1_000_000, "rope_local_base_freq": 10_000, "query_pre_attn_scalar": 256},
+    },
+}
+"""Keys of the releases' config.json that differ from the defaults of transformers, and some that do not."""
 
 
 @cache
@@ -167,7 +236,7 @@ def test_presets_have_the_released_models_size(name: str) -> None:
     assert count_parameters(preset(name)) == (RELEASED | KIN)[name]
 
 
-@pytest.mark.parametrize("name", sorted(name for name in RELEASED if "gpt2" not in name))
+@pytest.mark.parametrize("name", sorted(set(RELEASED) - set(CONFIGS) - {n for n in RELEASED if "gpt2" in n}))
 def test_llamas_have_the_settings_of_their_config_json(name: str) -> None:
     """What no count of parameters shows."""
     config = preset(name)
@@ -187,6 +256,14 @@ def test_llamas_have_the_settings_of_their_config_json(name: str) -> None:
     )
     assert settings.tied == (name in TIED)
     assert (config.activation, config.hidden_dropout, config.attention_dropout) == ("silu", 0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_presets_are_what_their_config_json_is_read_as(name: str) -> None:
+    """From the keys that their releases hold, and the defaults of transformers for the others."""
+    config = MAPPING.read(CONFIGS[name], "config.json")[0]
+    assert LlamaSettings.of(preset(name)) == LlamaSettings.of(config)
+    assert replace(preset(name), options={}) == replace(config, options={})
 
 
 @pytest.mark.parametrize("name", sorted(ACTIVE))
