@@ -129,6 +129,7 @@ def write_layers(model: ModelConfig, settings: LlamaSettings, row: Variant) -> d
     if "no_rope_layers" in row.layer_keys:
         pattern = repeat_pattern(settings.rotary_layers or "r", layers)
         config["no_rope_layers"] = [int(letter == "r") for letter in pattern]
+        config["no_rope_layer_interval"] = len(settings.rotary_layers) or layers + 1
     if row.dense_key:
         dense = settings.dense_layers if settings.num_experts else layers
         config[row.dense_key] = list(range(dense)) if row.dense_key == "mlp_only_layers" else dense
