@@ -29,6 +29,12 @@ LLAMAS: dict[str, dict[str, bool | int | float | str]] = {
         **{"rope_scaling": "yarn", "rope_factor": 3.0, "rope_original_positions": 6, "rope_theta": 50.0},
     },
     "whole norms": {"num_kv_heads": 2, "qk_norm": True, "qk_norm_whole": True},
+    "gemma": {
+        **{"num_kv_heads": 2, "qk_norm": True, "output_norms": True, "zero_centered_norms": True},
+        **{"window": 5, "window_layers": "sf", "window_rope_theta": 30.0, "rotary_layers": "rrn"},
+        **{"attention_softcap": 2.0, "logit_softcap": 1.5, "attention_multiplier": 0.7},
+        **{"embedding_multiplier": 4.0, "tied": True},
+    },
     "latent": {
         **{"kv_lora_rank": 5, "q_lora_rank": 7, "head_dim": 6, "rope_head_dim": 4, "v_head_dim": 3},
         **{"rope_scaling": "yarn", "rope_factor": 3.0, "rope_original_positions": 6, "rope_mscale": 1.0},
@@ -318,6 +324,9 @@ LLAMA_LAYOUTS = (
     Layout(tp=2, sequence_parallel=True, precision="fp32", dropout=0.1, llama="qwen"),
     Layout(tp=4, micro_batches=1, llama="whole norms"),
     Layout(tp=4, sequence_parallel=True, dp=2, zero=3, dropout=0.1, llama="whole norms"),
+    Layout(tp=2, sequence_parallel=True, pp=2, layers=5, dropout=0.1, recompute="full", llama="gemma"),
+    Layout(tp=2, cp=2, dropout=0.1, micro_batches=1, llama="gemma"),
+    Layout(tp=4, dp=2, zero=3, documents=True, recompute="selective", micro_batches=1, llama="gemma"),
     Layout(tp=2, dp=2, dropout=0.1, documents=True, micro_batches=1, llama="latent"),
     Layout(tp=2, sequence_parallel=True, pp=2, layers=5, pipeline="zb_h1", recompute="full", llama="latent"),
     Layout(tp=2, sequence_parallel=True, cp=2, dp=2, zero=3, micro_batches=1, llama="latent"),
