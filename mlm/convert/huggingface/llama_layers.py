@@ -129,7 +129,8 @@ def write_layers(model: ModelConfig, settings: LlamaSettings, row: Variant) -> d
     if "no_rope_layers" in row.layer_keys:
         pattern = repeat_pattern(settings.rotary_layers or "r", layers)
         config["no_rope_layers"] = [int(letter == "r") for letter in pattern]
-        config["no_rope_layer_interval"] = len(settings.rotary_layers) or layers + 1
+        is_interval = pattern.startswith("r" * (len(settings.rotary_layers) - 1) + "n")
+        config["no_rope_layer_interval"] = len(settings.rotary_layers) if is_interval else 4
     if row.dense_key:
         dense = settings.dense_layers if settings.num_experts else layers
         config[row.dense_key] = list(range(dense)) if row.dense_key == "mlp_only_layers" else dense
