@@ -60,9 +60,11 @@ class _TanhGELU(torch.autograd.Function):
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """GELU of model.activation (arXiv:1606.08415), or ReLU squared (arXiv:2109.08668)."""
+    """SiLU or GELU of model.activation (arXiv:1606.08415), or ReLU squared (arXiv:2109.08668)."""
     if activation == "relu2":
         return F.relu(x).square()
+    if activation == "silu":
+        return F.silu(x)
     if activation == "gelu_tanh" and x.is_cpu and x.dtype in HALF and not torch.compiler.is_compiling():
         y: Tensor = _TanhGELU.apply(x)  # type: ignore[no-untyped-call]
         return y

@@ -277,9 +277,17 @@ def test_an_untied_model_without_its_output_layer_is_rejected(tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_a_row_of_the_table_is_found_by_its_marks(kind: str) -> None:
-    """From the defaults of its config.json, and it has all that they describe."""
-    types = {"layer_types": ["sliding_attention", "full_attention"] * 16}  # else it is a mistral
-    model, _ = MAPPING.read({"model_type": kind, **(types if kind == "ministral" else {})}, "config.json")
+    """From the defaults of its config.json, which are those of transformers; and it has all they describe."""
+    given: dict[str, Any] = {
+        "seed_oss": {"hidden_size": 5120},
+        "deepseek_v2": {"num_experts_per_tok": 6},
+        "ministral": {"layer_types": ["sliding_attention", "full_attention"] * 16},  # else it is a mistral
+    }.get(kind, {})
+    model, _ = MAPPING.read({"model_type": kind, **given}, "config.json")
+    row = VARIANTS[kind]
+    name = row.base.removesuffix("Model") or row.classes
+    config = getattr(transformers, f"{name}Config")
+    assert MAPPING.read(config(**given).to_dict(), "config.json")[0] == model
     assert model_type(model) == kind
     assert MAPPING.problem(model) is None
 

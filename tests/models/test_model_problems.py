@@ -17,7 +17,7 @@ KEYS: list[tuple[ModelConfig, dict[str, Any], str]] = [
     (GPT2, {"activation": "silu"}, "activation=silu is llama's, and model.kind=gpt2 has a GELU"),
     (BERT, {"activation": "silu"}, "activation=silu is llama's, and model.kind=bert has a GELU"),
     (BERT, {"activation": "relu2"}, "activation=relu2 is gpt2's, and model.kind=bert has a GELU"),
-    (LLAMA, {"activation": "relu2"}, "activation=relu2 is gpt2's, and model.kind=llama has gates"),
+    (LLAMA, {"activation": "relu2"}, "activation=relu2 has no gate, and model.options.gated=true"),
     (BERT, {"mup_base_width": 8}, "mup_base_width=8: muP is for gpt2 and llama, not bert"),
 ]
 OPTIONS: list[tuple[ModelConfig, dict[str, Any], str]] = [
@@ -49,6 +49,8 @@ OPTIONS: list[tuple[ModelConfig, dict[str, Any], str]] = [
         "router_top_groups=2 must be from 1 to model.options.router_groups",
     ),
     (MIXTURE, {"dense_layers": 2}, "dense_layers=2 leaves no layer of model.num_layers=2 to experts"),
+    (MIXTURE, {"gated": False}, "gated=false does not go with experts"),
+    (MIXTURE, {"bias": True}, "bias=true does not go with experts"),
     (MIXTURE, {"router_scores": "tanh"}, "router_scores=tanh is none of ours"),
     (MIXTURE, {"balance": "batch"}, "balance=batch is none of ours"),
 ]

@@ -42,12 +42,12 @@ HEADER = 256  # bytes that a tensor needs in the header of its file, at most
 
 
 class Exported(NamedTuple):
-    """A tensor to write, and the parameter that it is `part` of."""
+    """A tensor to write, and the parameters, one after the other, that it is `part` of, or that it holds."""
 
     theirs: str
     form: Form
-    ours: str
-    location: Location
+    ours: tuple[str, ...]
+    locations: tuple[Location, ...]
     part: int
 
 
@@ -156,14 +156,18 @@ def write_hf(
 
     `done(name, write)` writes a file of tensors, unless it is there.
     """
-    mapping = hf_mapping(source)
-    exported = [
-        Exported(mapping.stored_name(theirs, source.model), form, ours, location, part)
-        for ours, location in mapping.locations(source.model)
-        for form in [Form(dtype, location.shape(source.parameters[ours].shape))]
-        for part, theirs in enumerate(location.names)
-    ]
-    groups = group_by_size(exported, lambda tensor: tensor.form.num_bytes + HEADER, int(file_gb * GB))
+    mapping, exported = hf_mapping(source), dict[str, Exported]()
+    for ours, location in mapping.locations(source.model):
+        form = Form(dtype, location.shape(source.parameters[ours].shape))
+        for part, name in enumerate(location.names):
+            theirs = mapping.stored_name(name, source.model)
+            before = exported.get(theirs, Exported(theirs, form, (), (), part))
+            exported[theirs] = before._replace(
+                ours=(*before.ours, ours), locations=(*before.locations, location)
+            )
+    groups = group_by_size(
+        list(exported.values()), lambda tensor: tensor.form.num_bytes + HEADER, int(file_gb * GB)
+    )
     names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
     files = dict(zip(names if len(groups) > 1 else [WEIGHTS], groups, strict=True))
     shift = folded_bias(source, mapping)
@@ -173,7 +177,7 @@ def write_hf(
 
         def read(theirs: str) -> Tensor:
             value = stored_tensor(tensors[theirs], source).to(dtype)
-            return value if shift is None or tensors[theirs].ours != "final_norm.bias" else value + shift
+            return value if shift is None or "final_norm.bias" not in tensors[theirs].ours else value + shift
 
         forms = {theirs: tensor.form for theirs, tensor in tensors.items()}
         return write_stream(folder / name, forms, read, SAFETENSORS_FOR, advance)
@@ -197,12 +201,19 @@ def write_hf(
 
 def stored_tensor(tensor: Exported, source: Source) -> Tensor:
     """Return a tensor to write, float32; of stacked tensors only this one is read."""
-    location, shape = tensor.location, tensor.form.shape
+    (location, *others), shape = tensor.locations, tensor.form.shape
+    if others:  # in the order of their sections
+        return torch.cat(
+            [
+                at.to_theirs(source.whole(ours))[0]
+                for ours, at in zip(tensor.ours, tensor.locations, strict=True)
+            ]
+        )
     if not location.stacked:
-        return location.to_theirs(source.whole(tensor.ours))[tensor.part]
+        return location.to_theirs(source.whole(tensor.ours[0]))[tensor.part]
     index = location.indices[tensor.part]
     region = Region((*index, *(0 for _ in shape)), (*(1 for _ in index), *shape))
-    return source.read(tensor.ours, region).view(shape)
+    return source.read(tensor.ours[0], region).view(shape)
 
 
 def folded_bias(source: Source, mapping: HuggingFaceMapping) -> Tensor | None:

@@ -26,7 +26,7 @@ QUANTISED = (
     "quantization_config: quantised weights, such as fp8 with block scales, are not supported; save them in "
     "bfloat16, without quantization_config"
 )
-TRAINING_ONLY = ("balance", "balance_rate", "balance_coefficient", "z_loss", "capacity_factor")
+NOT_COMPUTED = ("balance", "balance_rate", "balance_coefficient", "z_loss", "capacity_factor", "model_type")
 """Settings that do not change what a model computes."""
 
 
@@ -57,7 +57,7 @@ def changed_option(model: ModelConfig, other: ModelConfig) -> str | None:
     settings, others = LlamaSettings.of(model), LlamaSettings.of(other)
     for name, leaf in leaves(LlamaSettings).items():
         is_read = leaf.only_if is None or leaf.only_if.holds(getattr(settings, leaf.only_if.key))
-        if is_read and name not in TRAINING_ONLY and _option(settings, name) != _option(others, name):
+        if is_read and name not in NOT_COMPUTED and _option(settings, name) != _option(others, name):
             return name
     return None
 
@@ -80,14 +80,17 @@ def locations(model: ModelConfig) -> Locations:
     for number in range(model.num_layers):
         layer = f"layers.{number}"  # in both
         ours, stored = f"{layer}.attention", f"{layer}.self_attn"
-        yield from (_latent_locations if settings.kv_lora_rank else _query_locations)(ours, stored, settings)
-        yield _same(f"{ours}.out", f"{stored}.o_proj")
+        if settings.kv_lora_rank:
+            yield from _latent_locations(ours, stored, settings)
+        else:
+            yield from _query_locations(ours, stored, model, settings, row)
+        yield from _linear(f"{ours}.out", f"{stored}.{row.out}", settings.bias)
         for name, theirs in row.norms.items():
             yield _same(f"{layer}.{name}", f"{layer}.{theirs}")
         if settings.has_experts(number):
             yield from _expert_locations(f"{layer}.mlp", f"{layer}.{row.block}", model, settings, row)
         else:
-            yield from _gated_locations(f"{layer}.mlp", f"{layer}.mlp", num_blocks(model))
+            yield from _mlp_locations(f"{layer}.mlp", f"{layer}.mlp", num_blocks(model), settings, row)
     yield _same("final_norm", "norm")
     if model.head == "language_model" and not settings.tied:
         yield _same("output", "lm_head")
@@ -97,11 +100,30 @@ def _same(ours: str, stored: str) -> tuple[str, hf.Location]:
     return f"{ours}.weight", hf.Location((f"{stored}.weight",))
 
 
-def _query_locations(ours: str, stored: str, settings: LlamaSettings) -> Locations:
+def _linear(ours: str, stored: str, bias: bool) -> Locations:
+    for part in ("weight", "bias") if bias else ("weight",):
+        yield f"{ours}.{part}", hf.Location((f"{stored}.{part}",))
+
+
+def _query_locations(
+    ours: str, stored: str, model: ModelConfig, settings: LlamaSettings, row: Variant
+) -> Locations:
+    width, kv, rotated = settings.head_dim, settings.num_kv_heads, settings.rotary_dim
+    order, kv_order = (), ()
+    if row.rotates_neighbours:
+        order = (*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, width))
+        kv_order = (*order, *range(width, 2 * width))
+    heads, every = model.num_heads * width, (model.num_heads + 2 * kv) * width
     for part in ("weight", "bias") if settings.qkv_bias else ("weight",):
         q, k, v = (f"{stored}.{name}_proj.{part}" for name in "qkv")
-        yield f"{ours}.query.{part}", hf.Location((q,))
-        yield f"{ours}.kv.{part}", hf.Location((k, v), num_heads=settings.num_kv_heads, parts=2)
+        query = hf.Location((q,), rows=order)
+        pair = hf.Location((k, v), num_heads=kv, parts=2, rows=kv_order)
+        if row.fuses_qkv:
+            names = (f"{stored}.qkv_proj.{part}",)
+            query = replace(query, names=names, section=(0, heads, every))
+            pair = replace(pair, names=names, section=(heads, every, every))
+        yield f"{ours}.query.{part}", query
+        yield f"{ours}.kv.{part}", pair
     if settings.qk_norm:
         yield _same(f"{ours}.query_norm", f"{stored}.q_norm")
         yield _same(f"{ours}.key_norm", f"{stored}.k_norm")
@@ -144,15 +166,21 @@ def _expert_locations(
     if settings.shared_experts:
         width = settings.shared_experts * settings.expert_ffn_size
         blocks = num_blocks(replace(model, ffn_hidden_size=width))
-        yield from _gated_locations(f"{ours}.shared", f"{stored}.{row.shared}", blocks)
+        yield from _mlp_locations(f"{ours}.shared", f"{stored}.{row.shared}", blocks, settings, row)
     if settings.shared_gate:
         yield _same(f"{ours}.shared_gate", f"{stored}.{row.shared}_gate")
 
 
-def _gated_locations(ours: str, stored: str, blocks: int) -> Locations:
-    gate, up = (f"{stored}.{name}_proj.weight" for name in ("gate", "up"))
-    yield f"{ours}.up.weight", hf.Location((gate, up), num_heads=blocks, parts=2)
-    yield _same(f"{ours}.down", f"{stored}.down_proj")
+def _mlp_locations(ours: str, stored: str, blocks: int, settings: LlamaSettings, row: Variant) -> Locations:
+    up, down = (f"{stored}.{name}" for name in row.mlp)
+    if settings.gated:
+        modules = (f"{stored}.gate_up_proj",) if row.fuses_gate else (f"{stored}.gate_proj", up)
+        for part in ("weight", "bias") if settings.bias else ("weight",):
+            names = tuple(f"{module}.{part}" for module in modules)
+            yield f"{ours}.up.{part}", hf.Location(names, num_heads=blocks, parts=2)
+    else:
+        yield from _linear(f"{ours}.up", up, settings.bias)
+    yield from _linear(f"{ours}.down", down, settings.bias)
 
 
 def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, list[str]]:
@@ -179,7 +207,7 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
         config,
         path,
         model.max_positions,
-        row.defaults.theta,
+        *row.defaults.rope,
         sliding_theta=row.sliding_theta,
         scales_scores=latent,
     )
@@ -196,6 +224,8 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
     if options["dense_layers"] >= model.num_layers:
         options = {name: value for name, value in options.items() if name not in EXPERT_OPTIONS}
     model = replace(model, options={name: value for name, value in options.items() if value != usual[name]})
+    if model_type(model) != config["model_type"]:
+        model = replace(model, options={**model.options, "model_type": str(config["model_type"])})
     if wrong_model := model_problem(model):
         raise ConfigError([f"{path}: {wrong_model}"])
     has_loss = row.has_experts and config.get("output_router_logits", False)
@@ -222,7 +252,11 @@ def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
         **{key: supported[0] for key, supported in row.fixed.items()},
         **row.written,
         "model_type": kind,
-        **write_rope(settings, differs_by_type=row.sliding_theta is not None),
+        **write_rope(
+            settings,
+            has_fraction=row.defaults.rotary_fraction is not None,
+            differs_by_type=row.sliding_theta is not None,
+        ),
         **write_layers(model, settings, row),
         "bos_token_id": ids.bos,
         "eos_token_id": ids.eod,

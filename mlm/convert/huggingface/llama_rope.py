@@ -44,6 +44,7 @@ def read_rope(
     path: str,
     positions: int,
     usual_theta: float = 10000.0,
+    usual_fraction: float | None = None,
     *,
     sliding_theta: float | None = None,
     scales_scores: bool = False,
@@ -51,8 +52,8 @@ def read_rope(
     """Return our settings. Raises ConfigError for those that are not supported.
 
     `positions` is the length of the full context, `sliding_theta` the default of layers with a window where
-    they have settings of their own. With `scales_scores` mscale_all_dim is a factor of the scores too, as in
-    DeepSeek-V3.
+    they have settings of their own. Without `usual_fraction` heads are rotated whole. With `scales_scores`
+    mscale_all_dim is a factor of the scores too, as in DeepSeek-V3.
     """
     if sliding_theta is not None:
         return _read_by_type(config, path, positions, usual_theta, sliding_theta)
@@ -69,11 +70,18 @@ def read_rope(
         listed, key = ", ".join(ROPE_TYPES), f"{name}.rope_type={show(scaling)}"
         raise ConfigError([f"{path}: {key} is not supported; supported: {listed}"])
     theta: Any = given.get("rope_theta", config.get("rope_theta", usual_theta))
-    fraction = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if fraction not in (1.0, None):  # these classes of `transformers` rotate whole heads
-        key = f"partial_rotary_factor={show(fraction)}"
+    usual = 1.0 if usual_fraction is None else usual_fraction
+    fraction: Any = given.get("partial_rotary_factor", config.get("partial_rotary_factor", usual))
+    key = f"partial_rotary_factor={show(fraction)}"
+    if usual_fraction is None and fraction not in (1.0, None):
         raise ConfigError([f"{path}: {key} is not what theirs computes; supported: 1"])
-    options: Options = {"rope_scaling": scaling, "rope_theta": float(theta) if type(theta) is int else theta}
+    if usual_fraction is not None and not (_is_number(fraction) and fraction <= 1):
+        raise ConfigError([f"{path}: {key} must be a number above 0 and at most 1"])
+    options: Options = {
+        "rotary_fraction": 1.0 if fraction is None else float(fraction),
+        "rope_scaling": scaling,
+        "rope_theta": float(theta) if type(theta) is int else theta,
+    }
     if scaling != "default":
         resolved = _resolved(scaling, given, config, positions)
         options |= _read_scaling(scaling, resolved, f"{path}: {name}")
@@ -164,7 +172,9 @@ def _is_number(value: JSON) -> bool:
     return type(value) in (int, float) and 0 < value < 1 << 31
 
 
-def write_rope(settings: LlamaSettings, *, differs_by_type: bool = False) -> dict[str, JSON]:
+def write_rope(
+    settings: LlamaSettings, *, has_fraction: bool = False, differs_by_type: bool = False
+) -> dict[str, JSON]:
     """Return the keys of config.json, which old and new versions read."""
     if differs_by_type:
         flat, theta = write_rope(settings), settings.window_rope_theta
@@ -173,8 +183,11 @@ def write_rope(settings: LlamaSettings, *, differs_by_type: bool = False) -> dic
         by_type = {"full_attention": full, "sliding_attention": sliding}
         return {**flat, "rope_local_base_freq": sliding["rope_theta"], "rope_parameters": by_type}
     scaling = settings.rope_scaling
+    keys: dict[str, JSON] = {"rope_theta": settings.rope_theta, "rope_scaling": None}
+    if has_fraction:
+        keys["partial_rotary_factor"] = settings.rotary_fraction
     if scaling == "default":
-        return {"rope_theta": settings.rope_theta, "rope_scaling": None}
+        return keys
     values: dict[str, JSON] = {"rope_type": scaling}
     for key, ours in _THEIRS[scaling].items():
         value = getattr(settings, ours)
@@ -184,4 +197,4 @@ def write_rope(settings: LlamaSettings, *, differs_by_type: bool = False) -> dic
         values["mscale_all_dim"] = settings.rope_mscale
         if settings.rope_attention_factor == 1:  # of equal ones
             values["mscale"] = values.pop("attention_factor") * settings.rope_mscale
-    return {"rope_theta": settings.rope_theta, "rope_scaling": values}
+    return {**keys, "rope_scaling": values}

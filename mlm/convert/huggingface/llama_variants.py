@@ -13,14 +13,13 @@ from typing import Literal, NamedTuple
 from mlm.convert.huggingface import mapping as hf
 from mlm.models.config import ModelConfig
 from mlm.models.llama.settings import LlamaSettings
+from mlm.util.errors import UserError
 
 _FIXED = hf.UNSUPPORTED | {
     "is_causal": (True,),
     "use_bidirectional_attention": (None, False),
     "logit_scale": (None, 1.0),
     "attention_multiplier": (None,),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
     "use_sliding_window": (False, True),
     "norm_topk_prob": (False, True),
 }
@@ -36,12 +35,23 @@ _INPUT_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention
 class Defaults(NamedTuple):
     """Defaults of a config.json."""
 
+    hidden: int
     ffn: int
+    layers: int
+    heads: int
+    kv_heads: int | None
+    """None for as many as `heads`."""
     positions: int
     vocabulary: int
-    kv_heads: int | None = None
     head_dim: int | None = None
     theta: float = 1e4
+    rotary_fraction: float | None = None
+    """None for a model that rotates whole heads."""
+    eps: float = 1e-6
+
+    @property
+    def rope(self) -> tuple[float, float | None]:
+        return self.theta, self.rotary_fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +114,18 @@ class Variant:
     """Gate, up and down of an expert."""
     shared: str = "shared_experts"
     """Module of the shared experts; that of their gate has _gate behind it."""
+    eps_key: str = "rms_norm_eps"
+    """Key of layer_norm_eps."""
+    out: str = "o_proj"
+    """Output of attention."""
+    mlp: tuple[str, str] = ("up_proj", "down_proj")
+    """Matrices of an MLP; beside the first is gate_proj, if it has gates."""
+    rotates_neighbours: bool = False
+    """True if dimensions 2i and 2i + 1 of a head are turned together; ours are i and i + R/2."""
+    fuses_qkv: bool = False
+    """True if queries, keys and values are one tensor, qkv_proj."""
+    fuses_gate: bool = False
+    """True if gate and up of an MLP are one tensor, gate_up_proj."""
 
     @property
     def has_experts(self) -> bool:
@@ -117,24 +139,20 @@ class Variant:
     @cached_property
     def keys(self) -> hf.ConfigKeys:
         """All keys of config.json except rotary positions and windows."""
+        usual = _FIXED if self.has_experts else _FIXED | _NO_EXPERTS
         return hf.ConfigKeys(
             activation=self.activation,
-            fixed={
-                **_FIXED,
-                self.activation: self.activations,
-                **({} if self.has_experts else _NO_EXPERTS),
-                **self.fixed,
-            },
+            fixed={**usual, self.activation: self.activations, **self.fixed},
             fields={
                 "vocab_size": ("vocab_size", self.defaults.vocabulary),
-                "hidden_size": ("hidden_size", 4096),
-                "num_hidden_layers": ("num_layers", 32),
-                "num_attention_heads": ("num_heads", 32),
+                "hidden_size": ("hidden_size", self.defaults.hidden),
+                "num_hidden_layers": ("num_layers", self.defaults.layers),
+                "num_attention_heads": ("num_heads", self.defaults.heads),
                 "num_key_value_heads": ("num_kv_heads", self.defaults.kv_heads),
                 "intermediate_size": ("ffn_hidden_size", self.defaults.ffn),
                 "max_position_embeddings": ("max_positions", self.defaults.positions),
                 "head_dim": ("head_dim", self.defaults.head_dim),
-                "rms_norm_eps": ("layer_norm_eps", 1e-6),
+                self.eps_key: ("layer_norm_eps", self.defaults.eps),
                 "initializer_range": ("init_std", 0.02),
                 "attention_dropout": ("attention_dropout", 0.0),
                 **self.fields,
@@ -148,15 +166,6 @@ def _experts(
     """Keys of a mixture: experts, experts of a token, and the width of each if not intermediate_size."""
     experts = {key: ("num_experts", count), "num_experts_per_tok": ("experts_per_token", per_token)}
     return experts if width is None else experts | {"moe_intermediate_size": ("expert_ffn_size", width)}
-
-
-def _sizes(hidden: int, layers: int, heads: int) -> dict[str, tuple[str, hf.JSON]]:
-    """Keys of sizes with other defaults."""
-    return {
-        "hidden_size": ("hidden_size", hidden),
-        "num_hidden_layers": ("num_layers", layers),
-        "num_attention_heads": ("num_heads", heads),
-    }
 
 
 _OUTPUT_NORMS = {
@@ -186,20 +195,64 @@ _LAST_SLIDE = ("sliding_window", "use_sliding_window", "max_window_layers")
 VARIANTS = {
     "llama": Variant(
         classes="Llama",
-        defaults=Defaults(ffn=11008, positions=2048, vocabulary=32000),
+        defaults=Defaults(4096, 11008, 32, 32, None, 2048, 32000),
         fixed=_NO_BIAS | {"mlp_bias": (False,)},
+    ),
+    "arcee": Variant(
+        classes="Arcee",
+        activations=hf.RELU_SQUARED,
+        options={"gated": False},
+        defaults=Defaults(2560, 18432, 32, 32, None, 4096, 32000, eps=1e-5),
+        fixed=_NO_BIAS | {"mlp_bias": (False,)},
+    ),
+    "ernie4_5": Variant(
+        classes="Ernie4_5",
+        defaults=Defaults(1024, 3072, 18, 16, 2, 131072, 103424, head_dim=128, theta=5e5, eps=1e-5),
+        fixed={"use_bias": (False,)},
+        tied=True,
+        rotates_neighbours=True,
+    ),
+    "glm": Variant(
+        classes="Glm",
+        defaults=Defaults(
+            4096, 13696, 40, 32, 2, 131072, 151552, head_dim=128, rotary_fraction=0.5, eps=1.5625e-7
+        ),
+        fields={"attention_bias": ("qkv_bias", True)},
+        rotates_neighbours=True,
+        fuses_gate=True,
+    ),
+    "helium": Variant(
+        classes="Helium",
+        defaults=Defaults(2560, 7040, 24, 20, 20, 4096, 48000, head_dim=128, theta=1e5, eps=1e-8),
+        fixed=_NO_BIAS | {"mlp_bias": (False,)},
+        rotates_neighbours=True,
+    ),
+    "phi3": Variant(
+        classes="Phi3",
+        defaults=Defaults(3072, 8192, 32, 32, None, 4096, 32064, rotary_fraction=1.0, eps=1e-5),
+        window_keys=_ALL_SLIDE,
+        writes_head_dim="unusual",
+        fuses_qkv=True,
+        fuses_gate=True,
+    ),
+    "seed_oss": Variant(
+        classes="SeedOss",
+        defaults=Defaults(4096, 27648, 64, 80, 8, 524288, 155136, head_dim=128),
+        fields={"attention_bias": ("qkv_bias", True), "attention_dropout": ("attention_dropout", 0.1)},
+        fixed={"attention_out_bias": (False,), "mlp_bias": (False,)},
+        written={"residual_dropout": 0.0},
     ),
     "mistral": Variant(
         classes="Mistral",
         marks=("window",),
-        defaults=Defaults(ffn=14336, kv_heads=8, positions=131072, vocabulary=32000),
+        defaults=Defaults(4096, 14336, 32, 32, 8, 131072, 32000),
         window_keys=_ALL_SLIDE,
         window=4096,
     ),
     "ministral": Variant(
         classes="Ministral",
         marks=("window", "window_layers"),
-        defaults=Defaults(ffn=14336, kv_heads=8, positions=131072, vocabulary=32000),
+        defaults=Defaults(4096, 14336, 32, 32, 8, 131072, 32000),
         window_keys=_ALL_SLIDE,
         window=4096,
         layer_keys=("layer_types",),
@@ -207,8 +260,7 @@ VARIANTS = {
     "smollm3": Variant(
         classes="SmolLM3",
         marks=("rotary_layers",),
-        defaults=Defaults(ffn=11008, kv_heads=4, positions=32768, vocabulary=128256, theta=2e6),
-        fields=_sizes(2048, 36, 16),
+        defaults=Defaults(2048, 11008, 36, 16, 4, 32768, 128256, theta=2e6),
         fixed=_NO_BIAS | {"mlp_bias": (False,)},
         tied=True,
         writes_head_dim="unusual",
@@ -219,7 +271,7 @@ VARIANTS = {
         classes="Qwen2",
         marks=("qkv_bias",),
         options={"qkv_bias": True},
-        defaults=Defaults(ffn=22016, kv_heads=32, positions=32768, vocabulary=151936),
+        defaults=Defaults(4096, 22016, 32, 32, 32, 32768, 151936),
         writes_head_dim="unusual",
         window_keys=_LAST_SLIDE,
         window=4096,
@@ -229,7 +281,7 @@ VARIANTS = {
         classes="Qwen3",
         marks=("qk_norm",),
         options={"qk_norm": True},
-        defaults=Defaults(ffn=22016, kv_heads=32, positions=32768, vocabulary=151936, head_dim=128),
+        defaults=Defaults(4096, 22016, 32, 32, 32, 32768, 151936, head_dim=128),
         fixed=_NO_BIAS,
         window_keys=_LAST_SLIDE,
         window=4096,
@@ -238,7 +290,7 @@ VARIANTS = {
     "mixtral": Variant(
         classes="Mixtral",
         marks=("num_experts",),
-        defaults=Defaults(ffn=14336, kv_heads=8, positions=131072, vocabulary=32000, theta=1e6),
+        defaults=Defaults(4096, 14336, 32, 32, 8, 131072, 32000, theta=1e6, eps=1e-5),
         fields=_experts("num_local_experts", 8, 2),
         fixed={"router_jitter_noise": (0.0, 0)},
         window_keys=_ALL_SLIDE,
@@ -249,7 +301,7 @@ VARIANTS = {
         classes="Qwen3Moe",
         marks=("num_experts", "qk_norm"),
         options={"qk_norm": True},
-        defaults=Defaults(ffn=6144, kv_heads=4, positions=32768, vocabulary=151936),
+        defaults=Defaults(2048, 6144, 24, 32, 4, 32768, 151936),
         aliases={"num_local_experts": "num_experts"},  # since transformers 5
         fields=_experts("num_experts", 128, 8, 768),
         fixed=_NO_BIAS | {"decoder_sparse_step": (1,)},
@@ -262,7 +314,7 @@ VARIANTS = {
         classes="Qwen2Moe",
         marks=("num_experts", "shared_gate"),
         options={"shared_gate": True},
-        defaults=Defaults(ffn=5632, kv_heads=16, positions=32768, vocabulary=151936),
+        defaults=Defaults(2048, 5632, 24, 16, 16, 32768, 151936),
         aliases={"num_local_experts": "num_experts"},
         fields=_experts("num_experts", 60, 4, 1408)
         | {
@@ -283,7 +335,7 @@ VARIANTS = {
         classes="Olmoe",
         marks=("num_experts", "qk_norm_whole"),
         options={"qk_norm": True, "qk_norm_whole": True},
-        defaults=Defaults(ffn=2048, positions=4096, vocabulary=50304),
+        defaults=Defaults(2048, 2048, 16, 16, None, 4096, 50304, eps=1e-5),
         fields=_experts("num_experts", 64, 8),
         fixed=_NO_BIAS | {"clip_qkv": (None,)},
         writes_head_dim="never",
@@ -293,7 +345,7 @@ VARIANTS = {
         classes="DeepseekV3",
         marks=("kv_lora_rank",),
         options={"router_scores": "sigmoid", "router_bias": True},
-        defaults=Defaults(ffn=18432, positions=4096, vocabulary=129280),
+        defaults=Defaults(7168, 18432, 61, 128, None, 4096, 129280),
         absent={"q_lora_rank": 1536},
         fields=_experts("n_routed_experts", 256, 8, 2048)
         | _LATENT
@@ -320,7 +372,7 @@ VARIANTS = {
         marks=("kv_lora_rank", "num_experts"),
         unmarked=("has_router_bias",),
         options={"router_normalise": False, "router_group_best": 1},
-        defaults=Defaults(ffn=11008, positions=2048, vocabulary=102400),
+        defaults=Defaults(4096, 11008, 32, 32, None, 2048, 102400),
         absent={"q_lora_rank": 1536, "first_k_dense_replace": 0, "topk_method": "greedy"},
         fields=_experts("n_routed_experts", 64, 6, 1407)
         | _LATENT
@@ -345,8 +397,7 @@ VARIANTS = {
         classes="Olmo2",
         marks=("output_norms", "qk_norm_whole"),
         options=_OLMO2,
-        defaults=Defaults(ffn=11008, positions=2048, vocabulary=50304),
-        fields={"rms_norm_eps": ("layer_norm_eps", 1e-5)},
+        defaults=Defaults(4096, 11008, 32, 32, None, 2048, 50304, eps=1e-5),
         fixed=_NO_BIAS,
         norms=_OUTPUT_NORMS,
         writes_head_dim="unusual",
@@ -355,8 +406,7 @@ VARIANTS = {
         classes="Olmo3",
         marks=("output_norms", "qk_norm_whole", "window"),
         options=_OLMO2,
-        defaults=Defaults(ffn=11008, positions=2048, vocabulary=50304, theta=5e5),
-        fields={"rms_norm_eps": ("layer_norm_eps", 1e-5)},
+        defaults=Defaults(4096, 11008, 32, 32, None, 2048, 50304, theta=5e5, eps=1e-5),
         fixed=_NO_BIAS,
         norms=_OUTPUT_NORMS,
         writes_head_dim="unusual",
@@ -370,8 +420,7 @@ VARIANTS = {
         classes="Gemma",
         marks=("zero_centered_norms",),
         options=_GEMMA,
-        defaults=Defaults(ffn=24576, kv_heads=16, positions=8192, vocabulary=256000, head_dim=256),
-        fields=_sizes(3072, 28, 16),
+        defaults=Defaults(3072, 24576, 28, 16, 16, 8192, 256000, head_dim=256),
         fixed=_NO_BIAS,
         activations=(hf.TANH_GELU[1], *hf.TANH_GELU, *hf.SILU),
         meanings={"hidden_act": {"gelu": hf.TANH_GELU[1]}},  # of the first releases
@@ -382,9 +431,8 @@ VARIANTS = {
         classes="Gemma2",
         marks=("zero_centered_norms", "output_norms"),
         options=_GEMMA | {"output_norms": True},
-        defaults=Defaults(ffn=9216, kv_heads=4, positions=8192, vocabulary=256000, head_dim=256),
-        fields=_sizes(2304, 26, 8)
-        | _SCALAR
+        defaults=Defaults(2304, 9216, 26, 8, 4, 8192, 256000, head_dim=256),
+        fields=_SCALAR
         | {
             "attn_logit_softcapping": ("attention_softcap", 50.0),
             "final_logit_softcapping": ("logit_softcap", 30.0),
@@ -404,8 +452,8 @@ VARIANTS = {
         classes="Gemma3",
         marks=("zero_centered_norms", "output_norms", "qk_norm"),
         options=_GEMMA | {"output_norms": True, "qk_norm": True},
-        defaults=Defaults(ffn=9216, kv_heads=4, positions=131072, vocabulary=262208, head_dim=256, theta=1e6),
-        fields=_sizes(2304, 26, 8) | _SCALAR | {"final_logit_softcapping": ("logit_softcap", None)},
+        defaults=Defaults(2304, 9216, 26, 8, 4, 131072, 262208, head_dim=256, theta=1e6),
+        fields=_SCALAR | {"final_logit_softcapping": ("logit_softcap", None)},
         fixed=_NO_BIAS | {"attn_logit_softcapping": (None,)},  # which its class does not compute
         activation="hidden_activation",
         activations=(hf.TANH_GELU[1], *hf.TANH_GELU, *hf.SILU, *hf.EXACT_GELU),
@@ -424,8 +472,16 @@ VARIANTS = {
 
 
 def model_type(model: ModelConfig) -> str:
-    """Return the model_type that computes a model: the last whose marks it has."""
+    """Return the model_type that computes a model: the named one, or the last whose marks it has.
+
+    Raises UserError for a name that is none.
+    """
     settings = LlamaSettings.of(model)
+    if named := settings.model_type:
+        if named not in VARIANTS:
+            problem = f"model.options.model_type={named} is none that is known; use {', '.join(VARIANTS)}"
+            raise UserError(problem)
+        return named
     rows = reversed(VARIANTS.items())
 
     def has(mark: str) -> bool:

@@ -63,7 +63,11 @@ class Location:
     parts: int = 3
     """Weights that are fused, if `num_heads` is given: q, k and v."""
     rows: tuple[int, ...] = ()
-    """Rows of each block of so many as they are stored, in our order; empty for the same order."""
+    """Rows of each block of so many as they are stored, in our order; empty for the same order. Blocks of a
+    fused weight hold its parts."""
+    section: tuple[int, int, int] | None = None
+    """First row, row after the last, and all rows of a tensor that holds several parameters, one after the
+    other; None for a tensor of its own."""
     stacked: tuple[int, ...] = ()
     """Dims of our parameter over which its tensors are stacked, such as experts; none if they are not."""
 
@@ -82,7 +86,8 @@ class Location:
         if self.stacked:
             return ours[len(self.stacked) :]
         stored = ours[::-1] if self.transposed else ours
-        return (stored[0] // len(self.names), *stored[1:])
+        rows = stored[0] // len(self.names) if self.section is None else self.section[2]
+        return (rows, *stored[1:])
 
     def to_ours(self, values: Sequence[Tensor]) -> Tensor:
         """Convert stored tensors to our parameter, as a view where possible."""
@@ -90,19 +95,22 @@ class Location:
             return torch.stack(list(values)).view(*self.stacked, *values[0].shape)
         value = values[0] if len(values) == 1 else torch.cat(list(values))
         del values  # the caller may hold none: a large tensor is then in memory twice at most
+        if self.section is not None:
+            value = value[self.section[0] : self.section[1]]
         value = value.t() if self.transposed else value
+        value = value if self.num_heads is None else _swap(value, self.parts, self.num_heads)
         if self.rows:
             value = value.unflatten(0, (-1, len(self.rows)))[:, list(self.rows)].flatten(0, 1)
-        return value if self.num_heads is None else _swap(value, self.parts, self.num_heads)
+        return value
 
     def to_theirs(self, value: Tensor) -> tuple[Tensor, ...]:
-        """Convert our parameter to stored tensors: the inverse of `to_ours`."""
+        """Convert our parameter to stored tensors, or to its section of one: the inverse of `to_ours`."""
         if self.stacked:
             return value.flatten(0, len(self.stacked) - 1).unbind()
-        value = value if self.num_heads is None else _swap(value, self.num_heads, self.parts)
         if self.rows:
             order = sorted(range(len(self.rows)), key=self.rows.__getitem__)
             value = value.unflatten(0, (-1, len(self.rows)))[:, order].flatten(0, 1)
+        value = value if self.num_heads is None else _swap(value, self.num_heads, self.parts)
         value = value.t() if self.transposed else value
         return value.chunk(len(self.names))
 

@@ -95,6 +95,11 @@ def stored_adapters(model: ModelConfig, lora: LoraConfig) -> list[StoredAdapter]
             if name not in locations:
                 raise UserError(f"{name} has no counterpart in transformers; use lora.targets without it")
             location = locations[name]
+            if location.section is not None or adapter.rows.parts > len(location.names):
+                problem = (
+                    f"{name} is a part of {location.names[0]} in transformers, whose adapter is one for all"
+                )
+                raise UserError(f"{problem}; use lora.targets without it, or mlm export hf merge=true")
             names = tuple(location.names[part] for part in adapter.rows.adapted)
             modules = tuple(mapping.stored_name(n.removesuffix(".weight"), model) for n in names)
             # B has rows of the adapted parts alone, and is never transposed

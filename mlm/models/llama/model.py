@@ -20,7 +20,7 @@ from mlm.models.llama.settings import LlamaSettings
 from mlm.models.norms import RMSNorm
 from mlm.models.rotary import Rotary
 from mlm.models.shape import is_tied
-from mlm.models.transformer import TransformerLayer
+from mlm.models.transformer import MLP, TransformerLayer
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis, ExpertAxes
 
@@ -34,7 +34,6 @@ class LlamaLayer(TransformerLayer):
     """RMSNorm, grouped-query attention with rotary positions, RMSNorm, gated MLP or mixture of experts."""
 
     attention_type = staticmethod(build_attention)
-    mlp_type = GatedMLP
 
     @classmethod
     def build_norm(cls, config: ModelConfig) -> nn.Module:
@@ -52,8 +51,10 @@ class LlamaLayer(TransformerLayer):
         experts: ExpertAxes | None,
     ) -> nn.Module:
         """Return a mixture of experts, or an MLP in the first layers (dense_layers) and without experts."""
-        if not LlamaSettings.of(config).has_experts(layer):
-            return GatedMLP(config, tp=tp, sequence_parallel=sequence_parallel)
+        settings = LlamaSettings.of(config)
+        if not settings.has_experts(layer):
+            mlp = GatedMLP if settings.gated else MLP
+            return mlp(config, tp=tp, sequence_parallel=sequence_parallel)
         return MixtureOfExperts(config, tp=tp, sequence_parallel=sequence_parallel, cp=cp, axes=experts)
 
 

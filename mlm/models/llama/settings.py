@@ -86,6 +86,11 @@ class LlamaSettings(RouterSettings):
     """Of qk_norm: norm those of all heads together, as OLMoE (arXiv:2409.02060, section 4.2.5)."""
     qkv_bias: bool = False
     """Biases of queries, keys and values, as Qwen 2."""
+    bias: bool = False
+    """Biases of attention's output and of the MLP."""
+    gated: bool = True
+    """Multiply the MLP's input by a gate (arXiv:2002.05202); without, model.activation alone is between two
+    matrices, as in Nemotron and StarCoder 2."""
     tied: bool = False
     """Take the token table for the output layer."""
     kv_lora_rank: int = 0
@@ -106,6 +111,9 @@ class LlamaSettings(RouterSettings):
     number, as Qwen2-MoE."""
     dense_layers: Annotated[int, EXPERTS] = 0
     """First layers that have an MLP of model.ffn_hidden_size and no experts."""
+    model_type: str = ""
+    """The model_type of transformers that it is stored as where several compute the same, such as helium and
+    ernie4_5 beside llama; empty for the first that does."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> "LlamaSettings":
@@ -158,6 +166,7 @@ EXPERT_OPTIONS = {
 LLAMA_FORMS = (
     *("rotary_layers", "attention_multiplier", "attention_softcap", "logit_softcap"),
     *("embedding_multiplier", "input_norms", "output_norms", "zero_centered_norms"),
+    *("bias", "gated"),
 )
 """Options that a program of plain Llamas does not compute, of which a converter rejects the unusual ones."""
 
@@ -175,8 +184,8 @@ def architecture(model: ModelConfig) -> Architecture:
         head_dim=settings.head_dim,
         kv_heads=settings.num_kv_heads,
         value_dim=settings.v_head_dim,
-        gated=True,
-        bias=False,
+        gated=settings.gated,
+        bias=settings.bias,
         learned_positions=False,
         tied=settings.tied,
         window=settings.window,
@@ -230,13 +239,13 @@ def num_blocks(model: ModelConfig) -> int:
 
 
 def model_problem(model: ModelConfig) -> Problem | None:
-    if model.activation == "relu2":
-        problem = f"model.activation=relu2 is gpt2's, and model.kind={model.kind} has gates of SiLU or GELU"
-        return Problem(("model.activation", "model.kind"), problem, "use model.activation=silu")
     type_problems = (_type_problem(name, value) for name, value in model.options.items())
     if first := next(filter(None, (decoder_problem(model), *type_problems)), None):
         return first
     settings = LlamaSettings.of(model)
+    if model.activation == "relu2" and settings.gated:
+        problem = "model.activation=relu2 has no gate, and model.options.gated=true gates SiLU or GELU"
+        return Problem(("model.activation", "model.options.gated"), problem, "use model.options.gated=false")
     for name, why, fix in _problems(model, settings):
         key = f"model.options.{name}"
         return Problem((key,), f"{key}={format_value(getattr(settings, name))} {why}", fix)
@@ -324,6 +333,9 @@ def _mixture_problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
         return
     if settings.shared_gate and not settings.shared_experts:
         yield "shared_gate", "is of shared experts", "set model.options.shared_experts too"
+    for name, value in {"gated": True, "bias": False}.items():
+        if getattr(settings, name) != value:
+            yield name, "does not go with experts (num_experts)", "remove it"
     balances = ("none", "bias", "sequence", "global_batch", "micro_batch")
     for name, values in (("router_scores", ("softmax", "sigmoid")), ("balance", balances)):
         if getattr(settings, name) not in values:

@@ -102,6 +102,9 @@ def _alternating(pattern: str) -> dict[int, dict[str, list[str]]]:
     }
 
 
+_HIDDEN_IS_HEADS = {
+    n: {"hidden_size": shape.num_attention_heads * shape.head_dim} for n, shape in enumerate(SHAPES)
+}
 ROWS: dict[str, Row] = {
     "llama": Row("Llama"),
     "llama tied, one kv head, geglu": Row(
@@ -116,7 +119,19 @@ ROWS: dict[str, Row] = {
         "Llama",
         {"rope_parameters": {**YARN, "attention_factor": 1.3, "beta_fast": 4, "truncate": False}},
     ),
+    "arcee": Row("Arcee", {"hidden_act": "relu2"}),
+    "ernie4_5": Row("Ernie4_5"),
+    "glm": Row("Glm", by_shape={0: {"head_dim": 12}, 2: {"head_dim": 16}}),
+    "glm without biases": Row("Glm", {"head_dim": 8, "attention_bias": False, "partial_rotary_factor": 0.25}),
+    "helium": Row("Helium", by_shape=_HIDDEN_IS_HEADS),
     "mistral": Row("Mistral", {"sliding_window": 5}),
+    "phi3": Row(
+        "Phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.75}},
+        by_shape={0: {"hidden_size": 64}, 1: {"sliding_window": 7}, 2: {"sliding_window": 3}},
+        has_head_dim=False,
+    ),
+    "seed_oss": Row("SeedOss", {"attention_dropout": 0.0, "residual_dropout": 0.0}),
     "qwen2": Row("Qwen2", {"tie_word_embeddings": True}, has_head_dim=False),
     "qwen3": Row("Qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen3 with a window": Row(
