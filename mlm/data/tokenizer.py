@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, processors
 
-from mlm.data.tokenizer_settings import EOD, Declared, check_size, ids_of
+from mlm.data.tokenizer_settings import EOD, ROBERTA, Declared, check_size, ids_of
 from mlm.data.vocabulary_files import BOS, CLS, CONTINUES, MASK, PAD, SEP, UNK, damaged, read_bert, read_gpt2
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import digest_bytes, read_input_text, write_atomic
@@ -110,13 +110,16 @@ class Tokenizer:
         return id is not None and 0 <= id < self.vocab_size and self._backend.id_to_token(id) is not None
 
     def _named(self, role: str, default: str) -> int | None:
-        """Return the token that is declared to have a role, else BERT's name for it if it is special.
+        """Return the token that is declared to have a role, else BERT's or RoBERTa's for it if it is special.
 
         Where no token is marked as special, its name is enough.
         """
         if name := self.declared.names.get(role):
             return self._vocabulary.get(name)
-        return self._vocabulary.get(default) if default in (self.special_names or self._vocabulary) else None
+        names = self.special_names or self._vocabulary
+        if ROBERTA["mask_token"] in names:
+            default = ROBERTA[role]
+        return self._vocabulary.get(default) if default in names else None
 
     @cached_property
     def opening(self) -> list[int]:

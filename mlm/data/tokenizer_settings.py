@@ -25,6 +25,7 @@ ROBERTA = {
     **{"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<s>", "sep_token": "</s>"},
     **{"unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>"},
 }
+"""Special tokens of RoBERTa, which alone has a token <mask>."""
 CLASS_TOKENS: dict[str, dict[str, str]] = {
     **dict.fromkeys(("gpt2", "gptneo", "gptneox", "gptj", "codegen", "phi", "opt", "bigcode"), ENDOFTEXT),
     **dict.fromkeys(("qwen2", "qwen3"), QWEN),

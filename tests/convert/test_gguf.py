@@ -49,6 +49,16 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+SMOLLM3 = {"pad_token_id": None}
+QWEN2_MOE = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    **{"shared_expert_intermediate_size": 48, "norm_topk_prob": False},
+}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 11}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6}
+LOCAL = {"rope_type": "default", "rope_theta": 1e4}
+GEMMA3 = GEMMA | {"num_hidden_layers": 7}
+CONFIGS = {"Gemma3": "Gemma3Text"}
 RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "tied": ("Llama", {"tie_word_embeddings": True}),
@@ -62,11 +72,27 @@ RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "qwen3_moe": ("Qwen3Moe", MOE | {"norm_topk_prob": True}),
+    "olmo2": ("Olmo2", {}),
+    "smollm3": ("SmolLM3", SMOLLM3 | {"num_hidden_layers": 5}),
+    "qwen2_moe": ("Qwen2Moe", QWEN2_MOE),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3", GEMMA3),
+    "gemma3 with a scaled context": (
+        "Gemma3",
+        GEMMA3 | {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL}},
+    ),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}),
 }
 REJECTED: dict[str, tuple[str, dict[str, Any]]] = {
     "rope_scaling=llama3": ("Qwen3", {"rope_parameters": LLAMA3, "head_dim": 8}),
     "rope_beta_fast=16": ("Llama", {"rope_parameters": YARN | {"beta_fast": 16.0}}),
+    "rotary_layers=rn": ("SmolLM3", SMOLLM3 | {"no_rope_layer_interval": 2}),
+    "attention_multiplier=": ("Gemma2", GEMMA | {"query_pre_attn_scalar": 9}),
+    "window_layers=s+f": ("Gemma3", GEMMA | {"layer_types": ["sliding_attention", "full_attention"]}),
+    "attention_softcap=0": ("Gemma2", GEMMA | {"attn_logit_softcapping": None}),
+    "dense_layers=1": ("Qwen2Moe", QWEN2_MOE | {"mlp_only_layers": [0]}),
+    "router_normalise=true": ("Qwen2Moe", QWEN2_MOE | {"norm_topk_prob": True}),
     "router_normalise=false": ("Qwen3Moe", MOE | {"norm_topk_prob": False}),
 }
 
@@ -74,7 +100,7 @@ REJECTED: dict[str, tuple[str, dict[str, Any]]] = {
 def write_model(folder: Path, kind: str, changes: dict[str, Any]) -> Any:
     """A model of random weights in folder/theirs and folder/run, with a tokenizer."""
     torch.manual_seed(1)
-    settings = getattr(transformers, f"{kind}Config")(**SHAPE | changes)
+    settings = getattr(transformers, f"{CONFIGS.get(kind, kind)}Config")(**SHAPE | changes)
     model = getattr(transformers, f"{kind}ForCausalLM")(settings).eval()
     for name, value in model.named_parameters():
         if "norm" in name or name.endswith("bias"):  # ones and zeros would hide a swap
@@ -101,7 +127,10 @@ def test_logits_in_llama_cpp_are_those_of_transformers(tmp_path: Path, name: str
     with torch.no_grad():
         want = model(ids[None]).logits[0]
     found = LlamaCpp(export(tmp_path)).logits(ids.tolist())
-    assert (found - want).abs().max() < 1e-4 * want.std()
+    if name.startswith("gemma"):  # a GELU is a table of half precision there
+        assert (found - want).square().mean().sqrt() < 2e-3 * want.std()
+    else:
+        assert (found - want).abs().max() < 1e-4 * want.std()
 
 
 def test_a_window_bounds_the_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

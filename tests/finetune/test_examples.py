@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mlm.data.tokenizer import Tokenizer
 from mlm.finetune import splits
 from mlm.finetune.classification import Classification
 from mlm.finetune.rows import ExampleError
@@ -63,8 +64,13 @@ def test_texts_of_a_roberta_are_those_of_transformers(
         assert example.texts[0].tokens.tolist() == expected["input_ids"]
 
 
-def test_special_tokens_of_a_roberta_come_from_its_model_type() -> None:
-    ours, theirs = roberta(), their_roberta()
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_special_tokens_of_a_roberta_come_from_its_model_type_or_names(is_alone: bool) -> None:
+    """A corpus has its tokenizer.json alone."""
+    theirs = their_roberta()
+    ours = Tokenizer(roberta().content.decode()) if is_alone else roberta()
+    assert ours.pair_separators == 2
+    assert ours.bos_id == theirs.bos_token_id
     assert (ours.cls_id, ours.sep_id, ours.mask_id, ours.pad_id, ours.eod_id) == (
         *(theirs.cls_token_id, theirs.sep_token_id, theirs.mask_token_id, theirs.pad_token_id),
         theirs.eos_token_id,

@@ -1,4 +1,4 @@
-"""A Llama, Mistral, Qwen or mixture as one file for llama.cpp and programs built on it.
+"""A Llama or its kin as one file for llama.cpp and programs built on it: rows of `TARGETS`.
 
 Keys and names of tensors are the `gguf` package's, their content is what llama.cpp's converter writes.
 Matrices have the chosen type, norms, biases and routers float32. Before the file is named, the tokenizer is
@@ -7,8 +7,8 @@ tried on texts, and, where llama.cpp is installed, the whole file in it.
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,17 +27,60 @@ from mlm.models.config import ModelConfig
 from mlm.models.llama.rope import frequencies
 from mlm.models.llama.settings import LlamaSettings
 from mlm.runs.folder import GB
-from mlm.util.errors import UserError
+from mlm.util.errors import UserError, format_value
 from mlm.util.extras import load_extra
 from mlm.util.results import CREATOR, is_stream, write_result
 
-ARCHITECTURES = {
-    **{"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"},
-    **{"mixtral": "LLAMA", "qwen3_moe": "QWEN3MOE", "olmoe": "OLMOE"},
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """An architecture of llama.cpp, and what it computes that no key of a file says."""
+
+    name: str
+    has_pairs: bool = False
+    """True if it rotates neighbours, so that rows of queries and keys are stored in pairs; else halves."""
+    activation: str = "silu"
+    fixed: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    """Our options -> their value in each of its models; of patterns by layer the pattern."""
+    required: tuple[str, ...] = ()
+    """Our options without which it computes with values of its own."""
+    wide_layers: int = 0
+    """Layers of its model whose scores are scaled by (hidden_size / num_heads)^-0.5; in all others by that of
+    head_dim."""
+
+
+_NO_NORMALISING: dict[str, bool | int] = {"router_normalise": False, "dense_layers": 0}
+TARGETS = {
+    "llama": Target(name="LLAMA", has_pairs=True),
+    "mistral": Target(name="LLAMA", has_pairs=True),
+    "smollm3": Target(name="SMOLLM3", has_pairs=True, fixed={"rotary_layers": "rrrn", "window": 0}),
+    "qwen2": Target(name="QWEN2"),
+    "qwen3": Target(name="QWEN3"),
+    "mixtral": Target(name="LLAMA", has_pairs=True, fixed={"router_normalise": True}),
+    "qwen3_moe": Target(name="QWEN3MOE", fixed={"router_normalise": True, "dense_layers": 0}),
+    "qwen2_moe": Target(name="QWEN2MOE", fixed={**_NO_NORMALISING, "qkv_bias": True}),
+    "olmoe": Target(name="OLMOE", fixed=_NO_NORMALISING),
+    "olmo2": Target(name="OLMO2"),
+    "gemma": Target(name="GEMMA", activation="gelu_tanh", fixed={"tied": True}),
+    "gemma2": Target(
+        name="GEMMA2",
+        activation="gelu_tanh",
+        fixed={"tied": True, "window_layers": "sf"},
+        required=("attention_softcap", "logit_softcap"),
+        wide_layers=46,
+    ),
+    "gemma3_text": Target(
+        name="GEMMA3",
+        activation="gelu_tanh",
+        fixed={"window_layers": "sssssf", "window_rope_theta": 1e4},
+        wide_layers=62,
+    ),
 }
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 LOGIT_ERRORS = {"f32": 1e-3, "f16": 0.05, "bf16": 0.2, "q8_0": 0.25}
 """Type -> root mean square by which logits may differ in llama.cpp, in standard deviations of all."""
+GELU_ERROR = 0.01
+"""The same of f32 with a GELU, which llama.cpp looks up in a table of half precision."""
 LLAMA_CPP_YARN = {"rope_beta_fast": 32.0, "rope_beta_slow": 1.0, "rope_truncate": True, "rope_mscale": 0.0}
 """Settings of yarn that a file cannot hold, and their values in llama.cpp."""
 
@@ -62,21 +105,36 @@ def model_problem(source: Source) -> str | None:
     model = source.model
     settings = LlamaSettings.of(model) if model.kind == "llama" else None
     kind = model.kind if settings is None else model_type(model)
-    if settings is None or model.head != "language_model" or kind not in ARCHITECTURES:
-        return f"{kind} with head={model.head} is not supported; supported: {', '.join(ARCHITECTURES)}"
-    architecture = ARCHITECTURES[kind]
-    if model.activation != "silu":
-        return f"model.activation={model.activation} is not supported; supported: silu"
-    if settings.rope_scaling == "llama3" and architecture != "LLAMA":
+    if settings is None or model.head != "language_model" or kind not in TARGETS:
+        return f"{kind} with head={model.head} is not supported; supported: {', '.join(TARGETS)}"
+    target = TARGETS[kind]
+    if model.activation != target.activation:
+        return f"model.activation={model.activation} is not supported; supported: {target.activation}"
+    for name, value in target.fixed.items():
+        if not is_alike(model, given := getattr(settings, name), value):
+            return f"llama.cpp has no {kind} with model.options.{name}={format_value(given)}"
+    for name in target.required:
+        if not getattr(settings, name):
+            return f"llama.cpp has no {kind} with model.options.{name}=0"
+    is_wide = target.wide_layers == model.num_layers
+    scale = (model.hidden_size / model.num_heads if is_wide else settings.head_dim) ** -0.5
+    if not math.isclose(settings.attention_multiplier or settings.head_dim**-0.5, scale, rel_tol=1e-6):
+        given = f"model.options.attention_multiplier={settings.attention_multiplier:g}"
+        return f"{given} is not supported; llama.cpp's {kind} has {scale:g}"
+    if settings.rope_scaling == "llama3" and target.name != "LLAMA":
         return f"llama.cpp has no {kind} with model.options.rope_scaling=llama3"
     if settings.rope_scaling == "yarn":
         for name, value in LLAMA_CPP_YARN.items():
             if (given := getattr(settings, name)) != value:
                 return f"model.options.{name}={given} is not supported; llama.cpp computes {value}"
-    if settings.num_experts and settings.router_normalise is (architecture == "OLMOE"):
-        given = f"model.options.router_normalise={str(settings.router_normalise).lower()}"
-        return f"llama.cpp has no {kind} with {given}"
     return None
+
+
+def is_alike(model: ModelConfig, given: object, value: object) -> bool:
+    """True for equal options, and for patterns by layer that are equal in all layers of a model."""
+    if not (isinstance(given, str) and isinstance(value, str) and given):
+        return given == value
+    return all(given[n % len(given)] == value[n % len(value)] for n in range(model.num_layers))
 
 
 def export_gguf(
@@ -95,7 +153,7 @@ def export_gguf(
     write_result(out, partial(write, gguf, writer, check))
     size = sum(tensor.nbytes for tensors in writer.tensors for tensor in tensors.values())
     columns = {"architecture#": writer.arch, "type#": kind, "GB#": f"{size / GB:.3g}"}
-    notes, window = [], LlamaSettings.of(source.model).window
+    notes, window = [], bounding_window(source.model)
     if source.tokenizer is None:
         notes.append(f"no tokenizer: {source.path} has none, so that llama.cpp reads token ids alone")
     elif composes(source.tokenizer):
@@ -109,8 +167,9 @@ def export_gguf(
 
 def prepare(gguf: Any, source: Source, kind: str) -> Any:
     """Return a writer of the `gguf` package that holds all keys and tensors."""
-    architecture = ARCHITECTURES[model_type(source.model)]
-    writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture]])
+    target = TARGETS[model_type(source.model)]
+    architecture = gguf.MODEL_ARCH[target.name]
+    writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_quantized_by(CREATOR)  # by which a later export knows the file
     add_settings(gguf, writer, source, kind)
     if source.tokenizer is None:
@@ -118,7 +177,7 @@ def prepare(gguf: Any, source: Source, kind: str) -> Any:
     else:
         add_tokenizer(writer, source, source.tokenizer)
     mapping, settings = hf_mapping(source), LlamaSettings.of(source.model)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture], source.model.num_layers)
+    names = gguf.get_tensor_name_map(architecture, source.model.num_layers)
     if settings.rope_scaling == "llama3":
         cpu = torch.device("cpu")
         scaled = frequencies(settings, torch.float64, cpu)[0]
@@ -131,14 +190,16 @@ def prepare(gguf: Any, source: Source, kind: str) -> Any:
         tensors = dict[str, list[Tensor]]()
         for theirs, value in zip(location.names, location.to_theirs(source.whole(ours)), strict=True):
             module = theirs.split(".")[-2]
-            if architecture == "LLAMA" and module in heads:
+            if target.has_pairs and module in heads:
                 value = interleave(value, heads[module])
+            if settings.zero_centered_norms and module.endswith("norm"):
+                value = 1 + value
             stored = mapping.stored_name(theirs, source.model)
             tensors.setdefault(re.sub(r"(?<=\.experts)\.\d+", "", stored), []).append(value)
         for stored, values in tensors.items():
             name = names.get_name(stored, try_suffixes=(".weight", ".bias"))
             value = torch.stack(values) if ".experts." in stored else values[0]
-            data, dtype = encoded(gguf, value, "f32" if "_inp." in name else kind)
+            data, dtype = encoded(gguf, value, "f32" if "_inp" in name else kind)
             writer.add_tensor(name, data, raw_dtype=dtype)
     return writer
 
@@ -168,10 +229,11 @@ def check_in_llama_cpp(
     ids = torch.arange(count).mul(7919).remainder(source.model.vocab_size)
     want = logits(ids[None])[0].float()
     error = ((llama.logits(ids.tolist()) - want).square().mean().sqrt() / want.std()).item()
-    if not error <= LOGIT_ERRORS[kind]:
+    most = max(LOGIT_ERRORS[kind], GELU_ERROR if source.model.activation != "silu" else 0.0)
+    if not error <= most:
         raise UserError(
             f"out={out}: llama.cpp computes other logits than mlm, by {error:.3g} standard deviations "
-            f"({LOGIT_ERRORS[kind]:g} is what type={kind} rounds); nothing is written"
+            f"({most:g} is what type={kind} rounds); nothing is written"
         )
 
 
@@ -207,6 +269,15 @@ def add_settings(gguf: Any, writer: Any, source: Source, kind: str) -> None:
         writer.add_expert_count(settings.num_experts)
         writer.add_expert_used_count(settings.experts_per_token)
         writer.add_expert_feed_forward_length(settings.expert_ffn_size)
+    if settings.shared_gate:
+        width = settings.shared_experts * settings.expert_ffn_size
+        writer.add_expert_shared_feed_forward_length(width)
+    if settings.window_layers:
+        writer.add_sliding_window(settings.window)
+    if settings.attention_softcap:
+        writer.add_attn_logit_softcapping(settings.attention_softcap)
+    if settings.logit_softcap:
+        writer.add_final_logit_softcapping(settings.logit_softcap)
     writer.add_head_count(model.num_heads)
     writer.add_head_count_kv(settings.num_kv_heads)
     writer.add_layer_norm_rms_eps(model.layer_norm_eps)
@@ -224,8 +295,14 @@ def add_settings(gguf: Any, writer: Any, source: Source, kind: str) -> None:
 
 
 def context_length(model: ModelConfig) -> int:
-    """Return the tokens that llama.cpp may read: it attends to all before, which is right in a window."""
-    return min(LlamaSettings.of(model).window or model.max_positions, model.max_positions)
+    """Return the tokens that llama.cpp may read."""
+    return min(bounding_window(model) or model.max_positions, model.max_positions)
+
+
+def bounding_window(model: ModelConfig) -> int:
+    """Return the window of a model for whose architecture llama.cpp has none: it attends to all before."""
+    has_windows = "window_layers" in TARGETS[model_type(model)].fixed
+    return 0 if has_windows else LlamaSettings.of(model).window
 
 
 def add_tokenizer(writer: Any, source: Source, tokenizer: Tokenizer) -> None:
