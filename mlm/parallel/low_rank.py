@@ -27,6 +27,7 @@ from mlm.parallel.dropout import DropoutStream, site_keys
 from mlm.parallel.expert.experts import Experts, grouped_linear
 from mlm.parallel.layers import ColumnParallelLinear, FusedRows, RowParallelLinear
 from mlm.parallel.linear import linear
+from mlm.parallel.matmul import Runs
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import shard_of
 
@@ -187,10 +188,10 @@ class ExpertAdapter(nn.Module):
         self.down_a = nn.Parameter(torch.empty(here, rank, width))  # [e, r, F/t]
         self.down_b = nn.Parameter(torch.zeros(here, hidden, rank))  # [e, H, r]
 
-    def term(self, x: Tensor, counts: Sequence[int], weight: str) -> Tensor:
+    def term(self, x: Tensor, runs: Runs, weight: str) -> Tensor:
         """Return the term beside this rank's of a weight, up or down, times x: [R, I] -> [R, O]."""
         a, b = (getattr(self, f"{weight}_{part}") for part in "ab")
-        return grouped_linear(grouped_linear(x, a, counts) * self.scale, b, counts)
+        return grouped_linear(grouped_linear(x, a, runs) * self.scale, b, runs)
 
 
 def weight_change(a: Tensor, b: Tensor, scale: float, rows: AdaptedRows, size: int) -> Tensor:

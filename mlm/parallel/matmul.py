@@ -10,11 +10,16 @@ Shapes: x [..., I], weight [O, I], y [..., O].
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mlm.parallel.collectives import to_device
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _CPUINFO = Path("/proc/cpuinfo")
@@ -70,6 +75,13 @@ _WIDE_SUMS: dict[str, bool] = {}
 """Of each kind of device, if its products of half precision can be written in float32."""
 _WIDE_ADDS: dict[str, bool] = {}
 """Of each kind of device, if such a product can be added to a float32 matrix where that is."""
+_KERNELS: dict[str, ModuleType] = {}
+"""Of each kind of device, `triton_kernels`, where Triton compiles for it."""
+
+
+def kernels_for(x: Tensor) -> ModuleType | None:
+    """Triton's kernels for tensors on this device and of at most 32 bits; None without them."""
+    return _KERNELS.get(x.device.type) if x.element_size() <= 4 else None
 
 
 def prepare_products(device: torch.device) -> None:
@@ -87,6 +99,11 @@ def prepare_products(device: torch.device) -> None:
     except RuntimeError:  # a build without it
         _WIDE_SUMS[kind] = False
     _WIDE_ADDS[kind] = kind == "cuda" and _adds_in_float32(a)
+    if kind == "cuda":
+        from torch.utils._triton import has_triton  # loads the compiler
+
+        if has_triton():
+            _KERNELS[kind] = import_module("mlm.parallel.triton_kernels")
 
 
 def _adds_in_float32(a: Tensor) -> bool:
@@ -148,46 +165,72 @@ def _rows_for_onednn(x: Tensor, weight: Tensor, size: int) -> float:
     return NEW_SHAPE_FLOPS / (2 * size) if uses_onednn(x, weight) else math.inf
 
 
-def _takes_one_call(x: Tensor, weight: Tensor, counts: Sequence[int], most: float) -> bool:
+class Runs:
+    """Rows of each expert, one expert's after the other's, by their `counts` or by their `ends`, [e] int32.
+
+    Of rows that were sorted on a GPU the ends are there, and the host waits if it asks for the counts.
+    """
+
+    def __init__(self, counts: Sequence[int] | None = None, ends: Tensor | None = None) -> None:
+        assert counts is not None or ends is not None
+        if counts is not None:
+            self.counts = tuple(counts)
+        self._ends = ends
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        assert self._ends is not None
+        ends = self._ends.tolist()
+        return tuple(end - begin for begin, end in zip([0, *ends], ends, strict=False))
+
+    def ends(self, device: torch.device) -> Tensor:
+        """[e] int32 on a device: where the rows of each run end. Waits for nothing."""
+        if self._ends is None:
+            self._ends = to_device(torch.tensor(self.counts).cumsum(0, dtype=torch.int32), device)
+        return self._ends
+
+
+def _takes_one_call(x: Tensor, weight: Tensor, runs: Runs, most: float) -> bool:
     """True where PyTorch multiplies all runs in one call: bfloat16 on a GPU, and float32 on a CPU by MKL."""
     step = 16 // x.element_size()
     if weight.shape[1] % step or weight.shape[2] % step:
         return False
     if x.is_cuda:
         return x.dtype == torch.bfloat16
-    return x.is_cpu and x.dtype == torch.float32 and x.is_contiguous() and 0 < max(counts) < most
+    return x.is_cpu and x.dtype == torch.float32 and x.is_contiguous() and 0 < max(runs.counts) < most
 
 
-def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
-    """[e] int32: where the rows of each run end."""
-    return torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-
-
-def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """Runs of `counts` rows times one weight each, transposed: [R, I], [e, O, I] -> [R, O]."""
+def grouped_product(x: Tensor, weight: Tensor, runs: Runs) -> Tensor:
+    """Runs of rows times one weight each, transposed: [R, I], [e, O, I] -> [R, O]."""
     most = _rows_for_onednn(x, weight, weight[0].numel())
-    if _takes_one_call(x, weight, counts, most):
-        return F.grouped_mm(x, weight.mT, offs=_ends(counts, x.device))
-    y = x.new_empty(x.shape[0], weight.shape[1])
+    if _takes_one_call(x, weight, runs, most):
+        return F.grouped_mm(x, weight.mT, offs=runs.ends(x.device))
+    y, counts = x.new_empty(x.shape[0], weight.shape[1]), runs.counts
     for rows, expert_weight, out in zip(x.split(counts), weight.mT.unbind(), y.split(counts), strict=True):
         _write_product(rows, expert_weight, out, most)
     return y
 
 
 def grouped_gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int], dtype: torch.dtype
+    dy: Tensor, x: Tensor, weight: Tensor, runs: Runs, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `grouped_product`; the weight's in `dtype`, and 0 where there are no rows.
+
+    Triton's kernel writes the weight's in the float32 it is summed in, as PyTorch's does not.
 
     A run's two products follow each other: its rows of dy are still in the cache.
     """
     most = _rows_for_onednn(dy, x, weight[0].numel())
-    if _takes_one_call(dy, weight, counts, most):
-        ends = _ends(counts, x.device)
-        return F.grouped_mm(dy, weight, offs=ends), F.grouped_mm(dy.t(), x, offs=ends).to(dtype)
+    if _takes_one_call(dy, weight, runs, most):
+        ends, kernels = runs.ends(x.device), kernels_for(x)
+        dx = F.grouped_mm(dy, weight, offs=ends)
+        if kernels is not None and dtype == torch.float32 != x.dtype:
+            return dx, kernels.weight_gradients(dy, x, ends)
+        return dx, F.grouped_mm(dy.t(), x, offs=ends).to(dtype)
+    counts = runs.counts
     dx, dw = torch.empty_like(x), torch.empty(weight.shape, dtype=dtype, device=x.device)
-    runs = zip(*(x.split(counts) for x in (dy, x, dx)), weight.unbind(), dw.unbind(), strict=True)
-    for dy_rows, rows, out, expert_weight, total in runs:
+    parts = zip(*(x.split(counts) for x in (dy, x, dx)), weight.unbind(), dw.unbind(), strict=True)
+    for dy_rows, rows, out, expert_weight, total in parts:
         _write_product(dy_rows, expert_weight, out, most)
         if dtype != dy.dtype or rows.shape[0] >= most:
             total.copy_(weight_gradient(dy_rows, rows, dtype))

@@ -8,6 +8,7 @@ formats choose other experts where two are almost equal: there the products of e
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from bench.equality import Reference
@@ -23,6 +24,7 @@ from mlm.optim.config import PrecisionConfig, ScheduleConfig
 from mlm.optim.precision import DTYPES
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.expert.experts import grouped_linear
+from mlm.parallel.matmul import Runs
 from mlm.parallel.mesh import ParallelContext
 from mlm.runs.config import PretrainConfig, TrainConfig
 from mlm.runs.corpora import train_dataset
@@ -54,9 +56,19 @@ cancel to 2e-3 of the model's largest, so that they hold a fifth of rounding."""
 
 
 def model_of(kind: str, *, quick: bool) -> ModelConfig:
-    options = {"num_kv_heads": 1 if quick else 2} if kind in ("llama", "mixtral") else {}
+    options: dict[str, Any] = {"num_kv_heads": 1 if quick else 2} if kind in ("llama", "mixtral") else {}
     if kind == "mixtral":
         options |= {"num_experts": 4, "experts_per_token": 2}
+    if kind == "deepseek":  # latent attention, groups of experts, one that all tokens go through
+        options = {
+            "head_dim": 16,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "rope_head_dim": 8,
+            "v_head_dim": 16,
+        }
+        options |= {"num_experts": 8, "experts_per_token": 3, "expert_ffn_size": 32, "shared_experts": 1}
+        options |= {"router_scores": "sigmoid", "router_groups": 4, "router_top_groups": 2, "balance": "bias"}
     return ModelConfig(
         kind="llama" if options else kind,
         options=options,
@@ -183,7 +195,7 @@ def experts(case: Case) -> None:
     parts = []
     for device, dtype in (("cpu", torch.float64), (case.device, torch.bfloat16)):
         leaves = [leaf.to(device, dtype).requires_grad_() for leaf in (rows, weights)]
-        y = grouped_linear(*leaves, counts)
+        y = grouped_linear(*leaves, Runs(counts))
         y.backward(dy.to(device, dtype))
         parts.append([part.detach().double().cpu() for part in (y, *(leaf.grad for leaf in leaves))])
     for name, expected, found in zip(("output", "input gradient", "weight gradient"), *parts, strict=True):

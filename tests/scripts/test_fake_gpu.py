@@ -173,3 +173,28 @@ def test_a_layout_over_nccl_equals_one_process(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "EQUAL" in done.stdout
+
+
+@needs_cuda_build
+@pytest.mark.slow
+def test_a_mixture_waits_once_a_layer_for_experts_elsewhere_and_never_for_its_own(tmp_path: Path) -> None:
+    words = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        str(SCRIPT.parent / "gpu/fake/expert_waits.py"),
+    ]
+    check = [str(SCRIPT.parent / "gpu_check.py"), "--quick", "--only", "waits", "--out", "check"]
+    for options, command in ((["--gpus", "2"], words), (["--no-arithmetic"], check)):
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), *options, "--", *command],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "mlm/parallel" not in done.stdout
+    assert "mlm/models" not in done.stdout
+    for kind in ("mixtral", "deepseek"):
+        assert f"waits in a steady step: model={kind}" in done.stdout

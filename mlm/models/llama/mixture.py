@@ -75,11 +75,12 @@ class MixtureOfExperts(nn.Module):
         if self.sequence_parallel:  # [S, B, …] of [S/t, B, …]
             enter, leave = gather_sequence, scatter_sequence
         rows, experts, weights = (enter(t, tp) for t in (x, routing.experts, routing.weights))
-        order = sort_by_expert(experts.flatten(0, 1), self.router.settings.num_experts)
-        exchange = Exchange(self.axes.ep, order.counts, x.device)
+        num_experts = self.router.settings.num_experts
+        order = sort_by_expert(experts.flatten(0, 1), num_experts, drops=routing.drops)
+        exchange = Exchange(self.axes.ep, order.runs, x.device)
         in_flight = exchange.start(permute(rows.flatten(0, 1), order))
         shared = None if self.shared is None else self.shared_output(x)  # while tokens travel
-        y = self.experts(exchange.finish(in_flight), exchange.counts)
+        y = self.experts(exchange.finish(in_flight), exchange.runs)
         y = leave(combine(exchange.back(y), weights.flatten(0, 1), order).view_as(rows), tp)
         return y if shared is None else y + shared
 

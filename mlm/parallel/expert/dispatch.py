@@ -20,23 +20,31 @@ import torch
 from torch import Tensor
 
 from mlm.parallel.collectives import Pending, all_to_all, start_all_to_all
-from mlm.parallel.mesh import Axis
+from mlm.parallel.matmul import Runs, kernels_for
+from mlm.parallel.mesh import CPU, Axis
 
 
 @dataclass(frozen=True, eq=False)
 class Order:
     """Rows of a rank's tokens, sorted by expert; within an expert by token. Numbers are computed once."""
 
-    slots: Tensor
-    """[R] int64: which of the T k slots (token, choice) each row is of."""
-    counts: tuple[int, ...]
-    """[E]: rows of each expert."""
+    sorted_slots: Tensor
+    """[T k] int64: the slots (token, choice) by expert; those whose choice is dropped are last."""
+    runs: Runs
+    """Rows of each of the E experts."""
     per_token: int
     """k."""
+    drops: bool = False
+    """True if choices may be dropped: the number of rows is then the host's to ask for."""
 
     def inverse(self) -> "Order":
         """Order that brings rows back, of one choice a token."""
-        return Order(self.rows, self.counts, 1)
+        return Order(self.rows, self.runs, 1)
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """[R] int64: which of the T k slots each row is of."""
+        return self.sorted_slots[: sum(self.runs.counts)] if self.drops else self.sorted_slots
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -45,31 +53,37 @@ class Order:
 
     @cached_property
     def rows(self) -> Tensor:
-        """[T k] int64: row of each slot, where every slot has one."""
-        rows = torch.empty_like(self.slots)
-        rows[self.slots] = torch.arange(len(rows), device=rows.device)
-        return rows
+        """[T k] int64: row of each slot; -1 for a dropped choice."""
+        slots, total = self.slots, len(self.sorted_slots)
+        rows = torch.empty_like(slots) if len(slots) == total else slots.new_full((total,), -1)
+        return rows.scatter_(0, slots, torch.arange(len(slots), device=rows.device))
 
 
-def sort_by_expert(experts: Tensor, num_experts: int) -> Order:
-    """Order of rows for choices [T, k]; a choice of `num_experts` is dropped and has no row. Waits.
+def sort_by_expert(experts: Tensor, num_experts: int, *, drops: bool = True) -> Order:
+    """Order of rows for choices [T, k]; a choice of `num_experts` is dropped and has no row.
 
-    Shapes alone, on the meta device, are those of even loads.
+    `drops` is False if there are none: nothing of the order then depends on numbers that a GPU's host waits
+    for. Shapes alone, on the meta device, are those of even loads.
     """
     flat = experts.flatten()
     if flat.is_meta:
         share, rest = divmod(len(flat), num_experts)
         even = tuple(share + (expert < rest) for expert in range(num_experts))
-        return Order(flat, even, experts.shape[1])
+        return Order(flat, Runs(even), experts.shape[1])
     if flat.is_cpu:  # NumPy sorts numbers of 8 or 16 bits by their digits
-        numbers = flat.numpy()
-        loads: list[int] = np.bincount(numbers, minlength=num_experts + 1).tolist()
-        slots = torch.from_numpy(numbers.astype(np.min_scalar_type(num_experts)).argsort(kind="stable"))
-    else:
-        loads = torch.bincount(flat, minlength=num_experts + 1).tolist()
-        slots = flat.argsort(stable=True)
-    counts = tuple(loads[:num_experts])
-    return Order(slots[: sum(counts)], counts, experts.shape[1])
+        labels = flat.numpy()
+        loads: list[int] = np.bincount(labels, minlength=num_experts + 1).tolist()
+        slots = torch.from_numpy(labels.astype(np.min_scalar_type(num_experts)).argsort(kind="stable"))
+        return Order(slots, Runs(loads[:num_experts]), experts.shape[1], drops)
+    slots, ends = sort_on_device(flat, num_experts)
+    return Order(slots, Runs(ends=ends), experts.shape[1], drops)
+
+
+def sort_on_device(labels: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Slots by their label [T k], and the ends [E] int32 of each expert's; larger labels are last."""
+    numbers, slots = labels.to(torch.int16).sort(stable=True)
+    experts = torch.arange(num_experts, dtype=torch.int16, device=labels.device)
+    return slots, torch.searchsorted(numbers, experts, right=True, out_int32=True)
 
 
 class _Permute(torch.autograd.Function):
@@ -82,6 +96,8 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        if (kernels := kernels_for(dy)) is not None:
+            return kernels.sum_rows(dy, ctx.order.rows, ctx.order.per_token), None
         slots = _by_slot(dy, ctx.order, ctx.tokens)
         if slots.shape[1] == 1:
             return slots[:, 0], None
@@ -103,6 +119,8 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, weights: Tensor, order: Order) -> Tensor:
         ctx.save_for_backward(y, weights)
         ctx.order = order
+        if (kernels := kernels_for(y)) is not None:
+            return kernels.sum_rows(y, order.rows, order.per_token, weights)  # type: ignore[no-any-return]
         slots = _by_slot(y, order, len(weights))  # [T, k, H]
         total = slots[:, 0] * weights[:, 0, None]
         for slot in range(1, order.per_token):
@@ -113,6 +131,8 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
         y, weights = ctx.saved_tensors
         order: Order = ctx.order
+        if (kernels := kernels_for(y)) is not None:
+            return *kernels.combine_backward(d_out, y, weights, order.slots), None
         d_rows = d_out.index_select(0, order.tokens)  # [R, H]
         dots = torch.linalg.vecdot(d_rows.to(weights.dtype), y.to(weights.dtype)).unsqueeze(-1)
         d_weights = _by_slot(dots, order, len(weights)).squeeze(-1)
@@ -139,29 +159,36 @@ class Exchange:
 
     Args:
         ep: axis that splits the experts.
-        counts: [E] rows of each expert, in the order in which this rank holds them.
+        runs: rows of each of the E experts, in the order in which this rank holds them.
     """
 
-    def __init__(self, ep: Axis, counts: Sequence[int], device: torch.device) -> None:
-        self.counts = tuple(counts)
+    def __init__(self, ep: Axis, runs: Runs, device: torch.device) -> None:
+        self.runs = runs
         """Rows of each expert of this rank, from all ranks."""
         self.order: Order | None = None
         """Order by expert of the rows that arrive; None where none travel."""
         if ep.size == 1:
             return
-        here = len(counts) // ep.size
+        ends = runs.ends(device)
+        here = len(ends) // ep.size
         if ep.group is None or device.type == "meta":  # shapes alone: loads are even
-            table = [list(counts[ep.rank * here : (ep.rank + 1) * here])] * ep.size
-        else:  # each rank learns how many rows it gets, by rank and expert: [ep, e]. Waits.
-            sent, sizes = torch.tensor(counts, dtype=torch.int64, device=device), [here] * ep.size
-            table = all_to_all(sent, ep, sizes, sizes).view(ep.size, here).tolist()
-        given = [sum(counts[rank * here : (rank + 1) * here]) for rank in range(ep.size)]
-        taken = [sum(row) for row in table]
+            kept = runs.counts[ep.rank * here : (ep.rank + 1) * here]
+            given = taken = [sum(kept)] * ep.size
+            by_rank, device = torch.tensor(kept).repeat(ep.size), CPU
+            counts = [ep.size * count for count in kept]
+        else:  # each rank learns how many rows it gets, by rank and expert: the one wait of a layer
+            sent, sizes = ends.diff(prepend=ends.new_zeros(1)).long(), [here] * ep.size
+            by_rank = all_to_all(sent, ep, sizes, sizes)
+            table = torch.stack([sent, by_rank]).view(2, ep.size, here).tolist()
+            runs.counts = tuple(count for row in table[0] for count in row)
+            given, taken = ([sum(row) for row in rows] for rows in table)
+            counts = list(map(sum, zip(*table[1], strict=True)))
         self.outward, self.homeward = _Transfer(ep, given, taken), _Transfer(ep, taken, given)
-        self.counts = tuple(map(sum, zip(*table, strict=True)))
-        experts = torch.arange(here).repeat(ep.size).repeat_interleave(torch.tensor(table).flatten())
-        order = sort_by_expert(experts.unsqueeze(1), here)
-        self.order = replace(order, slots=order.slots.to(device))
+        experts = torch.arange(here, device=device).repeat(ep.size)
+        arriving = experts.repeat_interleave(by_rank, output_size=sum(taken)).unsqueeze(1)
+        order = sort_by_expert(arriving, here, drops=False)
+        self.runs = Runs(counts, None if ends.is_meta else order.runs.ends(device))
+        self.order = replace(order, sorted_slots=order.slots.to(ends.device))
 
     def start(self, rows: Tensor) -> Tensor:
         """Begin to send each expert's rows to its rank: [R, H]. The result is not read before `finish`."""

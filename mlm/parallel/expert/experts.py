@@ -4,7 +4,7 @@ Shapes: R rows sorted by expert, e experts of this rank, H hidden, F width of an
 size inside an expert.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mlm.parallel.compute_state import ComputesInHalf, choose_copy
 from mlm.parallel.layers import split
-from mlm.parallel.matmul import grouped_gradients, grouped_product
+from mlm.parallel.matmul import Runs, grouped_gradients, grouped_product
 from mlm.parallel.mesh import ExpertAxes
 
 
@@ -20,19 +20,19 @@ class _GroupedLinear(torch.autograd.Function):
     """y = x W_e^T, each row by the weight of its expert. What is kept is x and the weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, cast: Tensor | None, counts: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, cast: Tensor | None, runs: Runs) -> Tensor:
         saved = choose_copy(cast, weight, x.dtype).flatten(1, -2)
         ctx.save_for_backward(x, saved)
-        ctx.counts, ctx.weight_shape, ctx.weight_dtype = counts, weight.shape, weight.dtype
-        return grouped_product(x, saved.to(x.dtype), counts)
+        ctx.runs, ctx.weight_shape, ctx.weight_dtype = runs, weight.shape, weight.dtype
+        return grouped_product(x, saved.to(x.dtype), runs)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
-            dx, dw = grouped_gradients(dy, x, weight.to(dy.dtype), ctx.counts, ctx.weight_dtype)
+            dx, dw = grouped_gradients(dy, x, weight.to(dy.dtype), ctx.runs, ctx.weight_dtype)
             return dx, dw.view(ctx.weight_shape), None, None
-        return grouped_product(dy, weight.to(dy.dtype).mT, ctx.counts), None, None, None
+        return grouped_product(dy, weight.to(dy.dtype).mT, ctx.runs), None, None, None
 
 
 class Experts(ComputesInHalf):
@@ -77,18 +77,18 @@ class Experts(ComputesInHalf):
         """Both weights: a product gives their gradients itself."""
         return {"up": False, "down": False}
 
-    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Rows of each expert, `counts` of them, one expert after the other: [R, H] -> [R, H]."""
-        up = grouped_linear(x, self.up, counts, cast=self.compute.up_copy)
-        inner = self.inner(up if self.lora is None else up + self.lora.term(x, counts, "up"))
-        y = grouped_linear(inner, self.down, counts, cast=self.compute.down_copy)
-        return y if self.lora is None else y + self.lora.term(inner, counts, "down")
+    def forward(self, x: Tensor, runs: Runs) -> Tensor:
+        """Rows of each expert, one expert after the other: [R, H] -> [R, H]."""
+        up = grouped_linear(x, self.up, runs, cast=self.compute.up_copy)
+        inner = self.inner(up if self.lora is None else up + self.lora.term(x, runs, "up"))
+        y = grouped_linear(inner, self.down, runs, cast=self.compute.down_copy)
+        return y if self.lora is None else y + self.lora.term(inner, runs, "down")
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int], *, cast: Tensor | None = None) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, runs: Runs, *, cast: Tensor | None = None) -> Tensor:
     """Each row times the weight of its expert: [R, I], [e, …, O, I] -> [R, … O].
 
-    `counts` are the rows of each expert, in order; `cast` is the weight in the dtype of compute.
+    `cast` is the weight in the dtype of compute.
     """
-    y: Tensor = _GroupedLinear.apply(x, weight, cast, counts)  # type: ignore[no-untyped-call]
+    y: Tensor = _GroupedLinear.apply(x, weight, cast, runs)  # type: ignore[no-untyped-call]
     return y

@@ -1,0 +1,100 @@
+"""Triton kernels of what PyTorch computes in several passes on a GPU; `matmul.kernels_for` loads them.
+
+Rows are summed in float32, in the order of a token's choices, and by one program each: results repeat bit for
+bit.
+
+Shapes: T tokens, k slots (choices) a token, R rows, H hidden, e experts, O outputs, I inputs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+"""Columns of a row at a time."""
+TILE, ROWS = 128, 64
+"""Outputs and inputs of a tile of a weight's gradient, and rows multiplied at a time."""
+
+
+@triton.jit
+def _sum_rows(x, rows, weights, out, hidden, K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < hidden
+    total = tl.zeros([BLOCK], tl.float32)
+    for slot in tl.static_range(K):
+        row = tl.load(rows + token * K + slot)
+        value = tl.load(x + row * hidden + columns, mask=inside & (row >= 0), other=0.0).to(tl.float32)
+        if WEIGHTED:
+            value *= tl.load(weights + token * K + slot)
+        total += value
+    tl.store(out + token * hidden + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+def sum_rows(x: Tensor, rows: Tensor, per_token: int, weights: Tensor | None = None) -> Tensor:
+    """Sum of each token's rows, times float32 weights [T, k] if any: [R, H], rows [T k] -> [T, H].
+
+    A slot whose row is negative has none.
+    """
+    x, tokens, hidden = x.contiguous(), len(rows) // per_token, x.shape[1]
+    out = x.new_empty(tokens, hidden)
+    block = min(BLOCK, triton.next_power_of_2(hidden))
+    if tokens:
+        factors = x if weights is None else weights.contiguous()
+        grid = (tokens, triton.cdiv(hidden, block))
+        _sum_rows[grid](x, rows, factors, out, hidden, per_token, weights is not None, block)
+    return out
+
+
+@triton.jit
+def _combine_backward(d_out, y, weights, slots, dy, d_weights, hidden, per_token, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    weight, token = tl.load(weights + slot), slot // per_token
+    dot = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, hidden, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        inside = columns < hidden
+        gradient = tl.load(d_out + token * hidden + columns, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(y + row * hidden + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dy + row * hidden + columns, (gradient * weight).to(dy.dtype.element_ty), mask=inside)
+        dot += gradient * value
+    tl.store(d_weights + slot, tl.sum(dot))
+
+
+def combine_backward(d_out: Tensor, y: Tensor, weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of weighted rows and of their weights: [T, H], [R, H], [T, k], [R] -> [R, H], [T, k]."""
+    d_out, y, weights, hidden = d_out.contiguous(), y.contiguous(), weights.contiguous(), y.shape[1]
+    dy, d_weights = torch.empty_like(y), torch.empty_like(weights)
+    if len(y) < weights.numel():  # dropped choices have no row
+        d_weights.zero_()
+    if len(y):
+        block = min(BLOCK, triton.next_power_of_2(hidden))
+        _combine_backward[(len(y),)](d_out, y, weights, slots, dy, d_weights, hidden, weights.shape[1], block)
+    return dy, d_weights
+
+
+@triton.jit
+def _weight_gradients(dy, x, ends, dw, outputs, inputs, TILE: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    expert, across = tl.program_id(1).to(tl.int64), tl.cdiv(inputs, TILE)
+    o = (tl.program_id(0) // across) * TILE + tl.arange(0, TILE)
+    i = (tl.program_id(0) % across) * TILE + tl.arange(0, TILE)
+    begin, end = tl.load(ends + expert - 1, mask=expert > 0, other=0), tl.load(ends + expert)
+    total = tl.zeros([TILE, TILE], tl.float32)
+    for first in range(begin, end, ROWS):
+        r = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        a = tl.load(dy + r * outputs + o[None, :], mask=(r < end) & (o[None, :] < outputs), other=0.0)
+        b = tl.load(x + r * inputs + i[None, :], mask=(r < end) & (i[None, :] < inputs), other=0.0)
+        total = tl.dot(tl.trans(a), b, total)
+    place = expert * outputs * inputs + o[:, None] * inputs + i[None, :]
+    tl.store(dw + place, total, mask=(o[:, None] < outputs) & (i[None, :] < inputs))
+
+
+def weight_gradients(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """dy^T x of each expert's rows, in float32: [R, O], [R, I], ends of the runs [e] -> [e, O, I]."""
+    dy, x, outputs, inputs = dy.contiguous(), x.contiguous(), dy.shape[1], x.shape[1]
+    dw = torch.empty(len(ends), outputs, inputs, dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(outputs, TILE) * triton.cdiv(inputs, TILE), len(ends))
+    _weight_gradients[grid](dy, x, ends, dw, outputs, inputs, TILE, ROWS, num_warps=8, num_stages=3)
+    return dw
