@@ -52,7 +52,8 @@ def layer_weights(model: ModelConfig) -> float:
     """Elements of the matrices of a layer that a token goes through, the mean over the layers."""
 
     def size(name: str, p: "Tensor") -> int:
-        return _active_size(model, name, p) if name.startswith("layers.") and p.dim() > 1 else 0
+        is_matrix = p.dim() > 1 and not name.endswith("bias")  # of experts biases are stacked
+        return _active_size(model, name, p) if name.startswith("layers.") and is_matrix else 0
 
     return _sum_over_layers(model, size) / model.num_layers
 

@@ -59,6 +59,7 @@ def rates(
     should follow sqrt(outputs / inputs) (arXiv:2310.17813): the original one does but for constant outputs,
     the other grows as sqrt(W). Decay is of rate times weight_decay, and stays.
     """
+    dims = 1 if name.endswith("bias") else dims  # those of experts are stacked
     by_muon = config.kind == "muon" and dims > 1 and fnmatchcase(name, config.muon.matrices)
     lr, decay = config.lr, config.weight_decay if dims > 1 else 0.0
     if config.kind == "muon" and not by_muon:

@@ -115,6 +115,8 @@ class RouterSettings:
     (arXiv:2405.04434, section 2.1.2)."""
     router_bias: Annotated[bool, EXPERTS] = False
     """Add a bias to the scores for the choice alone; balance=bias has one too."""
+    router_logit_bias: Annotated[bool, EXPERTS] = False
+    """Learned biases of the router's logits, as gpt-oss."""
     balance: Annotated[str, EXPERTS] = "none"
     """What keeps the loads of experts even: none, bias (arXiv:2408.15664), or a loss of the loads of each
     sequence (arXiv:2412.19437), of the global_batch before (arXiv:2501.11873), or of the micro_batch, which

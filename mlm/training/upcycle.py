@@ -47,17 +47,20 @@ def start_from_dense(
         for shard in shards:
             if shard.experts is not None:
                 one = dense[shard.name].parameter
-                if shard.parameter.dim() == 4:  # gates and the rest, which an MLP has in blocks
+                if ".experts.up" in shard.name:  # gates and the rest, which an MLP has in blocks
                     one = one.unflatten(0, (-1, 2, block)).transpose(0, 1).flatten(1, 2)
                 shard.parameter.copy_(one.expand_as(shard.parameter))
     return filled
 
 
 def _of_mlp(shard: ParameterShard) -> ParameterShard:
-    """Return this rank's part of the MLP's weight, for a parameter of experts; others as they are."""
+    """Return this rank's part of the MLP's parameter, for one of experts; others as they are."""
     if shard.experts is None:
         return shard
-    *parts, rows, columns = shard.parameter.shape[1:]
-    one = nn.Parameter(shard.parameter.new_empty(math.prod((*parts, rows)), columns), requires_grad=False)
-    name, dim = f"{shard.name.replace('.experts.', '.')}.weight", 0 if parts else 1
+    name, (*parts, last) = shard.name.replace(".experts.", "."), shard.parameter.shape[1:]
+    if name.endswith("_bias"):
+        name, dim, shape = f"{name.removesuffix('_bias')}.bias", 0, [math.prod((*parts, last))]
+    else:
+        name, dim, shape = f"{name}.weight", 0 if parts[1:] else 1, [math.prod(parts), last]
+    one = nn.Parameter(shard.parameter.new_empty(shape), requires_grad=False)
     return replace(shard, name=name, parameter=one, tp_dim=dim, dp_slice=None, experts=None)

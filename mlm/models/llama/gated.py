@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mlm.models.config import ModelConfig
-from mlm.models.llama.settings import num_blocks
+from mlm.models.llama.settings import LlamaSettings, num_blocks
 from mlm.models.transformer import MLP, activate
 from mlm.parallel.layers import FusedRows
 from mlm.parallel.mesh import Axis
@@ -28,22 +28,52 @@ class GatedMLP(MLP):
         super().__init__(config, tp=tp, sequence_parallel=sequence_parallel)
         self.block = config.ffn_size // num_blocks(config)
         self.up.fused_rows = FusedRows(2, self.block)
+        self.clamp = LlamaSettings.of(config).swiglu_clamp
 
     def inner(self, y: Tensor) -> Tensor:
         """[S, B, 2F/t] -> [S, B, F/t]."""
-        return gate(y, self.activation, self.block)
+        return gate(y, self.activation, self.block, clamp=self.clamp)
 
 
-def gate(y: Tensor, activation: str, block: int | None = None) -> Tensor:
-    """act(gate) * up of rows `[block][gate, up][block's size]`, None for one: [..., 2F/t] -> [..., F/t]."""
+def gate(
+    y: Tensor, activation: str, block: int | None = None, *, clamp: tuple[float, float] | None = None
+) -> Tensor:
+    """act(gate) * up of rows `[block][gate, up][block's size]`, None for one: [..., 2F/t] -> [..., F/t].
+
+    `clamp` is (limit, alpha) of a clamped SwiGLU.
+    """
     pairs = y.unflatten(-1, (-1, 2, block or y.shape[-1] // 2))  # [..., blocks/t, 2, F / blocks]
-    if activation != "silu":
-        gated: Tensor = activate(pairs[..., 0, :], activation) * pairs[..., 1, :]
+    if clamp is not None:
+        gated: Tensor = _ClampedSwiGLU.apply(pairs, *clamp)  # type: ignore[no-untyped-call]
+    elif activation != "silu":
+        gated = activate(pairs[..., 0, :], activation) * pairs[..., 1, :]
     elif torch.compiler.is_compiling():  # it decides what to keep, and traces no result written in parts
         gated = F.silu(pairs[..., 0, :]) * pairs[..., 1, :]
     else:
         gated = _SwiGLU.apply(pairs)  # type: ignore[no-untyped-call]
     return gated.flatten(-2)
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    """(u + 1) g s(alpha g) of [..., 2, F], g = min(gate, limit), -limit <= u <= limit; keeps its input."""
+
+    @staticmethod
+    def forward(ctx: Any, pairs: Tensor, limit: float, alpha: float) -> Tensor:
+        ctx.save_for_backward(pairs)
+        ctx.limit, ctx.alpha = limit, alpha
+        g, u = pairs[..., 0, :].clamp(max=limit), pairs[..., 1, :].clamp(-limit, limit)
+        return torch.sigmoid(alpha * g).mul_(g).mul_(u.add_(1))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (pairs,), limit, alpha = ctx.saved_tensors, ctx.limit, ctx.alpha
+        gate, up = pairs.unbind(-2)
+        g, u = gate.clamp(max=limit), up.clamp(-limit, limit)
+        s = torch.sigmoid(alpha * g)
+        slope = s * (1 + alpha * g * (1 - s))
+        d_gate = (dy * (u + 1) * slope).masked_fill_(gate > limit, 0)
+        d_up = (dy * g * s).masked_fill_(up.abs() > limit, 0)
+        return torch.stack([d_gate, d_up], -2), None, None
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -54,7 +54,7 @@ class MixtureOfExperts(nn.Module):
             settings.num_experts,
             h,
             width,
-            inner=partial(gate, activation=config.activation),
+            inner=partial(gate, activation=config.activation, clamp=settings.swiglu_clamp),
             axes=axes,
             init_stds=(config.hidden_std, config.hidden_std / math.sqrt(2 * config.num_layers)),
         )

@@ -93,6 +93,11 @@ class LlamaSettings(RouterSettings):
     matrices, as in Nemotron and StarCoder 2."""
     tied: bool = False
     """Take the token table for the output layer."""
+    swiglu_limit: float = 0.0
+    """Bound of a clamped SwiGLU, (u + 1) g / (1 + exp(-swiglu_alpha g)), with gates g up to it and u between
+    its negative and it, as gpt-oss; 0 for none. Of model.activation=silu."""
+    swiglu_alpha: Annotated[float, OnlyIf("swiglu_limit")] = 1.702
+    """Of swiglu_limit: factor of the gate in the logistic function."""
     kv_lora_rank: int = 0
     """Width of the latent vector that keys and values come from (arXiv:2405.04434, section 2.1); 0 for the
     usual attention. Then head_dim is the width of queries and keys, rope_head_dim included."""
@@ -146,6 +151,11 @@ class LlamaSettings(RouterSettings):
     def is_rotary(self, layer: int) -> bool:
         """True if a layer, by its global number, turns queries and keys."""
         return not self.rotary_layers or self.rotary_layers[layer % len(self.rotary_layers)] == "r"
+
+    @property
+    def swiglu_clamp(self) -> tuple[float, float] | None:
+        """Limit and alpha of a clamped SwiGLU; None for another gate."""
+        return (self.swiglu_limit, self.swiglu_alpha) if self.swiglu_limit else None
 
     def has_experts(self, layer: int) -> bool:
         """True if a layer, by its global number, has experts in place of its MLP."""
@@ -279,6 +289,8 @@ def _problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
         yield "embedding_multiplier", "must be above 0", "use 1.0 for none"
     if settings.window_rope_theta and settings.window_rope_theta <= 1:
         yield "window_rope_theta", "must be greater than 1", "use 10000.0, or 0 for rope_theta"
+    if settings.swiglu_limit and model.activation != "silu":
+        yield "swiglu_limit", f"is of SiLU, not model.activation={model.activation}", "use 0, or silu"
     if settings.rope_scaling not in ROPE_TYPES:
         yield "rope_scaling", "is no scaling of ours", f"use {', '.join(ROPE_TYPES[:-1])} or {ROPE_TYPES[-1]}"
     if not 0 < settings.rotary_fraction <= 1:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mlm.parallel.compute_state import ComputesInHalf, choose_copy
 from mlm.parallel.layers import split
-from mlm.parallel.matmul import Runs, grouped_gradients, grouped_product
+from mlm.parallel.matmul import Runs, grouped_gradients, grouped_product, weight_gradient
 from mlm.parallel.mesh import ExpertAxes
 
 
@@ -35,11 +35,43 @@ class _GroupedLinear(torch.autograd.Function):
         return grouped_product(dy, weight.to(dy.dtype).mT, ctx.runs), None, None, None
 
 
-class Experts(ComputesInHalf):
-    """e of the E experts of a layer, gated MLPs without biases: y = W2 inner(W1 x).
+class _AddBiases(torch.autograd.Function):
+    """Add to each row, in place, the bias of its expert [e, …], in the columns from `first` on.
 
-    Dim 0 of both weights is split over ep; inside an expert W1 is split by column and W2 by row
-    (arXiv:1909.08053, figure 3a), so that y is this rank's term of a sum over tp.
+    By products with rows' experts as one-hot vectors: sums that no order changes, and no wait for counts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, runs: Runs, first: int) -> Tensor:
+        flat = bias.flatten(1).to(y.dtype)  # [e, O/t] of y [R, O]
+        ctx.mark_dirty(y)
+        ctx.runs, ctx.shape, ctx.dtype = runs, bias.shape, bias.dtype
+        ctx.columns = slice(first, first + flat.shape[1])
+        y[:, ctx.columns].addmm_(one_hot_experts(y, runs), flat)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.needs_input_grad[1]:
+            return dy, None, None, None
+        db = weight_gradient(one_hot_experts(dy, ctx.runs), dy[:, ctx.columns], ctx.dtype)
+        return dy, db.view(ctx.shape), None, None
+
+
+def one_hot_experts(rows: Tensor, runs: Runs) -> Tensor:
+    """1 in the column of each row's expert: [R, e]; 0 in rows after the last run."""
+    ends = runs.ends(rows.device)
+    numbers = torch.arange(len(rows), device=rows.device)[:, None]
+    begins = ends.roll(1).index_fill(0, torch.zeros(1, dtype=torch.int64, device=rows.device), 0)
+    return ((begins <= numbers) & (numbers < ends)).to(rows.dtype)
+
+
+class Experts(ComputesInHalf):
+    """e of the E experts of a layer, gated MLPs: y = W2 inner(W1 x + b1) + b2, biases where there are any.
+
+    Dim 0 of all parameters is split over ep; inside an expert W1 is split by column and W2 by row
+    (arXiv:1909.08053, figure 3a), so that y is this rank's term of a sum over tp. Of b2 each rank adds its
+    part alone.
 
     Args:
         num_experts: E.
@@ -48,9 +80,10 @@ class Experts(ComputesInHalf):
         inner: input of W2 for the output of W1, gates before the rest: [R, 2F/t] -> [R, F/t].
         axes: those that split the experts (ep) and each of them (tp), and hold copies.
         init_stds: standard deviations of the initial weights W1 and W2.
+        bias: have biases.
     """
 
-    tp_dims: ClassVar[dict[str, int]] = {"up": 2, "down": 2}
+    tp_dims: ClassVar[dict[str, int]] = {"up": 2, "down": 2, "up_bias": 2, "down_bias": 1}
 
     def __init__(
         self,
@@ -61,6 +94,7 @@ class Experts(ComputesInHalf):
         inner: Callable[[Tensor], Tensor],
         axes: ExpertAxes,
         init_stds: tuple[float, float],
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.inner, self.expert_axes = inner, axes
@@ -72,6 +106,12 @@ class Experts(ComputesInHalf):
         here, width = num_experts // ep.size, split(ffn_size, "expert_ffn_size", tp)
         self.up = nn.Parameter(torch.empty(here, 2, width, hidden_size))  # [e, 2, F/t, H]: gates, rest
         self.down = nn.Parameter(torch.empty(here, hidden_size, width))  # [e, H, F/t]
+        self.up_bias: nn.Parameter | None = None
+        self.down_bias: nn.Parameter | None = None
+        if bias:
+            part = split(hidden_size, "hidden_size", tp)
+            self.up_bias = nn.Parameter(torch.zeros(here, 2, width))  # [e, 2, F/t]
+            self.down_bias = nn.Parameter(torch.zeros(here, part))  # [e, H/t]
 
     def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
         """Both weights: a product gives their gradients itself."""
@@ -79,10 +119,20 @@ class Experts(ComputesInHalf):
 
     def forward(self, x: Tensor, runs: Runs) -> Tensor:
         """Rows of each expert, one expert after the other: [R, H] -> [R, H]."""
-        up = grouped_linear(x, self.up, runs, cast=self.compute.up_copy)
+        up = self._with_bias(grouped_linear(x, self.up, runs, cast=self.compute.up_copy), "up", runs)
         inner = self.inner(up if self.lora is None else up + self.lora.term(x, runs, "up"))
-        y = grouped_linear(inner, self.down, runs, cast=self.compute.down_copy)
+        down = grouped_linear(inner, self.down, runs, cast=self.compute.down_copy)
+        y = self._with_bias(down, "down", runs)
         return y if self.lora is None else y + self.lora.term(inner, runs, "down")
+
+    def _with_bias(self, y: Tensor, weight: str, runs: Runs) -> Tensor:
+        """Add the bias of `weight` to its product [R, O], in place, if there is one."""
+        bias: Tensor | None = getattr(self, f"{weight}_bias")
+        if bias is None:
+            return y
+        first = self.expert_axes.tp.rank * bias.shape[-1] if weight == "down" else 0
+        added: Tensor = _AddBiases.apply(y, bias, runs, first)  # type: ignore[no-untyped-call]
+        return added
 
 
 def grouped_linear(x: Tensor, weight: Tensor, runs: Runs, *, cast: Tensor | None = None) -> Tensor:

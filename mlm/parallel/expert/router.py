@@ -49,8 +49,8 @@ class Routing:
 class Router(nn.Module):
     """Scores of all experts for each token, and the choice of k of them.
 
-    `weight` is replicated over all axes. `bias` and `load` are no weights but state, [E]: they have no
-    gradient, and `update` moves them.
+    `weight` and `logit_bias` are replicated over all axes. `bias` and `load` are no weights but state, [E]:
+    they have no gradient, and `update` moves them.
 
     Args:
         hidden_size: H.
@@ -74,6 +74,7 @@ class Router(nn.Module):
         """[2, E] int64: tokens that chose each expert, so far in the step, and of them those it dropped."""
         self.weight = nn.Parameter(torch.empty(settings.num_experts, hidden_size))
         state = partial(torch.zeros, settings.num_experts)
+        self.logit_bias = nn.Parameter(state()) if settings.router_logit_bias else None
         self.bias = nn.Parameter(state(), requires_grad=False) if settings.has_router_bias else None
         keeps_load = settings.balance == "global_batch"
         self.load = nn.Parameter(state(), requires_grad=False) if keeps_load else None
@@ -81,7 +82,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         """[S, B, H] -> the experts of each of the S B tokens."""
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        logits = F.linear(x.to(dtype), self.weight.to(dtype))  # [S, B, E]
+        bias = None if self.logit_bias is None else self.logit_bias.to(dtype)
+        logits = F.linear(x.to(dtype), self.weight.to(dtype), bias)  # [S, B, E]
         scores = logits.softmax(-1) if self.settings.router_scores == "softmax" else logits.sigmoid()
         experts = self.choose(scores.detach())
         weights = scores.gather(-1, experts)
