@@ -9,12 +9,13 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from mlm.config.build import build
+from mlm.convert.huggingface.mxfp4 import BLOCK, BYTES, dequantise
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.util.errors import ConfigError, Problem, UserError
@@ -48,6 +49,42 @@ UNSUPPORTED: dict[str, tuple[JSON, ...]] = {
 """Features that no family has, for `ConfigKeys.fixed`."""
 
 
+class ExpertRows(NamedTuple):
+    """Order of a tensor that holds a weight or bias of all experts, along dim 0."""
+
+    parts: int = 1
+    """Matrices in the rows of one expert: 2 of gates and inputs."""
+    interleaves: bool = False
+    """True if rows of the parts alternate, false if they follow each other."""
+    transposed: bool = False
+    """True for a weight that is stored [in, out]."""
+    is_mxfp4: bool = False
+    """True if it is two tensors, blocks and scales (mxfp4.py)."""
+
+    def to_ours(self, value: Tensor) -> Tensor:
+        """[E, rows, …] or [E, …, rows], as stored -> [E, (parts,) rows, …]."""
+        value = value.transpose(1, 2) if self.transposed else value
+        if self.parts == 1:
+            return value
+        sizes = (-1, self.parts) if self.interleaves else (self.parts, -1)
+        parts = value.unflatten(1, sizes)
+        return parts.transpose(1, 2) if self.interleaves else parts
+
+    def to_theirs(self, value: Tensor) -> Tensor:
+        if self.parts > 1:
+            value = (value.transpose(1, 2) if self.interleaves else value).flatten(1, 2)
+        return value.transpose(1, 2) if self.transposed else value
+
+    def shapes(self, ours: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Shape of each stored tensor."""
+        count, *sizes = ours
+        rows = [sizes[0] * sizes[1], *sizes[2:]] if self.parts > 1 else sizes
+        if self.is_mxfp4:
+            scales = (count, rows[0], rows[1] // BLOCK)
+            return [(*scales, BYTES), scales]
+        return [(count, *(rows[::-1] if self.transposed else rows))]
+
+
 @dataclass(frozen=True)
 class Location:
     """Location and layout of a parameter in `transformers`."""
@@ -70,6 +107,8 @@ class Location:
     other; None for a tensor of its own."""
     stacked: tuple[int, ...] = ()
     """Dims of our parameter over which its tensors are stacked, such as experts; none if they are not."""
+    experts: ExpertRows | None = None
+    """Order of the one tensor of all experts; None for other parameters."""
 
     @property
     def is_plain(self) -> bool:
@@ -82,7 +121,9 @@ class Location:
         return list(product(*map(range, self.stacked)))
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of each stored tensor of a parameter whose shape here is `ours`."""
+        """Shape of each stored tensor of a parameter whose shape here is `ours`, in MXFP4 of the first."""
+        if self.experts is not None:
+            return self.experts.shapes(ours)[0]
         if self.stacked:
             return ours[len(self.stacked) :]
         stored = ours[::-1] if self.transposed else ours
@@ -91,6 +132,8 @@ class Location:
 
     def to_ours(self, values: Sequence[Tensor]) -> Tensor:
         """Convert stored tensors to our parameter, as a view where possible."""
+        if self.experts is not None:
+            return self.experts.to_ours(dequantise(*values) if self.experts.is_mxfp4 else values[0])
         if self.stacked:
             return torch.stack(list(values)).view(*self.stacked, *values[0].shape)
         value = values[0] if len(values) == 1 else torch.cat(list(values))
@@ -105,6 +148,8 @@ class Location:
 
     def to_theirs(self, value: Tensor) -> tuple[Tensor, ...]:
         """Convert our parameter to stored tensors, or to its section of one: the inverse of `to_ours`."""
+        if self.experts is not None:
+            return (self.experts.to_theirs(value),)
         if self.stacked:
             return value.flatten(0, len(self.stacked) - 1).unbind()
         if self.rows:

@@ -1,6 +1,7 @@
 """The tensors of a model folder of `transformers` as our parameters: checked, read, digested."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -56,8 +57,11 @@ class HFTensors:
         for name, parameter in parameters(self.model.config).items():
             if name in self.model.content.filled:
                 continue
-            want = self._locations[name].shape(parameter.shape)
-            for theirs in self._locations[name].names:
+            location, shape = self._locations[name], tuple(parameter.shape)
+            wanted = [location.shape(shape)] * len(location.names)
+            if location.experts is not None:
+                wanted = location.experts.shapes(shape)
+            for theirs, want in zip(location.names, wanted, strict=True):
                 file, stored = self.model.stored[theirs]
                 if stored.shape != want:
                     raise UserError(
@@ -84,6 +88,8 @@ class HFTensors:
         location = self._locations[name]
         if location.is_plain:
             return self._load(location.names[0], region)
+        if location.experts is not None:
+            return self._read_experts(location, region)
         if not location.stacked:
             full = location.to_ours([self._load(theirs) for theirs in location.names])
             return full[region.within(Region.whole(full.shape))]
@@ -95,12 +101,26 @@ class HFTensors:
                 target[at].copy_(self._load(theirs, inner))
         return target
 
+    def _read_experts(self, location: Location, region: Region) -> Tensor:
+        """Return elements of a parameter that one tensor holds for all experts, one after the other."""
+        target, inner = torch.empty(region.size), Region(region.offset[1:], region.size[1:])
+        for number, part in enumerate(target):
+            first, values = region.offset[0] + number, list[Tensor]()
+            for theirs in location.names:
+                shape = self.model.stored[theirs][1].shape
+                own = Region((first, *(0 for _ in shape[1:])), (1, *shape[1:]))
+                values.append(self._load(theirs, own))
+            full = location.to_ours(values)[0]
+            part.copy_(full[inner.within(Region.whole(full.shape))])
+        return target
+
     def _load(self, theirs: str, region: Region | None = None) -> Tensor:
-        """Return a tensor as it is stored, or some of its elements, as float32."""
+        """Return a tensor as it is stored, or some of its elements, as float32; bytes as they are."""
         file, stored = self.model.stored[theirs]
         whole = Region.whole(stored.shape)
         region = region or whole
-        target = torch.empty(region.size, dtype=torch.float32)
+        dtype = stored.dtype if stored.dtype == torch.uint8 else torch.float32
+        target = torch.empty(region.size, dtype=dtype)
         if region.volume:
             with reading_from(self.model.folder / file, SAVE_AGAIN), open(self.model.files[file], "rb") as f:
                 copy_region(f, stored, region, whole, target)
@@ -113,6 +133,7 @@ class HFTensors:
         for ours, location in model.mapping.locations(model.config):  # stops at the first that is missing
             if ours in model.content.filled:
                 continue
+            location = self._as_stored(location)
             for theirs in location.names:
                 if theirs not in model.stored:
                     raise UserError(
@@ -120,6 +141,12 @@ class HFTensors:
                     )
             locations[ours] = location
             known.update(location.names)
+        quantised = {
+            theirs
+            for location in locations.values()
+            if location.experts is not None and location.experts.is_mxfp4
+            for theirs in location.names
+        }
         known_twice = {copy for copy, name in model.copies.items() if name in known}
         for name, (file, stored) in model.stored.items():
             if name not in known | known_twice and not model.mapping.ignored.fullmatch(name):
@@ -128,13 +155,23 @@ class HFTensors:
                     f"{model.folder / file}: {show(name)} is no parameter of {wanted}. Save the model as "
                     f"{wanted}, without other heads or more layers than {CONFIG} says"
                 )
-            if name in known and stored.dtype not in FLOATS:
-                kinds = ", ".join(DTYPE_NAMES[dtype] for dtype in FLOATS)
+            supported = (torch.uint8,) if name in quantised else FLOATS
+            if name in known and stored.dtype not in supported:
+                kinds = ", ".join(DTYPE_NAMES[dtype] for dtype in supported)
                 raise UserError(
                     f"{model.folder / file}: {name} is {DTYPE_NAMES[stored.dtype]}; supported: {kinds}. Save "
                     f"the model in one of them"
                 )
         return locations
+
+    def _as_stored(self, location: Location) -> Location:
+        """Return the location of a weight's blocks and scales, if it is stored so."""
+        name = location.names[0]
+        both = (f"{name}_blocks", f"{name}_scales")
+        if location.experts is None or name in self.model.stored or both[0] not in self.model.stored:
+            return location
+        rows = location.experts._replace(transposed=False, is_mxfp4=True)
+        return replace(location, names=both, experts=rows)
 
     def _check_copy(self, copy: str, name: str) -> None:
         model = self.model
