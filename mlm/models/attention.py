@@ -112,6 +112,11 @@ class SelfAttention(nn.Module):
         y: Tensor = self.out(attended)
         return y
 
+    @property
+    def sink_logits(self) -> Tensor | None:
+        """Logit of each of this rank's heads that takes probability and has no value, [n]; None for none."""
+        return None
+
     def project(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         """Return queries, keys and values in one tensor, of all S also with sequence parallelism."""
         qkv: Tensor = self.qkv(x)
@@ -163,7 +168,8 @@ class SelfAttention(nn.Module):
             )
 
         drops = drop if stream is not None and self.dropout > 0 else None
-        return merge_heads(context_attention(q, k, v, self.cp, scores=self.scores, drop=drops))
+        y = context_attention(q, k, v, self.cp, scores=self.scores, drop=drops, sinks=self.sink_logits)
+        return merge_heads(y)
 
     def _fused(self, qkv: Tensor, p: float, spans: Spans | None) -> Tensor:
         # the kernel's masks do not depend on the row in a sample

@@ -75,10 +75,13 @@ def pays_in_blocks(x: Tensor, scores: AttentionScores = PLAIN_SCORES) -> bool:
 
 @skip_compile  # its loops would be unrolled
 def causal_attention_in_blocks(
-    x: Tensor, layout: HeadLayout, scores: AttentionScores = PLAIN_SCORES
+    x: Tensor, layout: HeadLayout, scores: AttentionScores = PLAIN_SCORES, sinks: Tensor | None = None
 ) -> Tensor:
-    """Causal softmax(q k^T / sqrt(D)) v of heads [S, B, heads, D] -> [S, B, K g D]. Differentiable once."""
-    y: Tensor = _BlockedAttention.apply(x, layout, scores)  # type: ignore[no-untyped-call]
+    """Causal softmax(q k^T / sqrt(D)) v of heads [S, B, heads, D] -> [S, B, K g D]. Differentiable once.
+
+    `sinks` [K g] are logits of a key without a value that every query sees.
+    """
+    y: Tensor = _BlockedAttention.apply(x, sinks, layout, scores)  # type: ignore[no-untyped-call]
     return y.flatten(2)
 
 
@@ -117,10 +120,18 @@ class _Blocks:
         window = self.settings.window
         return slice(max(0, rows.start - window + 1) if window else 0, rows.stop)
 
-    def probabilities(self, q: Tensor, k: Tensor, rows: slice) -> Tensor:
+    def sinks_of(self, sinks: Tensor | None, samples: slice, heads: slice) -> Tensor | None:
+        """Sinks of some heads and samples: [K g] -> [c, g, 1]."""
+        if sinks is None:
+            return None
+        count = min(samples.stop, self.batch) - samples.start
+        return sinks.to(self.dtype).view(self.heads, -1)[heads].repeat(count, 1).unsqueeze(-1)
+
+    def probabilities(self, q: Tensor, k: Tensor, rows: slice, sinks: Tensor | None = None) -> Tensor:
         """Softmax of a block's scores: q [c, g, S, D] scaled, k [c, S, D], float32 -> [c, g r, e].
 
-        With a softcap `tanh` holds that of these scores until the next block.
+        With a softcap `tanh` holds that of these scores until the next block. `sinks` [c, g, 1] take a part
+        of each row.
         """
         c, g, columns, cap = k.shape[0], q.shape[1], self.columns(rows), self.settings.softcap
         r, end = rows.stop - rows.start, columns.stop - columns.start
@@ -134,11 +145,19 @@ class _Blocks:
             # key j is hidden from row i where columns.start + j <= rows.start + i - window
             before = self.past.tril(rows.start - self.settings.window - columns.start)
             by_row[..., :r].add_(before[:r, :r])
-        return torch.softmax(p, -1, out=p)
+        if sinks is None:
+            return torch.softmax(p, -1, out=p)
+        share = torch.sigmoid(p.logsumexp(-1).view(c, g, r) - sinks)
+        return torch.softmax(p, -1, out=p).mul_(share.view(c, g * r, 1))
 
-    def score_gradient(self, dp: Tensor, p: Tensor) -> Tensor:
-        """Gradient of q k^T from that of the probabilities of the last block, in place: [c, g r, e]."""
+    def score_gradient(self, dp: Tensor, p: Tensor, d_sinks: Tensor | None = None) -> Tensor:
+        """Gradient of q k^T from that of the probabilities of the last block, in place: [c, g r, e].
+
+        Those of all scores of a row add up to 0: what is missing is subtracted from `d_sinks` [c, g].
+        """
         torch._softmax_backward_data(dp, p, -1, self.dtype, grad_input=dp)
+        if d_sinks is not None:
+            d_sinks -= dp.sum(-1).view(*d_sinks.shape, -1).sum(-1)
         if self.settings.softcap:
             tanh = self.tanh[: dp.numel()].view(dp.shape)
             dp.mul_(tanh.square_().neg_().add_(1))
@@ -152,9 +171,11 @@ class _Blocks:
 
 class _BlockedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: HeadLayout, scores: AttentionScores) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, sinks: Tensor | None, layout: HeadLayout, scores: AttentionScores
+    ) -> Tensor:
         ctx.layout, ctx.scores = layout, scores
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x, sinks)
         blocks = _Blocks(x, layout, scores)
         y = x.new_empty(*x.shape[:2], blocks.heads * blocks.queries, blocks.width)
         for samples in blocks.sample_ranges:
@@ -165,19 +186,20 @@ class _BlockedAttention(torch.autograd.Function):
             for heads in blocks.head_ranges:
                 q = (queries[:, heads].to(blocks.dtype) * blocks.factor).flatten(0, 1)  # [c, g, S, D]
                 k, v = keys[:, heads].to(blocks.dtype).flatten(0, 1), values[:, heads].flatten(0, 1)
-                target = out[:, heads]
+                target, local_sinks = out[:, heads], blocks.sinks_of(sinks, samples, heads)
                 for rows in blocks.query_ranges:
-                    p = blocks.round(blocks.probabilities(q, k, rows))
+                    p = blocks.round(blocks.probabilities(q, k, rows, local_sinks))
                     part = torch.bmm(p, v[:, blocks.columns(rows)])
                     target[..., rows, :] = part.view(*target.shape[:3], -1, blocks.width)
             y[:, samples] = local_y.transpose(0, 1)
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (x,) = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, sinks = ctx.saved_tensors
         layout: HeadLayout = ctx.layout
         blocks, dx = _Blocks(x, layout, ctx.scores), torch.empty_like(x)
+        d_sinks = None if sinks is None else x.new_zeros(blocks.heads, blocks.queries, dtype=blocks.dtype)
         for samples in blocks.sample_ranges:
             local_x, local_dy = (t[:, samples].transpose(0, 1).contiguous() for t in (x, dy))
             local_dx = torch.empty_like(local_x)
@@ -185,19 +207,30 @@ class _BlockedAttention(torch.autograd.Function):
             inputs, outputs = layout.split(local_x), layout.split(local_dx)
             for heads in blocks.head_ranges:
                 queries, keys, values = (t[:, heads] for t in inputs)
-                gradients = _gradients(blocks, queries, keys, values, out[:, heads])
+                local_sinks = blocks.sinks_of(sinks, samples, heads)
+                d_local = None if local_sinks is None else torch.zeros_like(local_sinks[..., 0])  # [c, g]
+                gradients = _gradients(blocks, queries, keys, values, out[:, heads], local_sinks, d_local)
+                if d_sinks is not None and d_local is not None:
+                    d_sinks[heads] += d_local.view(-1, *d_sinks[heads].shape).sum(0)
                 for t, gradient in zip(outputs, gradients, strict=True):
                     t[:, heads] = gradient.view(t[:, heads].shape)
             dx[:, samples] = local_dx.transpose(0, 1)
-        return dx, None, None
+        return dx, None if d_sinks is None else d_sinks.flatten().to(sinks.dtype), None, None
 
 
 def _gradients(
-    blocks: _Blocks, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor
+    blocks: _Blocks,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    sinks: Tensor | None,
+    d_sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries [c, g, S, D], keys and values [c, S, D] of some heads; the last two are float32.
 
-    `out` [b, h, g, S, D] is the gradient of their output; the others are as `HeadLayout.split` gives them.
+    That of `sinks` [c, g, 1] is added to `d_sinks` [c, g]. `out` [b, h, g, S, D] is the gradient of their
+    output; the others are as `HeadLayout.split` gives them.
     """
     q, k, v, dy = queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), out.flatten(0, 1)
     scaled_q, k32 = q.to(blocks.dtype) * blocks.factor, k.to(blocks.dtype)
@@ -206,11 +239,11 @@ def _gradients(
         sums = [torch.zeros_like(k32), torch.zeros_like(k32)]
     for rows in blocks.query_ranges:
         columns = blocks.columns(rows)
-        p = blocks.probabilities(scaled_q, k32, rows)  # [c, g r, e] float32
+        p = blocks.probabilities(scaled_q, k32, rows, sinks)  # [c, g r, e] float32
         g = dy[:, :, rows].flatten(1, 2)  # [c, g r, D]
         dp = torch.bmm(g, v[:, columns].transpose(1, 2)).to(blocks.dtype)
         dv = _add_product(sums[1] if sums else None, blocks.round(p), g, columns)
-        ds = blocks.score_gradient(dp, p)
+        ds = blocks.score_gradient(dp, p, d_sinks)
         dq[:, :, rows] = torch.bmm(ds, k[:, columns]).view(dq[:, :, rows].shape)
         dk = _add_product(sums[0] if sums else None, ds, q[:, :, rows].flatten(1, 2), columns)
         sums = [dk, dv]

@@ -123,15 +123,21 @@ class DecodePass:
         return self._biases[window]
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores: AttentionScores = PLAIN_SCORES
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scores: AttentionScores = PLAIN_SCORES,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Queries [B, N/t, 1, D], keys and values [B, K/t, 1, D] -> [1, B, H/t]."""
+        """Queries [B, N/t, 1, D], keys and values [B, K/t, 1, D], sinks [N/t] -> [1, B, H/t]."""
         keys, values = self.cache.layer(layer, k, self.columns, shared=v is k)
         keys[self._entries], values[self._entries] = k.squeeze(2), v.squeeze(2)
         keys, values = keys[: self.count, :, : self.columns], values[: self.count, :, : self.columns]
         bias = self.bias(scores.window)
-        if scores.softcap:
-            return merge_heads(capped_attention(q, keys, values, scores, bias))
+        if scores.softcap or sinks is not None:
+            return merge_heads(unfused_attention(q, keys, values, scores, bias, sinks))
         y = F.scaled_dot_product_attention(
             q, keys, values, attn_mask=bias, enable_gqa=q.shape[1] != k.shape[1], scale=scores.scale
         )
@@ -156,18 +162,19 @@ def causal_attention(
     )
 
 
-def capped_attention(
+def unfused_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     scores: AttentionScores,
     bias: Tensor | None,
+    sinks: Tensor | None = None,
     drop: Callable[[Tensor], Tensor] = lambda p: p,
 ) -> Tensor:
     """Attention by its formula, `bias` added to the capped scores: for a query at a time, or dropout.
 
     Queries [B, N/t, S, D], keys and values [B, K/t, L, D], bias of shapes that expand to [B, 1, S, L];
-    `drop` takes probabilities [B N/t, S, L].
+    `sinks` [N/t] are logits of a key without a value; `drop` takes probabilities [B N/t, S, L].
     """
     b, n, s, width = q.shape
     k, v = (x.repeat_interleave(n // x.shape[1], dim=1) for x in (k, v))
@@ -175,7 +182,12 @@ def capped_attention(
     x = (q @ k.transpose(2, 3)) * scale  # [B, N/t, S, L]
     x = torch.tanh(x / scores.softcap) * scores.softcap if scores.softcap else x
     x = x if bias is None else x + bias
-    return drop(torch.softmax(x, -1).flatten(0, 1)).view(b, n, s, -1) @ v
+    if sinks is None:
+        p = torch.softmax(x, -1)
+    else:
+        column = sinks.to(x.dtype).view(1, n, 1, 1).expand(b, n, s, 1)
+        p = torch.softmax(torch.cat([x, column], -1), -1)[..., :-1]
+    return drop(p.flatten(0, 1)).view(b, n, s, -1) @ v
 
 
 def window_mask(length: int, window: int, device: torch.device) -> Tensor:

@@ -220,46 +220,66 @@ def context_attention(
     *,
     scores: AttentionScores = PLAIN_SCORES,
     drop: Drop | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of this rank's tokens to those before them: q [B, n, L, D], k and v [B, k, L, D].
 
-    `drop` is the dropout of probabilities.
+    `drop` is the dropout of probabilities; `sinks` [n] are logits of a key without a value that every query
+    sees.
     """
-    kernel: Kernel
-    if scores.window or scores.softcap or drop is not None:
+    kernel = None if drop is not None else fused_kernel(q, scores)
+    if kernel is None:
         kernel = UnfusedKernel(cp, q.shape[2] * cp.size, scores, drop)
-    elif q.device.type == "cpu":
-        kernel = CPUKernel(scores.scale)
-    elif q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
-        kernel = GPUKernel(scores.scale)
-    else:
-        kernel = UnfusedKernel(cp, q.shape[2] * cp.size, scores)
-    y: Tensor = _ContextAttention.apply(q, k, v, kernel, cp, scores.window)  # type: ignore[no-untyped-call]
+    y: Tensor = _ContextAttention.apply(q, k, v, sinks, kernel, cp, scores.window)  # type: ignore[no-untyped-call]
     return y
+
+
+def fused_kernel(q: Tensor, scores: AttentionScores) -> Kernel | None:
+    """Return PyTorch's kernel for queries [B, n, L, D]; None if it has none."""
+    if scores.window or scores.softcap:
+        return None
+    if q.device.type == "cpu":
+        return CPUKernel(scores.scale)
+    if q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+        return GPUKernel(scores.scale)
+    return None
 
 
 class _ContextAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, cp: Axis, window: int) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kernel: Kernel, cp: Axis, window: int
+    ) -> Tensor:
         own, others = attention_blocks(cp, q.shape[2], window)
-        gathering = start_all_gather(torch.stack([k, v]), cp)
+        gathering = start_all_gather(torch.stack([k, v]), cp) if cp.size > 1 else None
         y, log_sum = kernel.forward(own, q, k, v)
         y, log_sum = y.to(torch.promote_types(q.dtype, torch.float32)), log_sum.contiguous()
-        gathered = gathering.wait()  # [c, 2, B, k, L, D]
+        gathered = None if gathering is None else gathering.wait()  # [c, 2, B, k, L, D]
         for block in others:
+            assert gathered is not None
             keys, values = gathered[block.source][..., block.columns, :]
             part = kernel.forward(block, q[:, :, block.rows], keys, values)
             _merge(y[:, :, block.rows], log_sum[:, :, block.rows], *part)
+        if sinks is not None:  # of a value 0
+            logits = sinks.to(log_sum.dtype)[:, None].expand(log_sum.shape)
+            y.mul_(torch.sigmoid(log_sum - logits).unsqueeze(-1))
+            log_sum = torch.logaddexp(log_sum, logits)
         y = y.to(q.dtype)
-        ctx.save_for_backward(q, k, v, y, log_sum)
+        ctx.save_for_backward(q, k, v, y, log_sum, sinks)
         ctx.kernel, ctx.cp, ctx.window = kernel, cp, window
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, y, log_sum = ctx.saved_tensors
-        kernel, cp = ctx.kernel, ctx.cp
+        q, k, v, y, log_sum, sinks = ctx.saved_tensors
+        kernel, cp, d_sinks = ctx.kernel, ctx.cp, None
+        if sinks is not None:
+            # of a softmax's gradient p (dp - sum of p dp), where dp is 0 and the sum is y dy
+            p = torch.exp(sinks.to(log_sum.dtype)[:, None] - log_sum)  # [B, n, L]
+            d_sinks = -(p * (dy * y).sum(-1, dtype=p.dtype)).sum((0, 2)).to(sinks.dtype)
         own, others = attention_blocks(cp, q.shape[2], ctx.window)
+        if cp.size == 1:
+            return *kernel.backward(own, dy, q, k, v, y, log_sum), d_sinks, None, None, None
         gathering = start_all_gather(torch.stack([k, v]), cp)
         dq, dk, dv = kernel.backward(own, dy, q, k, v, y, log_sum)
         dq = dq.to(log_sum.dtype)
@@ -274,7 +294,7 @@ class _ContextAttention(torch.autograd.Function):
             for target, part in zip(partial[block.source], shared, strict=True):
                 target[..., block.columns, :] = part
         dk, dv = reduce_scatter(partial, cp)[0]
-        return dq.to(q.dtype), dk, dv, None, None, None
+        return dq.to(q.dtype), dk, dv, d_sinks, None, None, None
 
 
 def attention_blocks(cp: Axis, tokens: int, window: int = 0) -> tuple[KeyBlock, list[KeyBlock]]:

@@ -11,16 +11,16 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mlm.models.attention import SelfAttention
 from mlm.models.blocked_attention import HeadLayout, causal_attention_in_blocks, pays_in_blocks
 from mlm.models.cache import (
     PrefillPass,
     Reading,
-    capped_attention,
     causal_attention,
     merge_heads,
+    unfused_attention,
     window_mask,
 )
 from mlm.models.config import ModelConfig
@@ -28,6 +28,8 @@ from mlm.models.llama.settings import LlamaSettings
 from mlm.models.norms import RMSNorm
 from mlm.models.rotary import Rotary
 from mlm.parallel.collectives import copy_to_tp, reduce_from_tp
+from mlm.parallel.compute_state import skip_compile
+from mlm.parallel.context import context_attention, fused_kernel
 from mlm.parallel.layers import ColumnParallelLinear, FusedRows
 from mlm.parallel.linear import column_parallel_pair
 from mlm.parallel.mesh import Axis
@@ -61,6 +63,16 @@ class AllHeadsNorm(RMSNorm):
         return (y * self.weight).to(x.dtype)
 
 
+class SinkLogits(nn.Module):
+    """A logit for each head of this rank, beside those of keys: it takes probability and has no value."""
+
+    tp_dims: ClassVar[dict[str, int]] = {"bias": 0}
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(heads))
+
+
 class GroupedQueryAttention(SelfAttention):
     """Attention whose queries share heads of keys and values (arXiv:2305.13245).
 
@@ -90,6 +102,7 @@ class GroupedQueryAttention(SelfAttention):
         self.kv = linear(2 * kv_heads * self.head_dim, replicas=max(1, tp.size // kv_heads))
         self.query.fused_rows = FusedRows(1, self.head_dim, are_heads=True)
         self.kv.fused_rows = FusedRows(2, self.head_dim, are_heads=True)
+        self.sinks = SinkLogits(heads // tp.size) if settings.attention_sinks else None
         self.query_norm: HeadNorm | AllHeadsNorm | None = None
         self.key_norm: HeadNorm | AllHeadsNorm | None = None
         eps, replicas = config.layer_norm_eps, self.kv.replicas
@@ -99,6 +112,10 @@ class GroupedQueryAttention(SelfAttention):
         elif settings.qk_norm:
             self.query_norm = HeadNorm(self.head_dim, eps=eps, zero_centered=settings.zero_centered_norms)
             self.key_norm = HeadNorm(self.head_dim, eps=eps, zero_centered=settings.zero_centered_norms)
+
+    @property
+    def sink_logits(self) -> Tensor | None:
+        return None if self.sinks is None else self.sinks.bias
 
     def project(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         """Queries and keys, rotated, and values: [S, B, (n + 2k) D], ordered [q | k | v]."""
@@ -125,10 +142,12 @@ class GroupedQueryAttention(SelfAttention):
         return torch.cat([q, k, v], dim=2).flatten(2)
 
     def attend_cached(self, x: Tensor, rotary: Rotary | None, reading: Reading) -> Tensor:
-        if not (isinstance(reading, PrefillPass) and self.scores.softcap):
-            return super().attend_cached(x, rotary, reading)
-        qkv = self.project(x, rotary)
-        _, k, v = self.heads(qkv)
+        qkv, sinks = self.project(x, rotary), self.sink_logits
+        q, k, v = self.heads(qkv)
+        if not isinstance(reading, PrefillPass):
+            return reading.attend(self.layer, q, k, v, self.scores, sinks)
+        if not self.scores.softcap and sinks is None:
+            return reading.attend(self.layer, q, k, v, self.scores)
         reading.keep(self.layer, k, v)
         return self.fused(qkv, 0.0, None, True)
 
@@ -171,13 +190,13 @@ class GroupedQueryAttention(SelfAttention):
 
     def fused(self, qkv: Tensor, p: float, bias: Tensor | None, causal: bool) -> Tensor:
         """Attention by PyTorch's best kernel: [S, B, (n + 2k) D] -> [S, B, n D]."""
-        if bias is None and p == 0 and pays_in_blocks(qkv, self.scores):
-            x = qkv.unflatten(-1, (-1, self.head_dim))
-            kv = self._kv_heads(x.shape[2])
-            first = x.shape[2] - 2 * kv
-            layout = HeadLayout(slice(first), slice(first, first + kv), slice(first + kv, None))
-            return causal_attention_in_blocks(x, layout, self.scores)
-        if self.scores.softcap:
+        sinks = self.sink_logits
+        if bias is None and p == 0:
+            if pays_in_blocks(qkv, self.scores):
+                return self._in_blocks(qkv)
+            if sinks is not None:
+                return self._with_sinks(qkv, sinks)
+        if self.scores.softcap or sinks is not None:
             return self.unfused(qkv, partial(F.dropout, p=p), bias, causal)
         q, k, v = self.heads(qkv)
         if qkv.is_cpu:  # its kernel reads rows far apart a tenth slower
@@ -194,6 +213,21 @@ class GroupedQueryAttention(SelfAttention):
             scale=self.scores.scale,
         )
         return merge_heads(y)
+
+    def _in_blocks(self, qkv: Tensor) -> Tensor:
+        x = qkv.unflatten(-1, (-1, self.head_dim))
+        kv = self._kv_heads(x.shape[2])
+        first = x.shape[2] - 2 * kv
+        layout = HeadLayout(slice(first), slice(first, first + kv), slice(first + kv, None))
+        return causal_attention_in_blocks(x, layout, self.scores, self.sink_logits)
+
+    @skip_compile
+    def _with_sinks(self, qkv: Tensor, sinks: Tensor) -> Tensor:
+        """Attention by the kernel that returns log-sum-exps, or in blocks where there is none."""
+        q, k, v = self.heads(qkv)
+        if fused_kernel(q, self.scores) is None:
+            return self._in_blocks(qkv)
+        return merge_heads(context_attention(q, k, v, Axis("cp"), scores=self.scores, sinks=sinks))
 
     def _windowed(self, bias: Tensor) -> Tensor:
         """`bias` [B, 1, S, S], with -inf outside the window too."""
@@ -213,4 +247,4 @@ class GroupedQueryAttention(SelfAttention):
             added = torch.zeros(s, s, dtype=q.dtype, device=q.device).masked_fill_(hidden, -math.inf)
         else:
             added = self._windowed(bias)
-        return merge_heads(capped_attention(q, k, v, self.scores, added, drop))
+        return merge_heads(unfused_attention(q, k, v, self.scores, added, self.sink_logits, drop))

@@ -69,6 +69,9 @@ class LlamaSettings(RouterSettings):
     attention_softcap: float = 0.0
     """Bound of attention's scores, softcap * tanh(scores / softcap) (Gemma 2, arXiv:2408.00118, section 2); 0
     for none."""
+    attention_sinks: bool = False
+    """A learned logit for each head, which takes probability from the tokens that a query attends to and has
+    no value, as gpt-oss (arXiv:2309.17453). Without model.attention_dropout."""
     logit_softcap: float = 0.0
     """Bound of the logits, in the same way; 0 for none."""
     embedding_multiplier: float = 1.0
@@ -279,6 +282,9 @@ def _problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
         yield "num_kv_heads", why, f"use model.options.num_kv_heads={nearest}"
     yield from _latent_problems(model, settings)
     yield from _pattern_problems(settings)
+    if settings.attention_sinks and model.attention_dropout:
+        why = f"does not go with model.attention_dropout={model.attention_dropout:g}"
+        yield "attention_sinks", why, "set model.attention_dropout=0"
     if settings.qk_norm_whole and not settings.qk_norm:
         yield "qk_norm_whole", "is a form of qk_norm", "set model.options.qk_norm=true too"
     if settings.qk_norm_whole and settings.zero_centered_norms:
@@ -334,6 +340,7 @@ def _latent_problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
         yield "v_head_dim", f"must be at most head_dim={settings.head_dim}", "use a larger head_dim"
     usual: dict[str, object] = {"qk_norm": False, "qkv_bias": False, "window": 0, "rotary_fraction": 1.0}
     usual |= {"rotary_layers": "", "attention_multiplier": 0.0, "attention_softcap": 0.0}
+    usual |= {"attention_sinks": False}
     for name, value in {**usual, "num_kv_heads": model.num_heads}.items():
         if getattr(settings, name) != value:
             yield name, "does not go with latent attention (kv_lora_rank)", "remove it"
