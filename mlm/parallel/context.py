@@ -230,7 +230,7 @@ def context_attention(
     kernel = None if drop is not None else fused_kernel(q, scores)
     if kernel is None:
         kernel = UnfusedKernel(cp, q.shape[2] * cp.size, scores, drop)
-    y: Tensor = _ContextAttention.apply(q, k, v, sinks, kernel, cp, scores.window)  # type: ignore[no-untyped-call]
+    y: Tensor = _ContextAttention.apply(q, k, v, kernel, cp, scores.window, sinks)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -248,7 +248,7 @@ def fused_kernel(q: Tensor, scores: AttentionScores) -> Kernel | None:
 class _ContextAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kernel: Kernel, cp: Axis, window: int
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, cp: Axis, window: int, sinks: Tensor | None
     ) -> Tensor:
         own, others = attention_blocks(cp, q.shape[2], window)
         gathering = start_all_gather(torch.stack([k, v]), cp) if cp.size > 1 else None
@@ -279,7 +279,7 @@ class _ContextAttention(torch.autograd.Function):
             d_sinks = -(p * (dy * y).sum(-1, dtype=p.dtype)).sum((0, 2)).to(sinks.dtype)
         own, others = attention_blocks(cp, q.shape[2], ctx.window)
         if cp.size == 1:
-            return *kernel.backward(own, dy, q, k, v, y, log_sum), d_sinks, None, None, None
+            return *kernel.backward(own, dy, q, k, v, y, log_sum), None, None, None, d_sinks
         gathering = start_all_gather(torch.stack([k, v]), cp)
         dq, dk, dv = kernel.backward(own, dy, q, k, v, y, log_sum)
         dq = dq.to(log_sum.dtype)
@@ -294,7 +294,7 @@ class _ContextAttention(torch.autograd.Function):
             for target, part in zip(partial[block.source], shared, strict=True):
                 target[..., block.columns, :] = part
         dk, dv = reduce_scatter(partial, cp)[0]
-        return dq.to(q.dtype), dk, dv, d_sinks, None, None, None
+        return dq.to(q.dtype), dk, dv, None, None, None, d_sinks
 
 
 def attention_blocks(cp: Axis, tokens: int, window: int = 0) -> tuple[KeyBlock, list[KeyBlock]]:

@@ -8,6 +8,8 @@ from torch import Tensor
 from mlm.models import blocked_attention
 from mlm.models.blocked_attention import FUSED, HeadLayout, causal_attention_in_blocks, pays_in_blocks
 from mlm.parallel.config import PLAIN_SCORES, AttentionScores
+from mlm.parallel.context import context_attention
+from mlm.parallel.mesh import Axis
 
 GROUPED = HeadLayout(slice(4), slice(4, 6), slice(6, None))
 """Four heads of queries that share two of keys and values."""
@@ -15,10 +17,12 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Of the largest number: a few roundings, of scores up to 20."""
 
 
-def exact(x: Tensor, layout: HeadLayout, scores: AttentionScores = PLAIN_SCORES) -> Tensor:
+def exact(
+    x: Tensor, layout: HeadLayout, scores: AttentionScores = PLAIN_SCORES, sinks: Tensor | None = None
+) -> Tensor:
     """Attention to heads [S, B, heads, D] by PyTorch's kernel or formula: [S, B, n D]."""
     q, k, v = (x[:, :, heads].permute(1, 2, 0, 3) for heads in (layout.query, layout.key, layout.value))
-    if scores == PLAIN_SCORES:
+    if scores == PLAIN_SCORES and sinks is None:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     else:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -26,7 +30,10 @@ def exact(x: Tensor, layout: HeadLayout, scores: AttentionScores = PLAIN_SCORES)
         s = scores.softcap * torch.tanh(s / scores.softcap) if scores.softcap else s
         distance = torch.arange(len(x))[:, None] - torch.arange(len(x))
         hidden = (distance < 0) | (distance >= (scores.window or len(x)))
-        y = s.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+        s = s.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            s = torch.cat([s, sinks.view(-1, 1, 1).expand(*s.shape[:3], 1)], -1)
+        y = s.softmax(-1)[..., : len(x)] @ v
     return y.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -53,6 +60,36 @@ def test_windows_and_softcaps_are_those_of_the_formula(
     for found, expected in ((y, reference), gradients):
         off = (found.double() - expected).abs().max() / expected.abs().max()
         assert off < TOLERANCE.get(dtype, 1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "scores",
+    [PLAIN_SCORES, AttentionScores(window=5), AttentionScores(window=17), AttentionScores(softcap=2.0)],
+    ids=str,
+)
+def test_sinks_are_a_key_of_each_query_without_a_value(
+    monkeypatch: pytest.MonkeyPatch, scores: AttentionScores, dtype: torch.dtype
+) -> None:
+    """In blocks, and by the log-sum-exps of PyTorch's kernel; gradients of the sinks too."""
+    monkeypatch.setattr(blocked_attention, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(blocked_attention, "BUFFER_BYTES", 20_000)
+    generator = torch.Generator().manual_seed(0)
+    x = (2 * torch.randn(40, 3, 8, 8, generator=generator)).to(dtype).requires_grad_()
+    sinks = (2 * torch.randn(4, generator=generator)).to(dtype).requires_grad_()
+    wide = [t.detach().double().requires_grad_() for t in (x, sinks)]
+    reference = exact(wide[0], GROUPED, scores, wide[1])
+    dy = torch.randn(reference.shape, generator=generator).to(dtype)
+    expected = (reference, *torch.autograd.grad(reference, wide, dy.double()))
+    results = [causal_attention_in_blocks(x, GROUPED, scores, sinks)]
+    if scores == PLAIN_SCORES:
+        q, k, v = x.permute(1, 2, 0, 3).split([4, 2, 2], 1)
+        y = context_attention(q, k, v, Axis("cp"), sinks=sinks)
+        results.append(y.permute(2, 0, 1, 3).flatten(2))
+    for y in results:
+        for found, want in zip((y, *torch.autograd.grad(y, (x, sinks), dy)), expected, strict=True):
+            off = (found.double() - want).abs().max() / want.abs().max()
+            assert off < TOLERANCE.get(dtype, 1e-13)
 
 
 def test_a_window_of_a_long_sequence_takes_blocks_and_no_mask_of_all_pairs() -> None:

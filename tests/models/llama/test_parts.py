@@ -71,12 +71,13 @@ def test_a_gated_mlp_multiplies_its_input_by_a_gate(activation: str) -> None:
 
 @pytest.mark.parametrize("window", [0, 1, 4, S])
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("softcap", [0.0, 0.9])
+@pytest.mark.parametrize(("softcap", "sinks"), [(0.0, False), (0.9, False), (0.0, True)])
 def test_attention_is_the_same_fused_masked_and_with_dropout(
-    window: int, documents: bool, softcap: float
+    window: int, documents: bool, softcap: float, sinks: bool
 ) -> None:
     """Three ways to one function: by document, by a mask for all, and probabilities spelled out."""
     options = MODEL.options | {"window": window, "attention_softcap": softcap, "attention_multiplier": 0.7}
+    options |= {"attention_sinks": sinks}
     attention = GroupedQueryAttention(replace(MODEL, options=options), layer=0, tp=ONE).double()
     qkv = normal(S, B, (4 + 2 * 2) * 6)
     ends = torch.zeros(B, S, dtype=torch.bool)
@@ -89,7 +90,11 @@ def test_attention_is_the_same_fused_masked_and_with_dropout(
     scores = q @ k.repeat_interleave(2, 1).mT * 0.7
     scores = torch.tanh(scores / softcap) * softcap if softcap else scores
     scores = scores.masked_fill(~sees, -torch.inf)
-    want = (scores.softmax(-1) @ v.repeat_interleave(2, 1)).permute(2, 0, 1, 3).flatten(2)
+    if attention.sinks is not None:
+        attention.sinks.bias.data = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
+        column = attention.sinks.bias.view(4, 1, 1).expand(B, 4, S, 1)
+        scores = torch.cat([scores, column], -1)
+    want = (scores.softmax(-1)[..., :S] @ v.repeat_interleave(2, 1)).permute(2, 0, 1, 3).flatten(2)
     spans = document_spans(ends, torch.float64) if documents else None
     torch.testing.assert_close(attention._fused(qkv, 0.0, spans), want)
     torch.testing.assert_close(attention.fused(qkv, 0.0, bias, False), want)

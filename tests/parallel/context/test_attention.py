@@ -100,7 +100,21 @@ def test_attention_over_ranks_equals_one_process(
         assert max(differences) < 1e-12
 
 
-def compare_with_whole(ctx: ParallelContext, length: int, rule: AttentionScores, p: float) -> list[float]:
+@pytest.mark.parametrize(
+    ("cp", "scores"), [(2, AttentionScores(window=9)), pytest.param(4, PLAIN_SCORES, marks=pytest.mark.slow)]
+)
+def test_sinks_over_ranks_equal_those_of_one_process(cp: int, scores: AttentionScores) -> None:
+    """Their gradients are each rank's term of a sum over cp, as of all parameters."""
+    results = run_on_ranks(compare_with_whole, 32, scores, 0.0, True, cp=cp)
+    assert max(max(differences[:4]) for differences in results) < 1e-12
+    total = [sum(parts) for parts in zip(*(differences[4:] for differences in results), strict=True)]
+    expected = run_on_ranks(compare_with_whole, 32, scores, 0.0, True, cp=1)[0][4:]
+    assert total == pytest.approx(expected, rel=1e-12)
+
+
+def compare_with_whole(
+    ctx: ParallelContext, length: int, rule: AttentionScores, p: float, has_sinks: bool = False
+) -> list[float]:
     torch.manual_seed(0)
     samples = 1 if length == LONG else B
     whole = [
@@ -109,8 +123,10 @@ def compare_with_whole(ctx: ParallelContext, length: int, rule: AttentionScores,
     ]
     dy = torch.randn(samples, HEADS, length, D, dtype=torch.float64)
     stream, place = DropoutStream.of_micro_batch(1, 0, samples, ctx.device), site_keys([(3, "attention")])[0]
-    expected = attention_of_whole(*whole, rule, p, stream, place)
+    sinks = torch.randn(HEADS, dtype=torch.float64, requires_grad=True) if has_sinks else None
+    expected = attention_of_whole(*whole, rule, p, stream, place, sinks)
     expected.backward(dy)
+    own_sinks = None if sinks is None else sinks.detach().requires_grad_()
 
     def drop(x: Tensor, heads: range, rows: Tensor, columns: Tensor) -> Tensor:
         how = {"length": length, "heads": heads, "rows": rows, "columns": columns}
@@ -118,23 +134,38 @@ def compare_with_whole(ctx: ParallelContext, length: int, rule: AttentionScores,
 
     own = [local_tokens(x.detach(), ctx.cp, 2).requires_grad_() for x in whole]
     with patch.object(module, "MOST_SCORES", 100):  # a few heads at a time
-        y = context_attention(*own, ctx.cp, scores=rule, drop=drop if p else None)
+        y = context_attention(*own, ctx.cp, scores=rule, drop=drop if p else None, sinks=own_sinks)
         y.backward(local_tokens(dy, ctx.cp, 2))
     assert all(x.grad is not None for x in (*own, *whole))
     pairs = [(y, expected), *((x.grad, full.grad) for x, full in zip(own, whole, strict=True))]
-    return [float((mine - local_tokens(full, ctx.cp, 2)).abs().max()) for mine, full in pairs]  # type: ignore
+    found = [float((mine - local_tokens(full, ctx.cp, 2)).abs().max()) for mine, full in pairs]  # type: ignore
+    if own_sinks is None or sinks is None:
+        return found
+    assert own_sinks.grad is not None
+    assert sinks.grad is not None
+    return [*found, *(own_sinks.grad if ctx.cp.size > 1 else sinks.grad).tolist()]
 
 
 def attention_of_whole(
-    q: Tensor, k: Tensor, v: Tensor, rule: AttentionScores, p: float, stream: DropoutStream, place: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: AttentionScores,
+    p: float,
+    stream: DropoutStream,
+    place: Tensor,
+    sinks: Tensor | None,
 ) -> Tensor:
     length, window = q.shape[2], rule.window
-    if rule == PLAIN_SCORES and not p:
+    if rule == PLAIN_SCORES and not p and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
     scores = q @ k.mT * (rule.scale or D**-0.5)
     scores = torch.tanh(scores / rule.softcap) * rule.softcap if rule.softcap else scores
     scores = scores.masked_fill(~window_mask(length, window or length, q.device), -torch.inf)
+    if sinks is not None:
+        column = sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        return torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1] @ v
     rows = torch.arange(HEADS * length, dtype=torch.int32)
     keep = draw_keep_mask(rows[None], (stream.keys ^ place)[:, None], length, p).view(scores.shape)
     return dropped(torch.softmax(scores, -1), keep, p) @ v if p else torch.softmax(scores, -1) @ v
