@@ -142,6 +142,9 @@ def reference_outputs(model: HFModel) -> Outputs:
 def _load(model: HFModel) -> Any:
     transformers = _transformers()
     labels = {"num_labels": model.config.num_labels} if model.config.head == "classification" else {}
+    quantised = model.raw.get("quantization_config")
+    if isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4":
+        labels["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
     with _quiet(transformers), _blames_folder(model, "load"):
         return (
             getattr(transformers, model.architecture)

@@ -43,7 +43,7 @@ def stds(model: ModelConfig) -> dict[str, float]:
     found = {}
     for name, module in modules(model).items():
         for leaf, parameter in module.named_parameters(recurse=False):
-            if leaf != "bias" and parameter.requires_grad and not isinstance(module, NORMS):
+            if not leaf.endswith("bias") and parameter.requires_grad and not isinstance(module, NORMS):
                 known: Any = getattr(module, "init_stds", None) or {leaf: module.init_std}
                 found[f"{name}.{leaf}"] = known[leaf]
     return found

@@ -58,6 +58,11 @@ MIXTURES: dict[str, dict[str, bool | int | float | str]] = {
         **{"router_normalise": False, "shared_experts": 1, "shared_gate": True},
         **{"router_groups": 4, "router_top_groups": 3, "router_group_best": 1},
     },
+    "biases": {
+        **{"num_experts": 4, "expert_ffn_size": 8, "router_logit_bias": True, "qkv_bias": True, "bias": True},
+        **{"swiglu_limit": 0.2, "swiglu_alpha": 1.3, "num_kv_heads": 2, "dense_layers": 1},
+        **{"attention_sinks": True, "window": 5, "window_layers": "sf"},
+    },
     "capacity": {
         **{"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 8, "capacity_factor": 0.7},
         **{"balance": "bias", "dense_layers": 1},
@@ -356,10 +361,15 @@ MOE_LAYOUTS = parse_layouts(
     "tp=2 sequence_parallel expert_tp=1 pp=2 dp=2 ep=4 moe=capacity",
     "tp=4 sequence_parallel cp=2 ep=2 recompute=selective micro_batches=1 moe=capacity",
     "tp=2 cp=2 dp=2 ep=2 zero=2 moe=capacity",
+    "tp=2 sequence_parallel pp=2 recompute=full moe=biases",
+    "tp=2 cp=2 dp=2 ep=2 zero=3 moe=biases",
+    "tp=2 sequence_parallel expert_tp=1 ep=2 moe=biases",
+    "dp=2 ep=2 zero=2 documents moe=biases",
     # narrower formats round the scores: some choices of nearly equal experts differ
     "dp=2 ep=2 precision=fp32 moe=softmax",
     "tp=2 sequence_parallel expert_tp=1 ep=2 precision=bf16 moe=softmax",
     "dp=2 ep=2 precision=fp16 moe=sequence",
+    "dp=2 ep=2 precision=bf16 moe=biases",
 )
 """Experts over ranks of their own, with each other axis, schedule and sharding."""
 

@@ -85,6 +85,8 @@ def locations(model: ModelConfig) -> Locations:
         else:
             yield from _query_locations(ours, stored, model, settings, row)
         yield from _linear(f"{ours}.out", f"{stored}.{row.out}", settings.bias)
+        if settings.attention_sinks:
+            yield f"{ours}.sinks.bias", hf.Location((f"{stored}.sinks",))
         for name, theirs in row.norms.items():
             yield _same(f"{layer}.{name}", f"{layer}.{theirs}")
         if settings.has_experts(number):
@@ -154,15 +156,18 @@ def _expert_locations(
     ours: str, stored: str, model: ModelConfig, settings: LlamaSettings, row: Variant
 ) -> Locations:
     count = settings.num_experts
-    yield _same(f"{ours}.router", f"{stored}.gate")
+    yield _same(f"{ours}.router", f"{stored}.{row.router}")
     if settings.has_router_bias:
-        yield f"{ours}.router.bias", hf.Location((f"{stored}.gate.e_score_correction_bias",))
-    gate, up, down = row.projections
-    experts = [f"{stored}.experts.{expert}" for expert in range(count)]
-    pairs = tuple(f"{expert}.{part}.weight" for expert in experts for part in (gate, up))
-    yield f"{ours}.experts.up", hf.Location(pairs, stacked=(count, 2))
-    downs = tuple(f"{expert}.{down}.weight" for expert in experts)
-    yield f"{ours}.experts.down", hf.Location(downs, stacked=(count,))
+        yield f"{ours}.router.bias", hf.Location((f"{stored}.{row.router_bias}",))
+    if settings.router_logit_bias:
+        yield f"{ours}.router.logit_bias", hf.Location((f"{stored}.{row.router}.bias",))
+    for name, (theirs, rows) in zip(("up", "down"), row.all_experts, strict=False):
+        yield f"{ours}.experts.{name}", hf.Location((f"{stored}.{theirs}",), experts=rows)
+        if settings.bias:
+            rows = rows._replace(transposed=False)
+            yield f"{ours}.experts.{name}_bias", hf.Location((f"{stored}.{theirs}_bias",), experts=rows)
+    if not row.all_experts:
+        yield from _single_expert_locations(ours, stored, count, row)
     if settings.shared_experts:
         width = settings.shared_experts * settings.expert_ffn_size
         blocks = num_blocks(replace(model, ffn_hidden_size=width))
@@ -183,6 +188,15 @@ def _mlp_locations(ours: str, stored: str, blocks: int, settings: LlamaSettings,
     yield from _linear(f"{ours}.down", down, settings.bias)
 
 
+def _single_expert_locations(ours: str, stored: str, count: int, row: Variant) -> Locations:
+    gate, up, down = row.projections
+    experts = [f"{stored}.experts.{expert}" for expert in range(count)]
+    pairs = tuple(f"{expert}.{part}.weight" for expert in experts for part in (gate, up))
+    yield f"{ours}.experts.up", hf.Location(pairs, stacked=(count, 2))
+    downs = tuple(f"{expert}.{down}.weight" for expert in experts)
+    yield f"{ours}.experts.down", hf.Location(downs, stacked=(count,))
+
+
 def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, list[str]]:
     """Return our settings for one of the configurations, and notes. Raises ConfigError."""
     row = VARIANTS[str(config["model_type"])]
@@ -191,8 +205,10 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
     for key, values in row.meanings.items():
         if isinstance(given := config.get(key), str):
             config[key] = values.get(given, given)
-    if isinstance(config.get("quantization_config"), dict):
-        raise ConfigError([f"{path}: {QUANTISED}"])
+    if isinstance(quantised := config.get("quantization_config"), dict):
+        if row.quantised is None or quantised.get("quant_method") != row.quantised:
+            raise ConfigError([f"{path}: {QUANTISED}"])
+        config["quantization_config"] = None  # read by dequantising
     model, options = row.keys.read(config, path, row.classes, kind="llama", hidden_dropout=0.0)
     usual = DEFAULTS | {"num_kv_heads": model.num_heads, "head_dim": model.hidden_size // model.num_heads}
     if latent := "kv_lora_rank" in options:
@@ -202,6 +218,8 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
         options["shared_experts"] = _shared_experts(options, path)
     if config.get("topk_method") == "greedy":  # DeepSeek-V2's choice among all experts
         options |= {"router_groups": None, "router_top_groups": None}
+    if options.get("swiglu_limit") == 0:
+        raise ConfigError([f"{path}: swiglu_limit=0 must be a number above 0"])
     options = {name: usual[name] if value is None else value for name, value in options.items()}
     options |= read_rope(
         config,
@@ -298,6 +316,8 @@ def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str
     unused, notes = frozenset(name for name in shapes if name.startswith(prefixes)), tuple[hf.Note, ...]()
     if unused:
         notes = (hf.Note(f"multi-token prediction is left out: {len(unused)} tensors"),)
+    if any(name.endswith("_blocks") for name in shapes):
+        notes = (*notes, hf.Note("weights of experts in MXFP4 are read as float32, and exported so"))
     if "lm_head.weight" in shapes or LlamaSettings.of(model).tied:
         return hf.FolderContent(model, unused=unused, notes=notes)
     note = hf.Note(

@@ -112,6 +112,14 @@ class Variant:
     """Module of router and experts."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Gate, up and down of an expert."""
+    all_experts: tuple[tuple[str, hf.ExpertRows], ...] = ()
+    """Tensors of all experts together, of gates with inputs and of outputs; empty if each has its own."""
+    router: str = "gate"
+    """Module of the router."""
+    router_bias: str = "gate.e_score_correction_bias"
+    """Tensor of the biases for the choice of experts."""
+    quantised: str | None = None
+    """Form of quantised weights that is read, a quant_method."""
     shared: str = "shared_experts"
     """Module of the shared experts; that of their gate has _gate behind it."""
     eps_key: str = "rms_norm_eps"
@@ -392,6 +400,37 @@ VARIANTS = {
         },
         writes_head_dim="never",
         dense_key="first_k_dense_replace",
+    ),
+    "gpt_oss": Variant(
+        classes="GptOss",
+        marks=("num_experts", "attention_sinks"),
+        options={
+            **{"attention_sinks": True, "qkv_bias": True, "bias": True},
+            "router_logit_bias": True,
+        },
+        defaults=Defaults(2880, 131072, 201088, kv_heads=8, head_dim=64, theta=1.5e5),
+        fields=_sizes(2880, 36, 64)
+        | _experts("num_local_experts", 128, 4)
+        | {"swiglu_alpha": ("swiglu_alpha", 1.702), "swiglu_limit": ("swiglu_limit", 7.0)}
+        | {"rms_norm_eps": ("layer_norm_eps", 1e-5)},
+        fixed={"attention_bias": (True,)},
+        absent={
+            "rope_parameters": {
+                **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0},
+                **{"truncate": False, "original_max_position_embeddings": 4096},
+            },
+        },
+        activations=hf.SILU,
+        window_keys=_ALL_SLIDE,
+        window=128,
+        layer_keys=("layer_types",),
+        sliding_layers="sf",
+        router="router",
+        all_experts=(
+            ("experts.gate_up_proj", hf.ExpertRows(2, interleaves=True, transposed=True)),
+            ("experts.down_proj", hf.ExpertRows(transposed=True)),
+        ),
+        quantised="mxfp4",
     ),
     "olmo2": Variant(
         classes="Olmo2",

@@ -111,6 +111,9 @@ class HFTensors:
                 own = Region((first, *(0 for _ in shape[1:])), (1, *shape[1:]))
                 values.append(self._load(theirs, own))
             full = location.to_ours(values)[0]
+            if not full.isfinite().all():  # an exponent of MXFP4 that is NaN's
+                file = self.model.folder / self.model.stored[location.names[-1]][0]
+                raise CorruptFileError(f"{file}: {location.names[-1]} is not finite. {SAVE_AGAIN}")
             part.copy_(full[inner.within(Region.whole(full.shape))])
         return target
 

@@ -57,6 +57,7 @@ class MixtureOfExperts(nn.Module):
             inner=partial(gate, activation=config.activation, clamp=settings.swiglu_clamp),
             axes=axes,
             init_stds=(config.hidden_std, config.hidden_std / math.sqrt(2 * config.num_layers)),
+            bias=settings.bias,
         )
         self.shared: GatedMLP | None = None
         if settings.shared_experts:

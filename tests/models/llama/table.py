@@ -244,6 +244,14 @@ ROWS: dict[str, Row] = {
         by_shape=_EVERY_HEAD,
         kept_null=("q_lora_rank",),
     ),
+    "gpt_oss": Row(
+        "GptOss",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12},
+            **{"sliding_window": 5, "swiglu_limit": 1.5, "swiglu_alpha": 1.3},
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
     "qwen2_moe": Row(
         "Qwen2Moe",
         {

@@ -273,7 +273,7 @@ def their_matrices(name: str) -> Iterator[Tensor]:
     theirs = their_model(name)
     config = theirs.config
     for stored, value in on_disk(theirs, theirs.state_dict()).items():
-        if ".layers." not in stored or value.dim() < 2:
+        if ".layers." not in stored or value.dim() < 2 or stored.endswith("bias"):
             continue
         if stored.endswith("qkv_proj.weight"):
             width = architecture_of(our_config(theirs)).head_dim
@@ -281,6 +281,10 @@ def their_matrices(name: str) -> Iterator[Tensor]:
             yield from value.split([n * width for n in (heads, kv_heads, kv_heads)])
         elif stored.endswith("gate_up_proj.weight"):
             yield from value.chunk(2)
+        elif stored.endswith("experts.gate_up_proj"):  # [E, H, 2F], columns in pairs
+            yield from (part for one in value.mT for part in (one[::2], one[1::2]))
+        elif stored.endswith("experts.down_proj"):
+            yield from value.mT
         else:
             yield value
 
@@ -296,7 +300,7 @@ def test_muon_knows_the_matrices_in_each_weight(name: str) -> None:
     model, found = our_model(their_model(name), torch.float32), []
     for shard in parameter_shards(model, shape_context().tp):
         weight = shard.parameter
-        if not shard.name.startswith("layers.") or weight.dim() < 2:
+        if not shard.name.startswith("layers.") or weight.dim() < 2 or shard.name.endswith("bias"):
             continue
         for matrix in matrices_of(shard, per_head=False):
             part = weight[matrix.index] if matrix.index else weight
