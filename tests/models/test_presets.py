@@ -11,10 +11,10 @@ import torch
 import mlm
 from mlm.cli.compose.composition import load_config
 from mlm.cli.compose.groups import parameters_of
-from mlm.convert.huggingface.llama import MAPPING
+from mlm.convert.huggingface.llama import MAPPING, TRAINING_ONLY
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
-from mlm.models.llama.settings import LlamaSettings
+from mlm.models.llama.settings import DEFAULTS, LlamaSettings
 from mlm.models.shape import architecture_of, count_active_parameters, count_parameters, layer_weights
 from mlm.parallel.mesh import shape_context
 from mlm.parallel.sharding import parameter_shards
@@ -99,19 +99,21 @@ RELEASED = {  # parameters of the released models, as their model cards and safe
     "deepseek_v2": 235_741_434_880,
     "deepseek_v2_lite": 15_706_484_224,
     "qwen15_moe_a2_7b": 14_315_784_192,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
 }
 ACTIVE = {
     **{"mixtral_8x7b": 12.9, "qwen3_30b_a3b": 3.35, "olmoe_1b_7b": 1.28, "deepseek_v3": 37.55},
     **{"deepseek_v2": 21.38, "deepseek_v2_lite": 2.66, "qwen15_moe_a2_7b": 2.69},
+    **{"gpt_oss_20b": 4.19, "gpt_oss_120b": 5.71},
 }
-"""Billions that a token goes through; printed are 13B (12.9B), 3B (3.3B), 1B (1.3B), 37B, 21B, 2.4B (without
-the token table) and 2.7B."""
+"""Billions that a token goes through; printed are 13B (12.9B), 3B (3.3B), 1B (1.3B), 37B, 21B, 2.7B and,
+without the token table, 2.4B, 3.6B and 5.1B."""
 SETTINGS: dict[str, tuple[float, float, int, float]] = {  # rope_theta, factor of llama3, context, norm's eps
     "llama2": (10_000.0, 1.0, 4096, 1e-5),
     "llama3": (500_000.0, 8.0, 131_072, 1e-5),
     "llama3_1b": (500_000.0, 32.0, 131_072, 1e-5),
     "llama3_3b": (500_000.0, 32.0, 131_072, 1e-5),
-    "qwen15_moe_a2_7b": (1_000_000.0, 1.0, 8192, 1e-6),
     "qwen2": (1_000_000.0, 1.0, 131_072, 1e-6),
     "qwen2_0_5b": (1_000_000.0, 1.0, 32_768, 1e-6),
     "qwen3": (1_000_000.0, 1.0, 32_768, 1e-6),
@@ -129,9 +131,48 @@ TIED = {
     *("smollm2_135m", "smollm2_360m", "smollm2_1_7b"),
 }
 
+_YARN_40 = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32}
+_YARN_40 |= {"beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707}
+_DEEPSEEK_V2 = {
+    **{"model_type": "deepseek_v2", "aux_loss_alpha": 0.001, "seq_aux": True, "scoring_func": "softmax"},
+    **{"first_k_dense_replace": 1, "moe_layer_freq": 1, "norm_topk_prob": False, "num_experts_per_tok": 6},
+    **{"max_position_embeddings": 163_840, "rope_scaling": _YARN_40, "rope_theta": 10_000},
+}
+_GPT_OSS = {
+    **{
+        "model_type": "gpt_oss",
+        "experts_per_token": 4,
+        "initial_context_length": 4096,
+        "rope_theta": 150_000,
+    },
+    **{"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}},
+    "rope_scaling": {
+        **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        "original_max_position_embeddings": 4096,
+    },
+}
 _OLMO2 = {"model_type": "olmo2", "rms_norm_eps": 1e-6, "rope_theta": 500_000, "vocab_size": 100_352}
 _OLMO2 |= {"max_position_embeddings": 4096}
 CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen15_moe_a2_7b": {
+        **{"model_type": "qwen2_moe", "max_position_embeddings": 8192, "rope_theta": 1_000_000.0},
+        **{"sliding_window": 32_768, "use_sliding_window": False, "max_window_layers": 21},
+    },
+    "deepseek_v2": {
+        **_DEEPSEEK_V2,
+        **{"hidden_size": 5120, "intermediate_size": 12_288, "moe_intermediate_size": 1536},
+        **{"num_attention_heads": 128, "num_key_value_heads": 128, "num_hidden_layers": 60},
+        **{"n_routed_experts": 160, "n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy"},
+        "routed_scaling_factor": 16.0,
+    },
+    "deepseek_v2_lite": {
+        **_DEEPSEEK_V2,
+        **{"hidden_size": 2048, "intermediate_size": 10_944, "moe_intermediate_size": 1408},
+        **{"num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": 27},
+        **{"n_group": 1, "topk_group": 1, "topk_method": "greedy", "q_lora_rank": None},
+    },
+    "gpt_oss_20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt_oss_120b": {**_GPT_OSS, "layer_types": ["sliding_attention", "full_attention"] * 18},
     "olmo2_1b": {
         **_OLMO2,
         **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
@@ -251,7 +292,7 @@ def test_llamas_have_the_settings_of_their_config_json(name: str) -> None:
         assert (settings.rope_low_freq_factor, settings.rope_high_freq_factor) == (1.0, 4.0)
     assert settings.window == (4096 if family == "mistral" else 0)
     assert (settings.qkv_bias, settings.qk_norm) == (
-        family[:5] in ("qwen2", "qwen1"),
+        family == "qwen2",
         family in ("qwen3", "olmoe"),
     )
     assert settings.tied == (name in TIED)
@@ -262,7 +303,8 @@ def test_llamas_have_the_settings_of_their_config_json(name: str) -> None:
 def test_presets_are_what_their_config_json_is_read_as(name: str) -> None:
     """From the keys that their releases hold, and the defaults of transformers for the others."""
     config = MAPPING.read(CONFIGS[name], "config.json")[0]
-    assert LlamaSettings.of(preset(name)) == LlamaSettings.of(config)
+    settings, usual = LlamaSettings.of(preset(name)), {name: DEFAULTS[name] for name in TRAINING_ONLY}
+    assert replace(settings, **usual) == LlamaSettings.of(config)  # type: ignore[arg-type]
     assert replace(preset(name), options={}) == replace(config, options={})
 
 

@@ -324,7 +324,8 @@ VARIANTS = {
         options={"shared_gate": True},
         defaults=Defaults(2048, 5632, 24, 16, 16, 32768, 151936),
         aliases={"num_local_experts": "num_experts"},
-        fields=_experts("num_experts", 60, 4, 1408)
+        fields=_sizes(2048, 24, 16)
+        | _experts("num_experts", 60, 4, 1408)
         | {
             "shared_expert_intermediate_size": ("shared_width", 5632),
             "qkv_bias": ("qkv_bias", True),
@@ -355,7 +356,8 @@ VARIANTS = {
         options={"router_scores": "sigmoid", "router_bias": True},
         defaults=Defaults(7168, 18432, 61, 128, None, 4096, 129280),
         absent={"q_lora_rank": 1536},
-        fields=_experts("n_routed_experts", 256, 8, 2048)
+        fields=_sizes(7168, 61, 128)
+        | _experts("n_routed_experts", 256, 8, 2048)
         | _LATENT
         | {
             "n_shared_experts": ("shared_experts", 1),

@@ -44,7 +44,7 @@ class LatentAttention(GroupedQueryAttention):
         self.rope_dim, self.plain_dim = settings.rope_head_dim, self.head_dim - settings.rope_head_dim
         self.value_dim, self.latent_dim = settings.v_head_dim, settings.kv_lora_rank
         self.kv_heads = config.num_heads // self.tp.size
-        self.score_factor = settings.score_factor
+        self.score_factor, self.sinks = settings.score_factor, None
 
         def up(rank: int, head: int) -> ColumnParallelLinear:
             projection = ColumnParallelLinear(

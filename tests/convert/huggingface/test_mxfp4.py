@@ -53,7 +53,7 @@ def test_every_code_and_exponent_is_the_number_of_transformers() -> None:
 
 
 def test_a_quantised_folder_has_the_logits_of_transformers_and_is_imported(tmp_path: Path) -> None:
-    """The import compares logits itself; its export holds the numbers, which transformers loads as they are."""
+    """The import compares logits itself; its export holds the numbers, which transformers loads."""
     source, tokens = tmp_path / "model", torch.arange(30)[None]
     quantised_folder(source)
     settings: dict[str, Any] = {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
@@ -71,7 +71,10 @@ def test_a_quantised_folder_has_the_logits_of_transformers_and_is_imported(tmp_p
 
 SCALES = "model.layers.0.mlp.experts.down_proj_scales"
 DAMAGES: dict[str, tuple[Any, str]] = {
-    "no scales": (lambda tensors: tensors.pop(SCALES), "holds no tensor layers.0.mlp.experts.down_proj_scales"),
+    "no scales": (
+        lambda tensors: tensors.pop(SCALES),
+        "holds no tensor layers.0.mlp.experts.down_proj_scales",
+    ),
     "an exponent of NaN": (lambda tensors: tensors[SCALES].fill_(255), "down_proj_scales is not finite"),
     "scales of another shape": (
         lambda tensors: tensors.update({SCALES: tensors[SCALES][:, :8]}),
