@@ -50,7 +50,8 @@ OPTIONS: list[tuple[ModelConfig, dict[str, Any], str]] = [
     ),
     (MIXTURE, {"dense_layers": 2}, "dense_layers=2 leaves no layer of model.num_layers=2 to experts"),
     (MIXTURE, {"gated": False}, "gated=false does not go with experts"),
-    (MIXTURE, {"bias": True}, "bias=true does not go with experts"),
+    (MIXTURE, {"shared_gate": True}, "shared_gate=true is of shared experts"),
+    (MIXTURE, {"router_group_best": 0}, "router_group_best=0 must be 1 or more"),
     (MIXTURE, {"router_scores": "tanh"}, "router_scores=tanh is none of ours"),
     (MIXTURE, {"balance": "batch"}, "balance=batch is none of ours"),
 ]

@@ -11,7 +11,7 @@ import torch
 import mlm
 from mlm.cli.compose.composition import load_config
 from mlm.cli.compose.groups import parameters_of
-from mlm.convert.huggingface.llama import MAPPING, TRAINING_ONLY
+from mlm.convert.huggingface.llama import MAPPING, NOT_COMPUTED
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.models.llama.settings import DEFAULTS, LlamaSettings
@@ -303,7 +303,7 @@ def test_llamas_have_the_settings_of_their_config_json(name: str) -> None:
 def test_presets_are_what_their_config_json_is_read_as(name: str) -> None:
     """From the keys that their releases hold, and the defaults of transformers for the others."""
     config = MAPPING.read(CONFIGS[name], "config.json")[0]
-    settings, usual = LlamaSettings.of(preset(name)), {name: DEFAULTS[name] for name in TRAINING_ONLY}
+    settings, usual = LlamaSettings.of(preset(name)), {name: DEFAULTS[name] for name in NOT_COMPUTED}
     assert replace(settings, **usual) == LlamaSettings.of(config)  # type: ignore[arg-type]
     assert replace(preset(name), options={}) == replace(config, options={})
 

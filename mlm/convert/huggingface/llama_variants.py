@@ -324,8 +324,7 @@ VARIANTS = {
         options={"shared_gate": True},
         defaults=Defaults(2048, 5632, 24, 16, 16, 32768, 151936),
         aliases={"num_local_experts": "num_experts"},
-        fields=_sizes(2048, 24, 16)
-        | _experts("num_experts", 60, 4, 1408)
+        fields=_experts("num_experts", 60, 4, 1408)
         | {
             "shared_expert_intermediate_size": ("shared_width", 5632),
             "qkv_bias": ("qkv_bias", True),
@@ -356,8 +355,7 @@ VARIANTS = {
         options={"router_scores": "sigmoid", "router_bias": True},
         defaults=Defaults(7168, 18432, 61, 128, None, 4096, 129280),
         absent={"q_lora_rank": 1536},
-        fields=_sizes(7168, 61, 128)
-        | _experts("n_routed_experts", 256, 8, 2048)
+        fields=_experts("n_routed_experts", 256, 8, 2048)
         | _LATENT
         | {
             "n_shared_experts": ("shared_experts", 1),
@@ -410,11 +408,9 @@ VARIANTS = {
             **{"attention_sinks": True, "qkv_bias": True, "bias": True},
             "router_logit_bias": True,
         },
-        defaults=Defaults(2880, 131072, 201088, kv_heads=8, head_dim=64, theta=1.5e5),
-        fields=_sizes(2880, 36, 64)
-        | _experts("num_local_experts", 128, 4)
-        | {"swiglu_alpha": ("swiglu_alpha", 1.702), "swiglu_limit": ("swiglu_limit", 7.0)}
-        | {"rms_norm_eps": ("layer_norm_eps", 1e-5)},
+        defaults=Defaults(2880, 2880, 36, 64, 8, 131072, 201088, head_dim=64, theta=1.5e5, eps=1e-5),
+        fields=_experts("num_local_experts", 128, 4)
+        | {"swiglu_alpha": ("swiglu_alpha", 1.702), "swiglu_limit": ("swiglu_limit", 7.0)},
         fixed={"attention_bias": (True,)},
         absent={
             "rope_parameters": {

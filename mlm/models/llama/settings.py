@@ -90,7 +90,7 @@ class LlamaSettings(RouterSettings):
     qkv_bias: bool = False
     """Biases of queries, keys and values, as Qwen 2."""
     bias: bool = False
-    """Biases of attention's output and of the MLP."""
+    """Biases of attention's output, of the MLP and of experts."""
     gated: bool = True
     """Multiply the MLP's input by a gate (arXiv:2002.05202); without, model.activation alone is between two
     matrices, as in Nemotron and StarCoder 2."""
@@ -352,9 +352,8 @@ def _mixture_problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
         return
     if settings.shared_gate and not settings.shared_experts:
         yield "shared_gate", "is of shared experts", "set model.options.shared_experts too"
-    for name, value in {"gated": True, "bias": False}.items():
-        if getattr(settings, name) != value:
-            yield name, "does not go with experts (num_experts)", "remove it"
+    if not settings.gated:
+        yield "gated", "does not go with experts (num_experts)", "remove it"
     balances = ("none", "bias", "sequence", "global_batch", "micro_batch")
     for name, values in (("router_scores", ("softmax", "sigmoid")), ("balance", balances)):
         if getattr(settings, name) not in values:
