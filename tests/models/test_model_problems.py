@@ -13,11 +13,15 @@ from tests.models.llama.test_parts import MODEL as LLAMA
 
 GPT2 = ModelConfig(num_layers=2, hidden_size=24, num_heads=4)
 BERT = replace(GPT2, kind="bert", token_types=2)
+SWIGLU = "options.swiglu_limit=7.0 is of SiLU, not model.activation=gelu"
+SINKS = "options.attention_sinks=true does not go with model.attention_dropout=0.1"
 KEYS: list[tuple[ModelConfig, dict[str, Any], str]] = [
     (GPT2, {"activation": "silu"}, "activation=silu is llama's, and model.kind=gpt2 has a GELU"),
     (BERT, {"activation": "silu"}, "activation=silu is llama's, and model.kind=bert has a GELU"),
     (BERT, {"activation": "relu2"}, "activation=relu2 is gpt2's, and model.kind=bert has a GELU"),
     (LLAMA, {"activation": "relu2"}, "activation=relu2 has no gate, and model.options.gated=true"),
+    (replace(LLAMA, options={"swiglu_limit": 7.0}), {"activation": "gelu"}, SWIGLU),
+    (replace(LLAMA, options={"attention_sinks": True}), {"attention_dropout": 0.1}, SINKS),
     (BERT, {"mup_base_width": 8}, "mup_base_width=8: muP is for gpt2 and llama, not bert"),
 ]
 OPTIONS: list[tuple[ModelConfig, dict[str, Any], str]] = [

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mlm.parallel.compute_state import ComputesInHalf, choose_copy
@@ -62,7 +63,7 @@ def one_hot_experts(rows: Tensor, runs: Runs) -> Tensor:
     """1 in the column of each row's expert: [R, e]; 0 in rows after the last run."""
     ends = runs.ends(rows.device)
     numbers = torch.arange(len(rows), device=rows.device)[:, None]
-    begins = ends.roll(1).index_fill(0, torch.zeros(1, dtype=torch.int64, device=rows.device), 0)
+    begins = F.pad(ends[:-1], (1, 0))
     return ((begins <= numbers) & (numbers < ends)).to(rows.dtype)
 
 
