@@ -90,6 +90,7 @@ class Transformer(nn.Module):
         self.sequence_parallel = sequence_parallel and tp.size > 1
         parts = architecture_of(config)
         self.learns_positions, self.embedding_multiplier = parts.learned_positions, parts.embedding_multiplier
+        self.logit_multiplier = parts.logit_multiplier
         self.stage = stage = stage or split_layers(config.num_layers, 1)[0]
         dropout_keys = site_keys([(-1, "embedding"), (config.num_layers, "classifier")])
         self.register_buffer("dropout_keys", dropout_keys, persistent=False)
@@ -216,13 +217,17 @@ class Transformer(nn.Module):
         return None
 
     def apply_final_norm(self, x: Tensor) -> Tensor:
-        """Hidden states for the output layer: the last norm, in muP divided by the width's factor.
+        """Hidden states for the output layer: the last norm, times the factor of logits.
+
+        In muP they are divided by the width's factor.
 
         Table 8 of arXiv:2203.03466 is the form for an output layer tied to the token table: initial values
         and rate of an input layer at each width, and a multiplier of 1 / width before it. Here untied ones
         have them too.
         """
         y: Tensor = self.final_norm(x)
+        if self.logit_multiplier != 1 and self.config.head == "language_model":
+            y = y * self.logit_multiplier
         return y if self.config.mup_base_width is None else y / self.config.width_factor
 
     def encode(self, inputs: Inputs, stream: DropoutStream | None = None, x: Tensor | None = None) -> Tensor:

@@ -63,6 +63,12 @@ class Architecture:
     """Bound of attention's scores; 0 for none."""
     embedding_multiplier: float = 1.0
     """Factor of the token table's rows as they enter the first layer."""
+    residual_multiplier: float = 1.0
+    """Factor of the outputs of attention and MLP as they join the residual stream."""
+    logit_multiplier: float = 1.0
+    """Factor of the logits."""
+    is_parallel: bool = False
+    """True if attention and MLP read one norm of the residual stream, side by side."""
     input_norms: bool = True
     """True if the inputs of attention and MLP are normed, with norm=pre."""
     output_norms: bool = False

@@ -15,17 +15,32 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class LayerNorm(ComputesInHalf, nn.LayerNorm):
-    """Layer norm whose float32 weights serve activations of any dtype. Replicated over tp."""
+    """Layer norm whose float32 weights serve activations of any dtype. Replicated over tp.
+
+    `zero_centered`: the factor is 1 + weight.
+    """
+
+    def __init__(self, size: int, *, eps: float, bias: bool = True, zero_centered: bool = False) -> None:
+        super().__init__(size, eps=eps, bias=bias)
+        self.zero_centered, self.initial_value = zero_centered, 0.0 if zero_centered else 1.0
+        nn.init.constant_(self.weight, self.initial_value)
 
     def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
-        """Weight and bias, except on a CPU, which reads them in float32."""
-        return {} if self.weight.is_cpu and dtype in HALF else {"weight": True, "bias": True}
+        """Weight and bias, except on a CPU, which reads them in float32; 1 + weight would be rounded."""
+        if self.weight.is_cpu and dtype in HALF:
+            return {}
+        names = {"weight": not self.zero_centered, "bias": self.bias is not None}
+        return {name: True for name, is_cached in names.items() if is_cached}
 
     def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        if self.zero_centered:
+            weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
         if x.is_cpu and x.dtype in HALF and not torch.compiler.is_compiling():
-            y: Tensor = _Float32Sums.apply(x, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
+            y: Tensor = _Float32Sums.apply(x, weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
             return y
-        weight, bias = self.in_dtype("weight", x.dtype), self.in_dtype("bias", x.dtype)
+        weight = weight.to(x.dtype) if self.zero_centered else self.in_dtype("weight", x.dtype)
+        bias = None if self.bias is None else self.in_dtype("bias", x.dtype)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
@@ -36,8 +51,9 @@ class _Float32Sums(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        y, mean, scale = torch.native_layer_norm(x, x.shape[-1:], weight.float(), bias.float(), eps)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        bias32 = None if bias is None else bias.float()
+        y, mean, scale = torch.native_layer_norm(x, x.shape[-1:], weight.float(), bias32, eps)
         ctx.save_for_backward(x, weight, bias, mean, scale)
         return y
 
@@ -45,11 +61,13 @@ class _Float32Sums(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, scale = ctx.saved_tensors
         dx, _, _ = torch.ops.aten.native_layer_norm_backward(
-            dy, x, x.shape[-1:], mean, scale, weight.float(), bias.float(), [True, False, False]
+            *(dy, x, x.shape[-1:], mean, scale, weight.float()),
+            *(None if bias is None else bias.float(), [True, False, False]),
         )
         rows = tuple(range(x.dim() - 1))
         dw = (x.float() - mean).mul_(scale).mul_(dy).sum(rows).to(weight.dtype)
-        return dx, dw, dy.sum(rows, dtype=torch.float32).to(bias.dtype), None
+        db = None if bias is None else dy.sum(rows, dtype=torch.float32).to(bias.dtype)
+        return dx, dw, db, None
 
 
 class RMSNorm(ComputesInHalf, nn.RMSNorm):

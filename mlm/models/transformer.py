@@ -110,7 +110,8 @@ class TransformerLayer(nn.Module):
     """Transformer layer: attention, then the MLP, each with a residual connection.
 
     norm=pre: x + drop(attention(norm(x))), as in GPT-2 and Megatron-LM's BERT (arXiv:1909.08053, figure 7b);
-    a family may norm the branch's output too, or in place of its input.
+    a family may norm the branch's output too, or in place of its input, or have the MLP read what attention
+    reads: x + drop(attention(h)) + drop(mlp(h)) of h = norm(x).
     norm=post: norm(x + drop(attention(x))), as in the first BERT (figure 7a).
     """
 
@@ -136,7 +137,8 @@ class TransformerLayer(nn.Module):
         dropout_keys = site_keys([(layer, "attention out"), (layer, "mlp out")])
         self.register_buffer("dropout_keys", dropout_keys, persistent=False)
         parts = architecture_of(config)
-        self.has_output_norms = parts.output_norms
+        self.has_output_norms, self.is_parallel = parts.output_norms, parts.is_parallel
+        self.residual_multiplier = parts.residual_multiplier
         self.attention_norm = self.build_norm(config) if parts.input_norms else nn.Identity()
         self.attention = self.attention_type(
             config,
@@ -146,7 +148,8 @@ class TransformerLayer(nn.Module):
             recompute=recompute_attention,
             cp=cp,
         )
-        self.mlp_norm = self.build_norm(config) if parts.input_norms else nn.Identity()
+        has_norm = parts.input_norms and not parts.is_parallel
+        self.mlp_norm = self.build_norm(config) if has_norm else nn.Identity()
         self.mlp = self.build_mlp(
             config, layer=layer, tp=tp, sequence_parallel=sequence_parallel, cp=cp, experts=experts
         )
@@ -187,13 +190,17 @@ class TransformerLayer(nn.Module):
         """
 
         def drop(y: Tensor, branch: int) -> Tensor:
+            y = y if self.residual_multiplier == 1 else y * self.residual_multiplier
             return y if stream is None else stream.hidden(y, self.dropout, self.dropout_keys[branch])
 
         if not self.norms_first:
             x = self.attention_norm(x + drop(self.attention(x, stream, spans, reading, rotary), 0))
             y: Tensor = self.mlp_norm(x + drop(self.mlp(x), 1))
             return y
-        y = self.attention(self.attention_norm(x), stream, spans, reading, rotary)
+        h = self.attention_norm(x)
+        y = self.attention(h, stream, spans, reading, rotary)
+        if self.is_parallel:
+            return x + drop(y, 0) + drop(self.mlp(h), 1)
         x = x + drop(self.attention_output_norm(y) if self.has_output_norms else y, 0)
         y = self.mlp(self.mlp_norm(x))
         return x + drop(self.mlp_output_norm(y) if self.has_output_norms else y, 1)

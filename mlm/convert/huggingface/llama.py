@@ -88,12 +88,13 @@ def locations(model: ModelConfig) -> Locations:
         if settings.attention_sinks:
             yield f"{ours}.sinks.bias", hf.Location((f"{stored}.sinks",))
         for name, theirs in row.norms.items():
-            yield _same(f"{layer}.{name}", f"{layer}.{theirs}")
+            if not (settings.parallel and name == "mlp_norm"):
+                yield from _linear(f"{layer}.{name}", f"{layer}.{theirs}", settings.norm_bias)
         if settings.has_experts(number):
             yield from _expert_locations(f"{layer}.mlp", f"{layer}.{row.block}", model, settings, row)
         else:
             yield from _mlp_locations(f"{layer}.mlp", f"{layer}.mlp", num_blocks(model), settings, row)
-    yield _same("final_norm", "norm")
+    yield from _linear("final_norm", "norm", settings.norm_bias)
     if model.head == "language_model" and not settings.tied:
         yield _same("output", "lm_head")
 
@@ -231,12 +232,13 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
     )
     options |= {**read_layers(config, model.num_layers, row, path), **row.options}
     options["tied"] = config.get("tie_word_embeddings", row.tied)
+    if (scaling := options.pop("logits_scaling", None)) is not None:
+        options["logit_multiplier"] = _inverse("logits_scaling", scaling, path)
     if row.scales_embedding:
         options["embedding_multiplier"] = math.sqrt(model.hidden_size)
     if (scalar := options.pop("query_pre_attn_scalar", None)) is not None:
-        if type(scalar) not in (int, float) or not 0 < scalar < 1 << 31:
-            raise ConfigError([f"{path}: query_pre_attn_scalar={hf.show(scalar)} must be a number above 0"])
-        options["attention_multiplier"] = 0.0 if scalar == options["head_dim"] else scalar**-0.5
+        scale = _inverse("query_pre_attn_scalar", scalar, path) ** 0.5
+        options["attention_multiplier"] = 0.0 if scalar == options["head_dim"] else scale
     if row.normalises is not None:
         options["router_normalise"] = config.get("norm_topk_prob", row.normalises)
     if options["dense_layers"] >= model.num_layers:
@@ -259,12 +261,20 @@ def _shared_experts(options: dict[str, hf.JSON], path: str) -> int:
     return shared // width
 
 
+def _inverse(key: str, value: hf.JSON, path: str) -> float:
+    if type(value) not in (int, float) or not 0 < value < 1 << 31:
+        raise ConfigError([f"{path}: {key}={hf.show(value)} must be a number above 0"])
+    return 1 / float(value)
+
+
 def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
     settings, kind = LlamaSettings.of(model), model_type(model)
     row, scale = VARIANTS[kind], settings.attention_multiplier
     ffn = settings.expert_ffn_size if row.is_all_experts else model.ffn_size
     known = {**asdict(model), **asdict(settings), "ffn_hidden_size": ffn}
     known["query_pre_attn_scalar"] = round(scale**-2) if scale else settings.head_dim
+    known["attention_multiplier"] = scale or settings.head_dim**-0.5
+    known["logits_scaling"] = 1 / settings.logit_multiplier
     config = {
         **row.keys.write(known, architecture(model)),
         **{key: supported[0] for key, supported in row.fixed.items()},

@@ -147,7 +147,8 @@ class Variant:
     @cached_property
     def keys(self) -> hf.ConfigKeys:
         """All keys of config.json except rotary positions and windows."""
-        usual = _FIXED if self.has_experts else _FIXED | _NO_EXPERTS
+        known = _FIXED if self.has_experts else _FIXED | _NO_EXPERTS
+        usual = {key: values for key, values in known.items() if key not in self.fields}
         return hf.ConfigKeys(
             activation=self.activation,
             fixed={**usual, self.activation: self.activations, **self.fixed},
@@ -190,6 +191,7 @@ _OLMO2: dict[str, bool | str] = {
     **{"qk_norm": True, "qk_norm_whole": True},
 }
 _GEMMA: dict[str, bool | str] = {"zero_centered_norms": True}
+_LAYER_NORM = {"layer_norm": True, "norm_bias": True}
 _NO_BIAS: dict[str, tuple[hf.JSON, ...]] = {"attention_bias": (False,)}
 _LATENT: dict[str, tuple[str, hf.JSON]] = {
     "kv_lora_rank": ("kv_lora_rank", 512),
@@ -249,6 +251,86 @@ VARIANTS = {
         fields={"attention_bias": ("qkv_bias", True), "attention_dropout": ("attention_dropout", 0.1)},
         fixed={"attention_out_bias": (False,), "mlp_bias": (False,)},
         written={"residual_dropout": 0.0},
+    ),
+    "glm4": Variant(
+        classes="Glm4",
+        options={"output_norms": True},
+        defaults=Defaults(
+            4096, 13696, 40, 32, 2, 131072, 151552, head_dim=128, rotary_fraction=0.5, eps=1.5625e-7
+        ),
+        fields={"attention_bias": ("qkv_bias", True)},
+        norms={
+            **_INPUT_NORMS,
+            "attention_output_norm": "post_self_attn_layernorm",
+            "mlp_output_norm": "post_mlp_layernorm",
+        },
+        rotates_neighbours=True,
+        fuses_gate=True,
+    ),
+    "granite": Variant(
+        classes="Granite",
+        defaults=Defaults(4096, 11008, 32, 32, None, 2048, 32000),
+        fields={
+            "embedding_multiplier": ("embedding_multiplier", 1.0),
+            "attention_multiplier": ("attention_multiplier", 1.0),
+            "residual_multiplier": ("residual_multiplier", 1.0),
+            "logits_scaling": ("logits_scaling", 1.0),
+        },
+        fixed=_NO_BIAS | {"mlp_bias": (False,)},
+        writes_head_dim="unusual",
+    ),
+    "starcoder2": Variant(
+        classes="Starcoder2",
+        options={"qkv_bias": True, "bias": True, "gated": False, **_LAYER_NORM},
+        activations=(hf.TANH_GELU[1], *hf.TANH_GELU, *hf.EXACT_GELU, *hf.RELU_SQUARED, *hf.SILU),
+        defaults=Defaults(3072, 12288, 30, 24, 2, 4096, 49152, eps=1e-5),
+        fields={"initializer_range": ("init_std", 0.018042)},
+        fixed={"use_bias": (True,)},
+        written={"residual_dropout": 0.0, "embedding_dropout": 0.0},
+        tied=True,
+        eps_key="norm_epsilon",
+        mlp=("c_fc", "c_proj"),
+        writes_head_dim="unusual",
+        window_keys=_ALL_SLIDE,
+    ),
+    "stablelm": Variant(
+        classes="StableLm",
+        options=_LAYER_NORM,
+        defaults=Defaults(2560, 6912, 32, 32, 32, 4096, 50304, rotary_fraction=0.25, eps=1e-5),
+        fields={
+            "use_qkv_bias": ("qkv_bias", False),
+            "use_parallel_residual": ("parallel", False),
+        },
+        fixed={"qk_layernorm": (False,)},
+        written={"hidden_dropout": 0.0},
+        eps_key="layer_norm_eps",
+        writes_head_dim="never",
+    ),
+    "nemotron": Variant(
+        classes="Nemotron",
+        activations=(*hf.RELU_SQUARED, *hf.SILU, *hf.EXACT_GELU, *hf.TANH_GELU),
+        options={"gated": False, "zero_centered_norms": True, **_LAYER_NORM},
+        defaults=Defaults(6144, 24576, 32, 48, None, 4096, 256000, rotary_fraction=0.5, eps=1e-5),
+        fields={"initializer_range": ("init_std", 0.0134)},
+        fixed=_NO_BIAS | {"mlp_bias": (False,)},
+        eps_key="norm_eps",
+    ),
+    "cohere": Variant(
+        classes="Cohere",
+        options={"parallel": True, "layer_norm": True},
+        defaults=Defaults(8192, 22528, 40, 64, None, 8192, 256000, theta=5e5, eps=1e-5),
+        fields={"logit_scale": ("logit_multiplier", 0.0625)},
+        fixed=_NO_BIAS | {"use_qk_norm": (False,)},
+        tied=True,
+        eps_key="layer_norm_eps",
+        rotates_neighbours=True,
+        writes_head_dim="unusual",
+    ),
+    "internlm3": Variant(
+        classes="Llama",
+        defaults=Defaults(4096, 10240, 48, 32, 2, 32768, 128512, head_dim=128, eps=1e-5),
+        aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+        fixed=_NO_BIAS | {"mlp_bias": (False,)},
     ),
     "mistral": Variant(
         classes="Mistral",

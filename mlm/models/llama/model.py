@@ -17,7 +17,7 @@ from mlm.models.llama.latent_attention import LatentAttention
 from mlm.models.llama.mixture import MixtureOfExperts
 from mlm.models.llama.rope import frequencies
 from mlm.models.llama.settings import LlamaSettings
-from mlm.models.norms import RMSNorm
+from mlm.models.norms import LayerNorm, RMSNorm
 from mlm.models.rotary import Rotary
 from mlm.models.shape import is_tied
 from mlm.models.transformer import MLP, TransformerLayer
@@ -37,8 +37,11 @@ class LlamaLayer(TransformerLayer):
 
     @classmethod
     def build_norm(cls, config: ModelConfig) -> nn.Module:
-        is_zero_centered = LlamaSettings.of(config).zero_centered_norms
-        return RMSNorm(config.hidden_size, eps=config.layer_norm_eps, zero_centered=is_zero_centered)
+        settings, size, eps = LlamaSettings.of(config), config.hidden_size, config.layer_norm_eps
+        is_zero_centered = settings.zero_centered_norms
+        if settings.layer_norm:
+            return LayerNorm(size, eps=eps, bias=settings.norm_bias, zero_centered=is_zero_centered)
+        return RMSNorm(size, eps=eps, zero_centered=is_zero_centered)
 
     def build_mlp(
         self,

@@ -76,6 +76,16 @@ class LlamaSettings(RouterSettings):
     """Bound of the logits, in the same way; 0 for none."""
     embedding_multiplier: float = 1.0
     """Factor of the token table's rows as they enter the first layer, in Gemma sqrt(hidden_size)."""
+    residual_multiplier: float = 1.0
+    """Factor of the outputs of attention and MLP as they join the residual stream, as Granite."""
+    logit_multiplier: float = 1.0
+    """Factor of the logits, in Granite 1 / logits_scaling, in Cohere logit_scale."""
+    parallel: bool = False
+    """Attention and MLP read one norm of the residual stream and are added to it together, as Cohere."""
+    layer_norm: bool = False
+    """Norms subtract the mean too, as LayerNorm (arXiv:1607.06450), as StableLM, StarCoder 2 and Cohere."""
+    norm_bias: Annotated[bool, OnlyIf("layer_norm")] = False
+    """Of layer_norm: biases."""
     input_norms: bool = True
     """Norm the inputs of attention and MLP."""
     output_norms: bool = False
@@ -179,7 +189,7 @@ EXPERT_OPTIONS = {
 LLAMA_FORMS = (
     *("rotary_layers", "attention_multiplier", "attention_softcap", "logit_softcap"),
     *("embedding_multiplier", "input_norms", "output_norms", "zero_centered_norms"),
-    *("bias", "gated"),
+    *("bias", "gated", "residual_multiplier", "logit_multiplier", "parallel", "layer_norm"),
 )
 """Options that a program of plain Llamas does not compute, of which a converter rejects the unusual ones."""
 
@@ -206,6 +216,9 @@ def architecture(model: ModelConfig) -> Architecture:
         attention_scale=settings.attention_multiplier or None,
         attention_softcap=settings.attention_softcap,
         embedding_multiplier=settings.embedding_multiplier,
+        residual_multiplier=settings.residual_multiplier,
+        logit_multiplier=settings.logit_multiplier,
+        is_parallel=settings.parallel,
         input_norms=settings.input_norms,
         output_norms=settings.output_norms,
         experts=settings.num_experts,
@@ -289,6 +302,13 @@ def _problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
         yield "qk_norm_whole", "is a form of qk_norm", "set model.options.qk_norm=true too"
     if settings.qk_norm_whole and settings.zero_centered_norms:
         yield "qk_norm_whole", "has no zero-centered form", "set model.options.zero_centered_norms=false"
+    if settings.norm_bias and not settings.layer_norm:
+        yield "norm_bias", "is of LayerNorm", "set model.options.layer_norm=true too"
+    if settings.parallel and (settings.output_norms or not settings.input_norms):
+        yield "parallel", "has one norm, of the input", "remove input_norms and output_norms"
+    for name in ("residual_multiplier", "logit_multiplier", "embedding_multiplier"):
+        if getattr(settings, name) == 0:
+            yield name, "must be above 0", "use 1.0 for none"
     if not settings.input_norms and not settings.output_norms:
         yield "input_norms", "leaves layers without norms", "set model.options.output_norms=true too"
     if not settings.embedding_multiplier > 0:

@@ -56,7 +56,7 @@ class Row:
     """A model of `transformers`."""
 
     kind: str
-    """Prefix of its classes."""
+    """Prefix of its configuration's class."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of its config.json besides those of a shape, of which null leaves a key out."""
     by_shape: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -105,6 +105,7 @@ def _alternating(pattern: str) -> dict[int, dict[str, list[str]]]:
 _HIDDEN_IS_HEADS = {
     n: {"hidden_size": shape.num_attention_heads * shape.head_dim} for n, shape in enumerate(SHAPES)
 }
+_WIDE_HEADS = {n: {"hidden_size": 8 * shape.num_attention_heads} for n, shape in enumerate(SHAPES)}
 ROWS: dict[str, Row] = {
     "llama": Row("Llama"),
     "llama tied, one kv head, geglu": Row(
@@ -123,6 +124,26 @@ ROWS: dict[str, Row] = {
     "ernie4_5": Row("Ernie4_5"),
     "glm": Row("Glm", by_shape={0: {"head_dim": 12}, 2: {"head_dim": 16}}),
     "glm without biases": Row("Glm", {"head_dim": 8, "attention_bias": False, "partial_rotary_factor": 0.25}),
+    "glm4": Row("Glm4", {"head_dim": 12}),
+    "granite": Row(
+        "Granite",
+        {
+            **{"embedding_multiplier": 12.0, "attention_multiplier": 0.0625},
+            **{"residual_multiplier": 0.22, "logits_scaling": 6.0},
+        },
+        has_head_dim=False,
+    ),
+    "starcoder2": Row("Starcoder2", {"sliding_window": 6, "norm_epsilon": 1e-4}, has_head_dim=False),
+    "stablelm": Row("StableLm", {"partial_rotary_factor": 0.5}, by_shape=_WIDE_HEADS, has_head_dim=False),
+    "stablelm, parallel, biases": Row(
+        "StableLm",
+        {"use_parallel_residual": True, "use_qkv_bias": True, "layer_norm_eps": 1e-3},
+        by_shape=_WIDE_HEADS,
+        has_head_dim=False,
+    ),
+    "nemotron": Row("Nemotron", {"norm_eps": 1e-4, "head_dim": 12}),
+    "cohere": Row("Cohere", {"logit_scale": 0.3, "layer_norm_eps": 1e-4}, has_head_dim=False),
+    "internlm3": Row("InternLM3"),
     "helium": Row("Helium", by_shape=_HIDDEN_IS_HEADS),
     "mistral": Row("Mistral", {"sliding_window": 5}),
     "phi3": Row(
@@ -276,7 +297,9 @@ def their_model(name: str, shape: int = 0) -> Any:
     """A model of random weights, biases and norms too, in float32. Shared: copy it to change it."""
     row = ROWS[name]
     torch.manual_seed(0)
-    model = getattr(transformers, f"{row.kind}ForCausalLM")(row.config(shape)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        row.config(shape), attn_implementation="eager"
+    ).eval()
     buffers = (b for n, b in model.named_buffers() if n.endswith("correction_bias"))
     with torch.no_grad():
         for p in (*model.parameters(), *buffers):
