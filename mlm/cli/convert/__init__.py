@@ -128,7 +128,7 @@ COMMANDS = (
         local_check=check_out_file,
         preflight="mlm.cli.convert.run:preflight_export_gguf",
         positional=("ckpt",),
-        summary="export a Llama, Mistral or Qwen as a GGUF file for llama.cpp",
+        summary="export a Llama or its kin as a GGUF file for llama.cpp",
         about="""Writes weights and tokenizer as one file, by the package gguf (the extra mlm[gguf]). Adapters
             are added to the weights of their base.""",
         examples="""

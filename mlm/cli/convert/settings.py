@@ -119,7 +119,7 @@ class ExportHFConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportGGUFConfig:
-    """The run spec of `mlm export gguf`: a Llama, Mistral or Qwen as a file for llama.cpp."""
+    """The run spec of `mlm export gguf`: a Llama or its kin as a file for llama.cpp."""
 
     ckpt: CheckpointPath
     """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""

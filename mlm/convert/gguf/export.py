@@ -38,12 +38,14 @@ class Target:
 
     name: str
     has_pairs: bool = False
-    """True if it rotates neighbours, so that rows of queries and keys are stored in pairs; else halves."""
+    """True if it rotates neighbours, where `transformers` rotates halves of a head."""
     activation: str = "silu"
     fixed: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     """Our options -> their value in each of its models; of patterns by layer the pattern."""
     required: tuple[str, ...] = ()
     """Our options without which it computes with values of its own."""
+    has_full_width: bool = False
+    """True if its heads together are as wide as its hidden states."""
     wide_layers: int = 0
     """Layers of its model whose scores are scaled by (hidden_size / num_heads)^-0.5; in all others by that of
     head_dim."""
@@ -53,6 +55,11 @@ _NO_NORMALISING: dict[str, bool | int] = {"router_normalise": False, "dense_laye
 TARGETS = {
     "llama": Target(name="LLAMA", has_pairs=True),
     "mistral": Target(name="LLAMA", has_pairs=True),
+    "arcee": Target(name="ARCEE", has_pairs=True, activation="relu2"),
+    "ernie4_5": Target(name="ERNIE4_5"),
+    "glm": Target(name="CHATGLM", has_full_width=True),
+    "phi3": Target(name="PHI3"),
+    "seed_oss": Target(name="SEED_OSS"),
     "smollm3": Target(name="SMOLLM3", has_pairs=True, fixed={"rotary_layers": "rrrn", "window": 0}),
     "qwen2": Target(name="QWEN2"),
     "qwen3": Target(name="QWEN3"),
@@ -60,6 +67,8 @@ TARGETS = {
     "qwen3_moe": Target(name="QWEN3MOE", fixed={"router_normalise": True, "dense_layers": 0}),
     "qwen2_moe": Target(name="QWEN2MOE", fixed={**_NO_NORMALISING, "qkv_bias": True}),
     "olmoe": Target(name="OLMOE", fixed=_NO_NORMALISING),
+    "deepseek_v2": Target(name="DEEPSEEK2", fixed={"router_groups": 1}),
+    "deepseek_v3": Target(name="DEEPSEEK2"),
     "olmo2": Target(name="OLMO2"),
     "gemma": Target(name="GEMMA", activation="gelu_tanh", fixed={"tied": True}),
     "gemma2": Target(
@@ -79,6 +88,8 @@ TARGETS = {
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 LOGIT_ERRORS = {"f32": 1e-3, "f16": 0.05, "bf16": 0.2, "q8_0": 0.25}
 """Type -> root mean square by which logits may differ in llama.cpp, in standard deviations of all."""
+LITE_LAYERS = (26, 27)
+"""Numbers of layers by which llama.cpp knows a DeepSeek without q_lora_rank."""
 GELU_ERROR = 0.01
 """The same of f32 with a GELU, which llama.cpp looks up in a table of half precision."""
 LLAMA_CPP_YARN = {"rope_beta_fast": 32.0, "rope_beta_slow": 1.0, "rope_truncate": True, "rope_mscale": 0.0}
@@ -113,6 +124,11 @@ def model_problem(source: Source) -> str | None:
     for name, value in target.fixed.items():
         if not is_alike(model, given := getattr(settings, name), value):
             return f"llama.cpp has no {kind} with model.options.{name}={format_value(given)}"
+    if target.has_full_width and settings.head_dim * model.num_heads != model.hidden_size:
+        return f"llama.cpp has no {kind} with heads of other widths than hidden_size / num_heads"
+    if target.name == "DEEPSEEK2" and (settings.q_lora_rank == 0) != (model.num_layers in LITE_LAYERS):
+        given = f"model.options.q_lora_rank={settings.q_lora_rank}"
+        return f"llama.cpp has no {kind} of {model.num_layers} layers with {given}"
     for name in target.required:
         if not getattr(settings, name):
             return f"llama.cpp has no {kind} with model.options.{name}=0"
@@ -124,7 +140,8 @@ def model_problem(source: Source) -> str | None:
     if settings.rope_scaling == "llama3" and target.name != "LLAMA":
         return f"llama.cpp has no {kind} with model.options.rope_scaling=llama3"
     if settings.rope_scaling == "yarn":
-        for name, value in LLAMA_CPP_YARN.items():
+        latent = {"rope_mscale": settings.rope_mscale, "rope_attention_factor": 1.0}
+        for name, value in {**LLAMA_CPP_YARN, **(latent if settings.kv_lora_rank else {})}.items():
             if (given := getattr(settings, name)) != value:
                 return f"model.options.{name}={given} is not supported; llama.cpp computes {value}"
     return None
@@ -184,10 +201,11 @@ def prepare(gguf: Any, source: Source, kind: str) -> Any:
         plain = frequencies(replace(settings, rope_scaling="default"), torch.float64, cpu)[0]
         # llama.cpp divides each frequency by these
         writer.add_tensor(names.get_name("rope_freqs") + ".weight", (plain / scaled).float().numpy())
+    sections = dict[str, list[Tensor]]()  # of a tensor that holds several parameters
     heads = {"q_proj": source.model.num_heads, "k_proj": settings.num_kv_heads}
     for ours, location in mapping.locations(source.model):
         # Tensors of single experts are one of all of them.
-        tensors = dict[str, list[Tensor]]()
+        tensors = sections if location.section else dict[str, list[Tensor]]()
         for theirs, value in zip(location.names, location.to_theirs(source.whole(ours)), strict=True):
             module = theirs.split(".")[-2]
             if target.has_pairs and module in heads:
@@ -196,12 +214,34 @@ def prepare(gguf: Any, source: Source, kind: str) -> Any:
                 value = 1 + value
             stored = mapping.stored_name(theirs, source.model)
             tensors.setdefault(re.sub(r"(?<=\.experts)\.\d+", "", stored), []).append(value)
+        if location.section and location.section[1] < location.section[2]:
+            continue  # its other sections follow
         for stored, values in tensors.items():
+            stored = stored.replace("e_score_correction_bias", "e_score_correction.bias")
             name = names.get_name(stored, try_suffixes=(".weight", ".bias"))
-            value = torch.stack(values) if ".experts." in stored else values[0]
-            data, dtype = encoded(gguf, value, "f32" if "_inp" in name else kind)
-            writer.add_tensor(name, data, raw_dtype=dtype)
+            value = torch.stack(values) if ".experts." in stored else torch.cat(values)
+            parts = {name: value}
+            if ".attn_kv_b" in name:
+                parts = absorbed(name, value, settings, source.model.num_heads)
+            for part, tensor in parts.items():
+                data, dtype = encoded(gguf, tensor, "f32" if "_inp" in part else kind)
+                writer.add_tensor(part, data, raw_dtype=dtype)
+        tensors.clear()
     return writer
+
+
+def absorbed(name: str, value: Tensor, settings: LlamaSettings, heads: int) -> dict[str, Tensor]:
+    """Return what makes keys and values of latent vectors as two tensors by head: [N (n + v), R].
+
+    llama.cpp multiplies queries by the first, so that its cache holds the latent vectors alone.
+    """
+    keys, values = value.unflatten(0, (heads, -1)).split(
+        [settings.head_dim - settings.rope_head_dim, settings.v_head_dim], dim=1
+    )
+    return {
+        name.replace("kv_b", "k_b"): keys.transpose(1, 2),  # [N, R, n]
+        name.replace("kv_b", "v_b"): values,  # [N, v, R]
+    }
 
 
 def write(gguf: Any, writer: Any, check: Callable[[BinaryIO], None] | None, file: BinaryIO) -> None:
@@ -269,6 +309,12 @@ def add_settings(gguf: Any, writer: Any, source: Source, kind: str) -> None:
         writer.add_expert_count(settings.num_experts)
         writer.add_expert_used_count(settings.experts_per_token)
         writer.add_expert_feed_forward_length(settings.expert_ffn_size)
+    if settings.kv_lora_rank:
+        add_latent(gguf, writer, settings)
+    else:
+        writer.add_head_count_kv(settings.num_kv_heads)
+        writer.add_key_length(settings.head_dim)
+        writer.add_value_length(settings.head_dim)
     if settings.shared_gate:
         width = settings.shared_experts * settings.expert_ffn_size
         writer.add_expert_shared_feed_forward_length(width)
@@ -279,19 +325,39 @@ def add_settings(gguf: Any, writer: Any, source: Source, kind: str) -> None:
     if settings.logit_softcap:
         writer.add_final_logit_softcapping(settings.logit_softcap)
     writer.add_head_count(model.num_heads)
-    writer.add_head_count_kv(settings.num_kv_heads)
     writer.add_layer_norm_rms_eps(model.layer_norm_eps)
-    writer.add_key_length(settings.head_dim)
-    writer.add_value_length(settings.head_dim)
-    writer.add_rope_dimension_count(settings.head_dim)
+    writer.add_rope_dimension_count(settings.rotary_dim)
     writer.add_rope_freq_base(settings.rope_theta)
     if settings.rope_scaling in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType[settings.rope_scaling.upper()])
         writer.add_rope_scaling_factor(settings.rope_factor)
     if settings.rope_scaling == "yarn":
         writer.add_rope_scaling_orig_ctx_len(settings.rope_original_positions)
-        usual = 0.1 * math.log(settings.rope_factor) + 1.0
+        # of latent attention it is that of scores alone
+        usual = 1.0 if settings.kv_lora_rank else 0.1 * math.log(settings.rope_factor) + 1.0
         writer.add_rope_scaling_attn_factors((settings.rope_attention_factor or usual) / usual)
+
+
+def add_latent(gguf: Any, writer: Any, settings: LlamaSettings) -> None:
+    """Add what latent attention and its mixtures have: one head of keys and values, the latent vector."""
+    writer.add_head_count_kv(1)
+    writer.add_kv_lora_rank(settings.kv_lora_rank)
+    if settings.q_lora_rank:
+        writer.add_q_lora_rank(settings.q_lora_rank)
+    writer.add_key_length(settings.kv_lora_rank + settings.rope_head_dim)
+    writer.add_value_length(settings.kv_lora_rank)
+    writer.add_key_length_mla(settings.head_dim)
+    writer.add_value_length_mla(settings.v_head_dim)
+    if settings.rope_scaling == "yarn":
+        writer.add_rope_scaling_yarn_log_mul(0.1 * settings.rope_mscale)
+    if settings.num_experts:
+        writer.add_leading_dense_block_count(settings.dense_layers)
+        writer.add_expert_shared_count(settings.shared_experts)
+        writer.add_expert_weights_scale(settings.router_scale)
+        writer.add_expert_weights_norm(settings.router_normalise)
+        writer.add_expert_group_count(settings.router_groups)
+        writer.add_expert_group_used_count(settings.router_top_groups)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType[settings.router_scores.upper()])
 
 
 def context_length(model: ModelConfig) -> int:
