@@ -97,6 +97,7 @@ def test_a_window_of_a_long_sequence_takes_blocks_and_no_mask_of_all_pairs() -> 
     scores = AttentionScores(window=100)
     assert not pays_in_blocks(torch.empty(4096, 1, 1, device="meta"), scores)
     assert pays_in_blocks(torch.empty(4097, 1, 1, device="meta"), scores)
+    assert [pays_in_blocks(torch.empty(length, 1, 1), scores) for length in (511, 512)] == [False, True]
     assert pays_in_blocks(torch.empty(9, 1, 1, dtype=torch.float64), AttentionScores(softcap=50.0))
     x = torch.randn(4224, 1, 3, 4, requires_grad=True)
     with torch.autograd.profiler.profile(use_kineto=False, profile_memory=True) as profile:

@@ -27,16 +27,21 @@ S, B = 8, 2
 GPT = ModelConfig(
     num_layers=1, hidden_size=16, num_heads=2, max_positions=S, vocab_size=31, hidden_dropout=0.2
 )
+GEMMA: dict[str, bool | int | float | str] = {
+    **{"qk_norm": True, "output_norms": True, "zero_centered_norms": True},
+    **{"window": 3, "attention_multiplier": 0.3, "window_rope_theta": 9.0},
+}
 FAMILIES: dict[str, tuple[type[Transformer], ModelConfig]] = {
     "gpt2": (GPT2, GPT),
     "gpt2 with relu2": (GPT2, replace(GPT, activation="relu2")),
     "bert": (BERT, replace(GPT, kind="bert", norm="post", token_types=2)),
     "llama": (Llama, replace(LLAMA, num_layers=1)),
+    "gemma": (Llama, replace(LLAMA, num_layers=1, options=GEMMA, activation="gelu_tanh")),
     "llama with norms of heads": (Llama, replace(LLAMA, num_layers=1, options={"qk_norm": True})),
 }
 
 
-@pytest.mark.parametrize("name", slow_but({4}, FAMILIES))
+@pytest.mark.parametrize("name", slow_but({5}, FAMILIES))
 def test_a_compiled_layer_is_one_graph(name: str) -> None:
     """Forward and backward, in half precision, with the same output as the layer has without a compiler."""
     family, config = FAMILIES[name]

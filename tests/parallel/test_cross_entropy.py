@@ -17,6 +17,7 @@ from mlm.parallel.cross_entropy import (
     IGNORE_INDEX,
     chunk_rows,
     cross_entropy_and_hits,
+    differentiable_losses,
     full_logits,
     linear_cross_entropy,
     token_losses,
@@ -137,6 +138,34 @@ def check_tokens(ctx: ParallelContext) -> None:
     assert torch.equal(best.bool(), logits.argmax(-1) == labels)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_loss_bounds_logits_by_the_softcap(tp: int) -> None:
+    run_on_ranks(check_softcap, tp=tp)
+
+
+def check_softcap(ctx: ParallelContext) -> None:
+    hidden, weight, labels = problem()
+    table = table_of(weight, ctx.tp)
+    table.softcap = 1.5
+    logits = 1.5 * torch.tanh(hidden @ weight.t() / 1.5)
+    expected = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    torch.testing.assert_close(full_logits(hidden, table), logits)
+    torch.testing.assert_close(token_losses(hidden, labels, table), expected)
+    torch.testing.assert_close(
+        token_scores(hidden, labels.clamp(min=0), table)[0][labels >= 0], expected[labels >= 0]
+    )
+    wanted = torch.autograd.grad(0.7 * expected.sum(), (hidden, weight))
+    padding = torch.zeros(PADDED - VOCAB, HIDDEN, dtype=torch.float64)
+    for loss in (
+        lambda x: linear_cross_entropy(x, labels, table, torch.tensor(0.7).double(), 3 * 4 * PADDED),
+        lambda x: 0.7 * differentiable_losses(x, labels, table).sum(),
+    ):
+        x, table.weight.grad = hidden.detach().requires_grad_(), None
+        loss(x).backward()
+        torch.testing.assert_close(x.grad, wanted[0])
+        torch.testing.assert_close(table.weight.grad, shard_of(torch.cat([wanted[1], padding]), ctx.tp, 0))
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_of_equal_logits_the_lowest_id_is_the_most_probable_and_padding_never(tp: int) -> None:
     """Tokens 2, 3 and 9 are alike, 9 in another shard than 2 at tp=2 and 4; padding's logit is above all."""
@@ -161,12 +190,15 @@ def test_loss_survives_logits_that_overflow_exp() -> None:
 
 @pytest.mark.parametrize("chunk_bytes", [3 * 4 * PADDED, 1 << 20])
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_two_passes_for_a_compiler_give_what_many_give(tp: int, chunk_bytes: int) -> None:
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_two_passes_for_a_compiler_give_what_many_give(tp: int, chunk_bytes: int, softcap: float) -> None:
     """The passes that a GPU runs compiled, here as it is: the same losses and gradients but for rounding."""
-    run_on_ranks(check_two_passes, chunk_bytes, tp=tp)
+    run_on_ranks(check_two_passes, chunk_bytes, softcap, tp=tp)
 
 
-def check_two_passes(ctx: ParallelContext, chunk_bytes: int, compile_them: bool = False) -> None:
+def check_two_passes(
+    ctx: ParallelContext, chunk_bytes: int, softcap: float = 0.0, compile_them: bool = False
+) -> None:
     hidden, weight, labels = problem()
     passes = (cross_entropy.log_sum_and_target, cross_entropy.logits_gradient)
     if compile_them:
@@ -175,7 +207,7 @@ def check_two_passes(ctx: ParallelContext, chunk_bytes: int, compile_them: bool 
         found = []
         for fused in (None, passes):
             table, x = table_of(weight.float(), ctx.tp), hidden.detach().to(dtype).requires_grad_()
-            table.compiled = True
+            table.compiled, table.softcap = True, softcap
             with patch("mlm.parallel.cross_entropy.compiled", lambda fused=fused: fused):
                 loss = linear_cross_entropy(x, labels, table, torch.tensor(0.23), chunk_bytes)
             loss.backward()
@@ -233,11 +265,13 @@ def test_the_two_passes_compile() -> None:
     run_on_ranks(check_two_passes, 1 << 20, True)
 
 
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_gradients_are_near_float32(dtype: torch.dtype) -> None:
+def test_half_precision_gradients_are_near_float32(dtype: torch.dtype, softcap: float) -> None:
     """Within the dtype's own rounding: its epsilon times a few, relative to the largest gradient."""
     hidden, weight, labels = (x.float() if x.is_floating_point() else x for x in problem())
     exact, table = hidden.detach().requires_grad_(), table_of(weight, Axis("tp"))
+    table.softcap = softcap
     linear_cross_entropy(exact, labels, table, torch.tensor(1.0)).backward()
     d_weight, table.weight.grad = table.weight.grad, None
     rough = hidden.detach().to(dtype).requires_grad_()

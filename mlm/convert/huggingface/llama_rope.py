@@ -98,7 +98,9 @@ def _read_by_type(
     scaling = config.get("rope_scaling") or {}
     is_split = isinstance(by_type, dict) and not by_type.keys() - {*names}
     parts: list[Any] = [by_type.get(name) or {} for name in names] if is_split else [None]
-    if not all(isinstance(part, dict) for part in (*parts, scaling)):
+    if not isinstance(scaling, dict):
+        raise ConfigError([f"{path}: rope_scaling={show(scaling)} is no object of settings"])
+    if not all(isinstance(part, dict) for part in parts):
         key = f"rope_parameters={show(by_type)}"
         raise ConfigError([f"{path}: {key}: give settings of {' and '.join(names)}"])
     full, sliding = parts[0] | scaling, parts[1]
