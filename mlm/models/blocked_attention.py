@@ -32,9 +32,9 @@ ACCELERATOR_BLOCK_ROWS, ACCELERATOR_BUFFER_BYTES = 512, 256 << 20
 LONGEST_MASK = 4096
 """Longest sequence whose window is a mask of all pairs of tokens, which PyTorch's fused kernel takes."""
 WINDOWED_LENGTH = 512
-"""Shortest sequence with a window for which blocks are faster on a CPU. The kernel's time with a mask over that
-of blocks, 4 heads of 64 on a Zen 4 core, in float32 and bfloat16: 1.1 and 1.5 at S = 512 with a window of
-400, 1.7 and 2.1 with 128, 2.7 and 3.2 at S = 1024 with 128, 6.5 and 6.7 at S = 4096 with 512."""
+"""Shortest sequence with a window for which blocks are faster on a CPU. The kernel's time with a mask over
+that of blocks, 4 heads of 64 on a Zen 4 core, in float32 and bfloat16: 1.1 and 1.5 at S = 512 with a window
+of 400, 1.7 and 2.1 with 128, 2.7 and 3.2 at S = 1024 with 128, 6.5 and 6.7 at S = 4096 with 512."""
 AMX_LENGTH = 160
 """Longest sequence in bfloat16 for which blocks are faster where the fused kernel has AMX.
 
