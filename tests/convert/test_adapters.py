@@ -11,7 +11,11 @@ from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+)
 
 from mlm.api import export_hf
 from mlm.cli.convert.run import preflight_import_hf, run_import_hf
@@ -19,12 +23,14 @@ from mlm.cli.convert.settings import ImportHFConfig
 from mlm.convert.source import open_source
 from mlm.finetune import training
 from mlm.inference.trained import load_trained
+from mlm.models.backbone import Inputs
 from mlm.models.config import LoraConfig
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
 from tests.finetune.chats import chatting, write_chats, write_llama
+from tests.finetune.runs import BERT, ROBERTA, finetune, finetuning, write_data, write_model
 
 TOKENS = torch.arange(20)[None]
 
@@ -186,3 +192,34 @@ def test_adapters_that_ours_do_not_compute_are_rejected(
     (copy / "adapter_config.json").write_text(json.dumps(settings | changes))
     with pytest.raises(UserError, match=f"adapter_config.json: .*{problem}"):
         run_import_hf(ImportHFConfig(source=str(copy), out=str(tmp_path / "run")))
+
+
+@pytest.mark.parametrize(("kind", "base"), [("classification", "roberta"), ("span", "bert")])
+def test_a_head_of_a_task_is_beside_its_adapters(tmp_path: Path, kind: str, base: str) -> None:
+    """peft puts it in place of a new one, and the model says what ours does."""
+    write_model(tmp_path / base, {"bert": replace(BERT, norm="post"), "roberta": ROBERTA}[base])
+    write_data(tmp_path / kind, kind)
+    lora = LoraConfig(rank=4, alpha=32.0)
+    run = finetuning(tmp_path, kind, ckpt=str(tmp_path / base), lora=lora, precision=PrecisionConfig())
+    finetune(run)
+    export_hf(tmp_path / base, tmp_path / "base", verify=False)
+    export_hf(tmp_path / "out", tmp_path / "adapters")
+    classes = {
+        "classification": AutoModelForSequenceClassification,
+        "span": AutoModelForQuestionAnswering,
+    }
+    labels = {"num_labels": 3} if kind == "classification" else {}
+    loaded = classes[kind].from_pretrained(tmp_path / "base", dtype=torch.float32, **labels)
+    model = PeftModel.from_pretrained(loaded, tmp_path / "adapters").eval()
+    tokens = torch.arange(10, 28)[None]
+    with torch.no_grad():
+        found = model(tokens)
+    trained = load_trained(
+        open_source(str(tmp_path / "out")), ParallelConfig(), PrecisionConfig(), ParallelContext()
+    )
+    expected = trained.model.chunks[0].outputs(Inputs(tokens, torch.tensor([18])))
+    if kind == "classification":
+        torch.testing.assert_close(found.logits, expected, rtol=0, atol=1e-5)
+    else:
+        torch.testing.assert_close(found.start_logits, expected[..., 0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(found.end_logits, expected[..., 1], rtol=0, atol=1e-5)

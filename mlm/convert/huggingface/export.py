@@ -108,8 +108,11 @@ def export_model(
 
 
 def write_adapters(source: Checkpoint, base: Source, folder: Path, base_name: str) -> int:
-    """Write adapters as `peft` does, with its settings, which name the base; return their rank."""
-    lora = source.config.lora
+    """Write adapters as `peft` does, with its settings, which name the base; return their rank.
+
+    A task's head is written whole beside them. Raises UserError if `transformers` has it otherwise.
+    """
+    lora, mapping = source.config.lora, hf_mapping(source)
 
     def read(name: str) -> Tensor:
         return source.read(name, Region.whole(source.manifest.tensors[f"model.{name}"].shape))
@@ -119,9 +122,19 @@ def write_adapters(source: Checkpoint, base: Source, folder: Path, base_name: st
         for adapter in peft.stored_adapters(source.model, lora)
         for name, value in adapter.to_theirs(read, base.whole)
     }
+    head = {name.removeprefix("model.") for name in source.manifest.tensors if ".lora." not in name}
+    locations = {ours: location for ours, location in mapping.locations(source.model) if ours in head}
+    trained = [mapping.stored_name(location.names[0], source.model) for location in locations.values()]
+    if locations and source.model.head in mapping.heads_without_bias:
+        raise UserError(
+            f"{source.path}: {mapping.architecture(source.model)} has no bias in its classifier, which these "
+            "adapters were trained with; use mlm export hf merge=true"
+        )
+    for name, (ours, location) in zip(trained, locations.items(), strict=True):
+        tensors[f"{peft.PREFIX}{name}"] = location.to_theirs(read(ours))[0].contiguous()
     forms = {name: Form(torch.float32, tuple(value.shape)) for name, value in tensors.items()}
     write_stream(folder / peft.WEIGHTS, forms, tensors.__getitem__, SAFETENSORS_FOR)
-    write_json(folder / peft.CONFIG, peft.write_config(source.model, lora, base_name))
+    write_json(folder / peft.CONFIG, peft.write_config(source.model, lora, base_name, trained))
     return lora.rank
 
 

@@ -4,7 +4,7 @@ Names and keys: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,11 @@ from mlm.parallel.low_rank import ExpertAdapter, LowRankAdapter
 from mlm.util.errors import CorruptFileError, UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+TASK_TYPES = {
+    **{"language_model": "CAUSAL_LM", "none": "FEATURE_EXTRACTION"},
+    **{"classification": "SEQ_CLS", "span": "QUESTION_ANS"},
+}
+"""model.head -> peft's name of a task."""
 PREFIX = "base_model.model."
 MOST_ALPHA = 1e9
 MERGE = "merge it (merge_and_unload of peft), save the model, and import that"
@@ -109,12 +114,24 @@ def stored_adapters(model: ModelConfig, lora: LoraConfig) -> list[StoredAdapter]
     return stored
 
 
-def write_config(model: ModelConfig, lora: LoraConfig, base: str) -> dict[str, JSON]:
-    """Return adapter_config.json; `base` is the name or folder of the base model."""
+def write_config(
+    model: ModelConfig, lora: LoraConfig, base: str, trained: Sequence[str] = ()
+) -> dict[str, JSON]:
+    """Return adapter_config.json; `base` is the name or folder of the base model.
+
+    `trained` are the names of a task's head, which is trained whole.
+    """
+    mapping = mapping_of(model)
+    assert mapping is not None
+    heads = mapping.head_prefixes  # peft replaces the module of a head, not its layers
+    whole = sorted(
+        {name[: name.find(".") if name.startswith(heads) else name.rfind(".")] for name in trained}
+    )
     adapted = [module for adapter in stored_adapters(model, lora) for module in adapter.modules]
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": TASK_TYPES[model.head],
+        **({"modules_to_save": whole} if whole else {}),
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
