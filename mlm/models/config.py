@@ -53,7 +53,8 @@ class ModelConfig:
     num_layers: Annotated[int, EXTENT, Aliases("n_layer", "n_layers", "num_hidden_layers", "layers", "depth")]
     """Transformer layers, L."""
     hidden_size: Annotated[int, EXTENT, Aliases("n_embd", "d_model", "dim", "embed_dim", "width")]
-    """Width of the residual stream, H. Must be a multiple of num_heads."""
+    """Width of the residual stream, H. Must be a multiple of num_heads, unless model.options.head_dim is
+    given."""
     num_heads: Annotated[int, EXTENT, Aliases("n_head", "n_heads", "num_attention_heads", "heads")]
     """Attention heads, N. Must be a multiple of tp."""
     ffn_hidden_size: Annotated[

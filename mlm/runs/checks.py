@@ -64,7 +64,7 @@ def saved_problems(config: PretrainConfig) -> list[Problem]:
     if model.vocab_multiple > MOST_PADDING:
         problem = f"model.vocab_multiple={model.vocab_multiple} must be {MOST_PADDING} at most"
         problems.append(Problem(("model.vocab_multiple",), problem))
-    if not problems and model.hidden_size % model.num_heads:
+    if not problems and not model.options.get("head_dim") and model.hidden_size % model.num_heads:
         problem = f"model.num_heads={model.num_heads} does not divide model.hidden_size={model.hidden_size}"
         problems.append(Problem(("model.num_heads", "model.hidden_size"), problem))
     return [*problems, *filter(None, [model_problem(model)])]

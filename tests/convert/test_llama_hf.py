@@ -281,6 +281,7 @@ def test_a_row_of_the_table_is_found_by_its_marks(kind: str) -> None:
     given: dict[str, Any] = {
         "seed_oss": {"hidden_size": 5120},
         "deepseek_v2": {"num_experts_per_tok": 6},
+        "glm4_moe": {"head_dim": 128},
         "ministral": {"layer_types": ["sliding_attention", "full_attention"] * 16},  # else it is a mistral
     }.get(kind, {})
     model, _ = MAPPING.read({"model_type": kind, **given}, "config.json")
@@ -296,7 +297,7 @@ NOT_EXPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "mixtral": ({"router_normalise": False}, "router_normalise=false is not what mixtral of transformers"),
     "qwen3_moe": ({"router_scale": 2.0}, "router_scale=2.0"),
     "olmoe": ({"dense_layers": 1}, "dense_layers=1"),
-    "deepseek_v3": ({"router_scores": "softmax"}, "router_scores=softmax"),
+    "deepseek_v3": ({"router_group_best": 1}, "router_group_best=1 is not what deepseek_v3"),
     "deepseek_v3 without shared experts": ({"shared_experts": 0}, "shared_experts=0"),
 }
 """Model -> options that its type does not have, and how the first is named."""

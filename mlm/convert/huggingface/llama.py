@@ -159,7 +159,8 @@ def _expert_locations(
     count = settings.num_experts
     yield _same(f"{ours}.router", f"{stored}.{row.router}")
     if settings.has_router_bias:
-        yield f"{ours}.router.bias", hf.Location((f"{stored}.{row.router_bias}",))
+        is_row = row.router_bias.startswith("moe_statics.")
+        yield f"{ours}.router.bias", hf.Location((f"{stored}.{row.router_bias}",), is_row=is_row)
     if settings.router_logit_bias:
         yield f"{ours}.router.logit_bias", hf.Location((f"{stored}.{row.router}.bias",))
     for name, (theirs, rows) in zip(("up", "down"), row.all_experts, strict=False):

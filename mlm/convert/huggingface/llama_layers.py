@@ -105,13 +105,15 @@ def _read_dense_layers(config: Mapping[str, JSON], layers: int, row: Variant, pa
             given = f"mlp_only_layers={show(only)}"
             raise ConfigError([f"{path}: {given}: supported: the first layers, [0, 1, …], or []"])
         return min(len(only), layers)
-    if row.dense_key == "first_k_dense_replace":
-        first = config.get("first_k_dense_replace", 3)
-        if type(first) is not int or first < 0:
-            given = f"first_k_dense_replace={show(first)}"
-            raise ConfigError([f"{path}: {given} must be a whole number from 0"])
-        return min(first, layers)
-    return 0
+    if not row.dense_key:
+        return 0
+    first, last = config[row.dense_key], config.get("moe_layer_end_index", -1)
+    if type(first) is not int or first < 0:
+        raise ConfigError([f"{path}: {row.dense_key}={show(first)} must be a whole number from 0"])
+    if row.dense_key == "moe_layer_start_index" and last not in (-1, layers - 1):
+        given = f"moe_layer_end_index={show(last)}"
+        raise ConfigError([f"{path}: {given}: supported: experts to the last layer, {layers - 1}"])
+    return min(first, layers)
 
 
 def write_layers(model: ModelConfig, settings: LlamaSettings, row: Variant) -> dict[str, JSON]:

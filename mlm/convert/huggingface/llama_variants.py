@@ -61,9 +61,8 @@ class Variant:
     classes: str
     """Prefix of its classes."""
     marks: tuple[str, ...] = ()
-    """Our options that such a model sets, and of which no model of a row below sets all."""
-    unmarked: tuple[str, ...] = ()
-    """Our options that it does not set, where a model of a row above sets the marks too."""
+    """Our options that such a model sets, maybe to a value (name=value), and of which no model of a row below
+    sets all."""
     options: Mapping[str, bool | int | str] = field(default_factory=dict)
     """Options that all its models have, where ours have another default."""
     defaults: Defaults
@@ -387,6 +386,45 @@ VARIANTS = {
         block="block_sparse_moe",
         projections=("w1", "w3", "w2"),
     ),
+    "ernie4_5_moe": Variant(
+        classes="Ernie4_5_Moe",
+        marks=("num_experts", "has_router_bias"),
+        options={"router_bias": True},
+        defaults=Defaults(2560, 12288, 28, 20, 4, 131072, 103424, theta=5e5, eps=1e-5),
+        aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+        fields={
+            "moe_num_experts": ("num_experts", 64),
+            "moe_k": ("experts_per_token", 6),
+            "moe_intermediate_size": ("expert_ffn_size", 1536),
+            "moe_num_shared_experts": ("shared_experts", 2),
+        },
+        fixed={"use_bias": (False,), "moe_layer_interval": (1,)},
+        written={"moe_layer_end_index": -1},
+        absent={"moe_layer_start_index": 1},
+        dense_key="moe_layer_start_index",
+        router_bias="moe_statics.e_score_correction_bias",
+        tied=True,
+        rotates_neighbours=True,
+    ),
+    "glm4_moe": Variant(
+        classes="Glm4Moe",
+        marks=("num_experts", "has_router_bias", "router_scores=sigmoid"),
+        options={"router_scores": "sigmoid", "router_bias": True},
+        defaults=Defaults(4096, 10944, 46, 96, 8, 131072, 151552, rotary_fraction=0.5, eps=1e-5),
+        fields=_experts("n_routed_experts", 128, 8, 1408)
+        | {
+            "n_shared_experts": ("shared_experts", 1),
+            "n_group": ("router_groups", 1),
+            "topk_group": ("router_top_groups", 1),
+            "routed_scaling_factor": ("router_scale", 1.0),
+            "attention_bias": ("qkv_bias", False),
+            "use_qk_norm": ("qk_norm", False),
+        },
+        absent={"first_k_dense_replace": 1},
+        written={"num_nextn_predict_layers": 0},
+        normalises=True,
+        dense_key="first_k_dense_replace",
+    ),
     "qwen3_moe": Variant(
         classes="Qwen3Moe",
         marks=("num_experts", "qk_norm"),
@@ -436,7 +474,7 @@ VARIANTS = {
         marks=("kv_lora_rank",),
         options={"router_scores": "sigmoid", "router_bias": True},
         defaults=Defaults(7168, 18432, 61, 128, None, 4096, 129280),
-        absent={"q_lora_rank": 1536},
+        absent={"q_lora_rank": 1536, "first_k_dense_replace": 3},
         fields=_experts("n_routed_experts", 256, 8, 2048)
         | _LATENT
         | {
@@ -459,8 +497,7 @@ VARIANTS = {
     ),
     "deepseek_v2": Variant(
         classes="DeepseekV2",
-        marks=("kv_lora_rank", "num_experts"),
-        unmarked=("has_router_bias",),
+        marks=("kv_lora_rank", "num_experts", "router_scores=softmax"),
         options={"router_normalise": False, "router_group_best": 1},
         defaults=Defaults(4096, 11008, 32, 32, None, 2048, 102400),
         absent={"q_lora_rank": 1536, "first_k_dense_replace": 0, "topk_method": "greedy"},
@@ -604,6 +641,8 @@ def model_type(model: ModelConfig) -> str:
     rows = reversed(VARIANTS.items())
 
     def has(mark: str) -> bool:
-        return bool(getattr(settings, mark))
+        name, _, value = mark.partition("=")
+        found = getattr(settings, name)
+        return found == value if value else bool(found)
 
-    return next(kind for kind, row in rows if all(map(has, row.marks)) and not any(map(has, row.unmarked)))
+    return next(kind for kind, row in rows if all(map(has, row.marks)))

@@ -109,6 +109,8 @@ class Location:
     """Dims of our parameter over which its tensors are stacked, such as experts; none if they are not."""
     experts: ExpertRows | None = None
     """Order of the one tensor of all experts; None for other parameters."""
+    is_row: bool = False
+    """True for a vector that is stored as a matrix of one row."""
 
     @property
     def is_plain(self) -> bool:
@@ -124,6 +126,8 @@ class Location:
         """Shape of each stored tensor of a parameter whose shape here is `ours`, in MXFP4 of the first."""
         if self.experts is not None:
             return self.experts.shapes(ours)[0]
+        if self.is_row:
+            return (1, *ours)
         if self.stacked:
             return ours[len(self.stacked) :]
         stored = ours[::-1] if self.transposed else ours
@@ -134,6 +138,8 @@ class Location:
         """Convert stored tensors to our parameter, as a view where possible."""
         if self.experts is not None:
             return self.experts.to_ours(dequantise(*values) if self.experts.is_mxfp4 else values[0])
+        if self.is_row:
+            return values[0][0]
         if self.stacked:
             return torch.stack(list(values)).view(*self.stacked, *values[0].shape)
         value = values[0] if len(values) == 1 else torch.cat(list(values))
@@ -150,6 +156,8 @@ class Location:
         """Convert our parameter to stored tensors, or to its section of one: the inverse of `to_ours`."""
         if self.experts is not None:
             return (self.experts.to_theirs(value),)
+        if self.is_row:
+            return (value.unsqueeze(0),)
         if self.stacked:
             return value.flatten(0, len(self.stacked) - 1).unbind()
         if self.rows:
@@ -399,7 +407,8 @@ class ConfigKeys:
         of_model = {field.name for field in fields(ModelConfig)}
         built = {"activation": activation, **{k: v for k, v in values.items() if k in of_model}, **settings}
         try:
-            model = build(ModelConfig, built, check=_heads_problems)
+            has_width = type(values.get("head_dim")) is int
+            model = build(ModelConfig, built, check=no_problems if has_width else _heads_problems)
         except ConfigError as error:
             theirs = {ours: key for key, (ours, _) in self.fields.items()}
             problems += [f"{path}: {theirs[problem.keys[0]]}: {problem}" for problem in error.problems]
@@ -420,6 +429,10 @@ class ConfigKeys:
             "dtype": "float32",
             "tie_word_embeddings": True,
         }
+
+
+def no_problems(_: ModelConfig) -> list[Problem]:
+    return []
 
 
 def _heads_problems(model: ModelConfig) -> list[Problem]:

@@ -147,9 +147,10 @@ def batch_quantum(values: LayoutValues, launch: Launch) -> int:
     return int(replicas * values["train.micro_batch_size"] * (values["pp"] if interleaved else 1))
 
 
-@rule("model.num_heads model.hidden_size", "model.num_heads")
+@rule("model.num_heads model.hidden_size model.options", "model.num_heads")
 def _heads_divide_hidden(values: LayoutValues, _: Launch) -> Broken:
-    if values["model.hidden_size"] % values["model.num_heads"] == 0:
+    has_width = bool((values.get("model.options") or {}).get("head_dim"))
+    if has_width or values["model.hidden_size"] % values["model.num_heads"] == 0:
         return None
     return f"{values.typed('model.num_heads')} does not divide {values.typed('model.hidden_size')}"
 
@@ -266,7 +267,7 @@ def _experts_fit_tp(values: LayoutValues, _: Launch) -> Broken:
     return None
 
 
-@rule("tp expert_tp model.options", "tp")
+@rule("tp expert_tp model.options model.hidden_size", "tp")
 def _tp_divides_experts(values: LayoutValues, _: Launch) -> Broken:
     options, tp = values.get("model.options") or {}, values["tp"]
     width = options.get("expert_ffn_size", 0)
@@ -275,6 +276,8 @@ def _tp_divides_experts(values: LayoutValues, _: Launch) -> Broken:
         return None
     if values.get("expert_tp") != 1 and width % tp:
         return f"{values.typed('tp')} does not divide model.options.expert_ffn_size={width}"
+    if options.get("bias") and values.get("expert_tp") != 1 and values["model.hidden_size"] % tp:
+        return f"{values.typed('tp')} does not divide {values.typed('model.hidden_size')}, as biases need"
     if shared * width % tp:
         return f"{values.typed('tp')} does not divide the {shared * width} of the shared experts"
     return None

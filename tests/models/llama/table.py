@@ -265,6 +265,29 @@ ROWS: dict[str, Row] = {
         by_shape=_EVERY_HEAD,
         kept_null=("q_lora_rank",),
     ),
+    "glm4_moe": Row(
+        "Glm4Moe",
+        {
+            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1},
+            **{"moe_intermediate_size": 12, "n_shared_experts": 2, "routed_scaling_factor": 1.7},
+            **{"use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5, "head_dim": 8},
+        },
+    ),
+    "glm4_moe without norms and biases": Row(
+        "Glm4Moe",
+        {
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 0},
+            **{"moe_intermediate_size": 8, "head_dim": 12, "tie_word_embeddings": True},
+        },
+    ),
+    "ernie4_5_moe": Row(
+        "Ernie4_5_Moe",
+        {
+            **{"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 2},
+            **{"moe_intermediate_size": 8, "tie_word_embeddings": False},
+        },
+        has_head_dim=False,
+    ),
     "gpt_oss": Row(
         "GptOss",
         {
