@@ -44,6 +44,8 @@ class Target:
     """Our options -> their value in each of its models; of patterns by layer the pattern."""
     required: tuple[str, ...] = ()
     """Our options without which it computes with values of its own."""
+    scales: bool = False
+    """True if a file holds factors of embeddings, scores, residuals and logits."""
     has_full_width: bool = False
     """True if its heads together are as wide as its hidden states."""
     wide_layers: int = 0
@@ -55,6 +57,14 @@ _NO_NORMALISING: dict[str, bool | int] = {"router_normalise": False, "dense_laye
 TARGETS = {
     "llama": Target(name="LLAMA", has_pairs=True),
     "mistral": Target(name="LLAMA", has_pairs=True),
+    "internlm3": Target(name="LLAMA", has_pairs=True),
+    "granite": Target(name="GRANITE", has_pairs=True, scales=True),
+    "starcoder2": Target(name="STARCODER2", activation="gelu_tanh"),
+    "stablelm": Target(name="STABLELM"),
+    "nemotron": Target(name="NEMOTRON", activation="relu2", has_full_width=True),
+    "cohere": Target(name="COMMAND_R"),
+    "glm4": Target(name="GLM4"),
+    "olmo3": Target(name="OLMO2", fixed={"window_layers": "sssf", "window_rope_theta": 0.0}),
     "arcee": Target(name="ARCEE", has_pairs=True, activation="relu2"),
     "ernie4_5": Target(name="ERNIE4_5"),
     "glm": Target(name="CHATGLM", has_full_width=True),
@@ -134,7 +144,9 @@ def model_problem(source: Source) -> str | None:
             return f"llama.cpp has no {kind} with model.options.{name}=0"
     is_wide = target.wide_layers == model.num_layers
     scale = (model.hidden_size / model.num_heads if is_wide else settings.head_dim) ** -0.5
-    if not math.isclose(settings.attention_multiplier or settings.head_dim**-0.5, scale, rel_tol=1e-6):
+    if not target.scales and not math.isclose(
+        settings.attention_multiplier or settings.head_dim**-0.5, scale, rel_tol=1e-6
+    ):
         given = f"model.options.attention_multiplier={settings.attention_multiplier:g}"
         return f"{given} is not supported; llama.cpp's {kind} has {scale:g}"
     if settings.rope_scaling == "llama3" and target.name != "LLAMA":
@@ -210,7 +222,7 @@ def prepare(gguf: Any, source: Source, kind: str) -> Any:
             module = theirs.split(".")[-2]
             if target.has_pairs and module in heads:
                 value = interleave(value, heads[module])
-            if settings.zero_centered_norms and module.endswith("norm"):
+            if settings.zero_centered_norms and theirs.endswith("norm.weight"):
                 value = 1 + value
             stored = mapping.stored_name(theirs, source.model)
             tensors.setdefault(re.sub(r"(?<=\.experts)\.\d+", "", stored), []).append(value)
@@ -325,7 +337,17 @@ def add_settings(gguf: Any, writer: Any, source: Source, kind: str) -> None:
     if settings.logit_softcap:
         writer.add_final_logit_softcapping(settings.logit_softcap)
     writer.add_head_count(model.num_heads)
-    writer.add_layer_norm_rms_eps(model.layer_norm_eps)
+    add_eps = writer.add_layer_norm_eps if settings.layer_norm else writer.add_layer_norm_rms_eps
+    add_eps(model.layer_norm_eps)
+    if TARGETS[model_type(model)].scales:
+        writer.add_embedding_scale(settings.embedding_multiplier)
+        writer.add_attention_scale(settings.attention_multiplier or settings.head_dim**-0.5)
+        writer.add_residual_scale(settings.residual_multiplier)
+        writer.add_logit_scale(1 / settings.logit_multiplier)  # it divides by this
+    elif settings.logit_multiplier != 1:
+        writer.add_logit_scale(settings.logit_multiplier)
+    if settings.parallel:
+        writer.add_parallel_residual(True)
     writer.add_rope_dimension_count(settings.rotary_dim)
     writer.add_rope_freq_base(settings.rope_theta)
     if settings.rope_scaling in ("linear", "yarn"):
