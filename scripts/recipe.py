@@ -170,7 +170,12 @@ def cooldown(runs: Runs, steps: int, sizes: Sequence[str]) -> dict[str, Any]:
         for length in lengths:
             start = length * 4 // 5
             ckpt = runs.work / name / "checkpoints" / f"step-{start:08d}"
-            settings = (*common, "schedule=wsd", f"ckpt={ckpt}", f"schedule.cooldown={length - start}")
+            settings = (
+                *common,
+                "schedule=wsd",
+                f"checkpoint.from_run={ckpt}",
+                f"schedule.cooldown={length - start}",
+            )
             cosine = (*common, "schedule=cosine")
             for kind, each, given in (("wsd", settings, False), ("cosine", cosine, True)):
                 words = (*each, "schedule.warmup_steps=15")

@@ -23,10 +23,11 @@ from mlm.cli.compose.command_help import command_help
 from mlm.cli.compose.composition import COMPOSE_ERRORS, Composition, compose, problem_of_composing
 from mlm.cli.compose.groups import command_groups, user_keys
 from mlm.cli.compose.overrides import Overrides, keys_of, prepare
-from mlm.cli.compose.saved import SavedValues, take_saved, take_saved_task
+from mlm.cli.compose.saved import SavedValues, run_of_step, take_saved, take_saved_task
 from mlm.cli.compose.unread import unread_problems
 from mlm.cli.outcome import INTERRUPTED, KILLED, OK, print_stdout, report, speaks_for_host, version_line
 from mlm.config.build import build, path_problems, streams_for
+from mlm.config.fields import expand_home
 from mlm.config.imports import trusting
 from mlm.config.suggest import divisors
 from mlm.config.tree import MISSING_VALUE, flatten, leaves
@@ -36,6 +37,7 @@ from mlm.launch.rules.layout import RANKS_PER_NODE
 from mlm.launch.typed import record_job
 from mlm.optim.auto_precision import settle_precision
 from mlm.util.errors import ConfigError, Problem, UserError, attempt
+from mlm.util.object_store import is_stored
 from mlm.util.ownership import STDOUT
 from mlm.util.system import resolve
 
@@ -148,6 +150,7 @@ def prepare_job(job: Job) -> Callable[[], int]:
     try:
         composition = compose(command.config, job.texts, config_dir=arguments.config_dir, saved=job.saved)
         _take_model(job, composition)
+        _continue_elsewhere(job, composition)
         if arguments.cfg or arguments.resolve:
             return partial(print_stdout, composition.to_yaml(resolve=arguments.resolve).rstrip("\n"))
         values = composition.resolved()
@@ -171,7 +174,7 @@ def prepare_job(job: Job) -> Callable[[], int]:
         written = user_keys(composition.typed.hydra.runtime.choices, arguments.config_dir)
         config = _build(job, values, keys, written)
         problems = path_problems(config)
-        if command.preflight and not problems and not arguments.check:  # which reads no file
+        if command.preflight and not problems:
             with streams_for(config):
                 problems = resolve(command.preflight)(config)
         if problems:
@@ -198,6 +201,23 @@ def _take_model(job: Job, composition: Composition) -> None:
         composition.tree.model = OmegaConf.create(model)
         shape = f"{model['num_layers']} layers, hidden size {model['hidden_size']}"
         job.note(f"model of ckpt={ckpt}: {model['kind']}, {shape}, {model['num_heads']} heads")
+
+
+def _continue_elsewhere(job: Job, composition: Composition) -> None:
+    """Let a run that `resume=` names continue in another `out`, if one is typed. Raises UserError."""
+    name, saved, out = job.arguments.resume, job.saved or {}, composition.tree.get("out")
+    if name is None or is_stored(name) or "out" not in saved or not isinstance(out, str):
+        return
+    run, is_step = str(saved["out"]), run_of_step(name) is not None
+    if os.path.realpath(out) == os.path.realpath(run):
+        if is_step:
+            why = "in its own folder a run continues from its newest checkpoint"
+            raise UserError(f"resume={name}: {why}; set another out=…, or go back by mlm ckpt rollback {run}")
+    elif "checkpoint.from_run" not in leaves(job.command.spec):
+        why = "a finetuning run continues in its own folder"
+        raise UserError(f"resume={name} out={out}: {why}; omit out=, or begin another run with ckpt=…")
+    else:
+        composition.tree.checkpoint.from_run = expand_home(name) if is_step else run
 
 
 def _give_own_output(job: Job, values: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ from mlm.parallel.mesh import Axis
 from mlm.runs.config import PretrainConfig
 from mlm.runs.folder import run_config
 from mlm.runs.saved import check_stored_parameters, trained_config
-from mlm.runs.tokenizer import digests_of_tokenizer, vocabulary_problem
+from mlm.runs.tokenizer import digests_of_tokenizer, other_tokenizer, vocabulary_problem
 from mlm.util.errors import Absent, ConfigError, CorruptFileError, Problem, UserError, reading_from
 from mlm.util.files import digest_bytes
 from mlm.util.terminal import progress_bar
@@ -213,12 +213,12 @@ class Source(ABC):
         tokenizer = self.saved_tokenizer(key) if named is None else self._load_named(named)
         if not any_size and (problem := vocabulary_problem(named, tokenizer, self.model, key)):
             raise UserError(problem)
-        known = None if named is None or force else self.tokenizer_digest
-        if known is not None and not known.is_same(digests_of_tokenizer(tokenizer)):
-            raise UserError(
-                f"{key}={named}: has another vocabulary ({tokenizer.digest}) than {self.path} was trained "
-                f"with ({known.digest}); remove {key}="
-            )
+        known, now = (
+            None if named is None or force else self.tokenizer_digest,
+            digests_of_tokenizer(tokenizer),
+        )
+        if problem := other_tokenizer(f"{key}={named}", now, str(self.path), known, f"remove {key}="):
+            raise UserError(problem)
         return tokenizer
 
     def _load_named(self, named: str) -> Tokenizer:

@@ -74,8 +74,8 @@ class DataConfig:
     """Corpora to mix, each `WEIGHT FOLDER` such as [0.3 corpora/wiki, 0.7 s3://bucket/web], in place of path
     and train. Weights are scaled to sum to 1."""
     change: bool = False
-    """Allow a resumed run other corpora or weights than before; what changed is recorded. Not kept for the
-    next resume."""
+    """Allow a resumed run other corpora or weights than before, which is recorded; and a new one with the
+    weights of ckpt=… tokens of another tokenizer than these were trained on. Not kept for the next resume."""
     reset_positions: bool = False
     """Restart positions after every end-of-document token."""
     reset_attention: bool = False

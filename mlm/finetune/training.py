@@ -15,7 +15,7 @@ import torch
 
 import mlm
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import BEST
+from mlm.checkpoint.native.folders import BEST, CHECKPOINTS, latest_checkpoint
 from mlm.checkpoint.native.run_state import FINETUNING, LORA, TOKENIZER
 from mlm.checkpoint.native.save_load import CheckpointError, resolve
 from mlm.config.build import config_digest, from_dict
@@ -108,6 +108,10 @@ def preflight(config: FinetuneConfig) -> list[str]:
     try:
         if config.seeds > 1:
             problems += claim_problems(config.out, "run", writes=(RESULT,))
+            if latest_checkpoint(Path(config.out, CHECKPOINTS)) is not None:
+                problems.append(
+                    f"seeds={config.seeds}: out={config.out} holds a run of one; set another out=…"
+                )
         tp, limit = config.parallel.tp, start.model.max_positions
         if config.parallel.sequence_parallel and -(-start.max_length // tp) * tp > limit:
             problems.append(

@@ -103,8 +103,8 @@ class ScheduleConfig:
         int | None, NOT_NEGATIVE, STABLE, Aliases("lr_wsd_decay_iters", "num_decay_steps")
     ] = None
     """Last steps of the run, in which the rate falls to min_lr, of decay=constant or inverse_sqrt; null means
-    the share schedule.cooldown_share of train.steps. For a run that is resumed, or begins with ckpt=…, and
-    without train.steps: the next so many steps, the last of the run."""
+    the share schedule.cooldown_share of train.steps. For a run that is resumed, without
+    train.steps: the next so many steps, the last of the run."""
     cooldown_share: Annotated[float, FRACTION, OnlyIf("cooldown", None)] = 0.0
     """Share of train.steps that cools down where cooldown is null."""
     cooldown_shape: Annotated[Literal["linear", "1-sqrt"], STABLE, Aliases("lr_wsd_decay_style")] = "1-sqrt"

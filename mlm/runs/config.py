@@ -96,6 +96,8 @@ class CheckpointConfig:
     from_step: Annotated[int | None, NOT_NEGATIVE, OnlyIf("from_mirror")] = None
     """Step of the checkpoint that from_mirror begins with, as resume=s3://…@STEP does; newer ones are set
     aside. null takes the newest good one. Not kept for the next resume."""
+    from_run: CheckpointPath | None = None
+    """Run, or checkpoint of one, that `out` continues until it has its own: set by resume=RUN out=NEW."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,8 +153,8 @@ class PretrainConfig:
     seed: Annotated[int, SEED] = 1234
     """Weights, dropout and sample order are functions of it."""
     ckpt: CheckpointPath | None = None
-    """Checkpoint or run directory to take initial weights and optimizer state from, or a model folder of
-    transformers, for its weights."""
+    """Checkpoint or run directory, or model folder of transformers, whose weights a new run begins with: at
+    step 0, with its own schedule and data."""
     compile: Annotated[bool | None, Aliases("torch_compile")] = None
     """torch.compile each transformer layer; null does on a GPU that has a compiler."""
     attention: Annotated[AttentionKernel, Aliases("attn_implementation")] = "auto"

@@ -1,7 +1,6 @@
 """The tokenizer of a run, which may not change between its steps."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mlm.checkpoint.native.run_state import TokenizerDigest
 from mlm.data.blend_history import known_digest
@@ -12,9 +11,6 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
 from mlm.runs.corpora import corpora, recorded_special, source_facts, tokenizer_path
 from mlm.util.errors import UserError
-
-if TYPE_CHECKING:  # which needs torch
-    from mlm.checkpoint.native.format import Manifest
 
 
 def digests_of_tokenizer(tokenizer: Tokenizer) -> TokenizerDigest:
@@ -42,16 +38,23 @@ def tokenizer_now(data: DataConfig) -> TokenizerDigest | None:
     return next((TokenizerDigest(digest) for digest in written if digest), None)
 
 
-def tokenizer_errors(data: DataConfig, path: Path, manifest: "Manifest") -> list[str]:
-    """Return an error if a run would resume from a checkpoint with corpora of another tokenizer."""
-    now, then = tokenizer_now(data), TokenizerDigest.of(manifest.state)
+def tokenizer_errors(data: DataConfig, then: TokenizerDigest | None, what: str, fix: str) -> list[str]:
+    """Return an error if weights of `what`, trained on tokens of `then`, would train on a run's corpora."""
+    named = f"data.tokenizer={tokenizer_path(data) or 'of the receipt'}"
+    problem = other_tokenizer(named, tokenizer_now(data), what, then, fix)
+    return [] if problem is None else [problem]
+
+
+def other_tokenizer(
+    tokens: str, now: TokenizerDigest | None, weights: str, then: TokenizerDigest | None, fix: str
+) -> str | None:
+    """Problem of `weights` of the tokenizer `then` that would read tokens of `now`; None where they fit.
+
+    Every command that joins weights and tokens asks it; a tokenizer that nothing records fits.
+    """
     if now is None or then is None or now.is_same(then):
-        return []
-    named = tokenizer_path(data) or "of the corpus's receipt"
-    return [
-        f"data.tokenizer={named}: has digest {now.digest}, the run in {path.parent.parent} was trained with "
-        f"{then.digest}; use corpora of that tokenizer, or set another out=…"
-    ]
+        return None
+    return f"{tokens}: tokens of {now.digest}, and {weights} was trained with {then.digest}; {fix}"
 
 
 def corpus_tokenizer_errors(data: DataConfig) -> list[str]:

@@ -18,6 +18,8 @@ from mlm.runs.corpora import SWITCHES, fill_eod_id
 from mlm.util.errors import Problem, format_settings, format_value
 
 OPTIONS = "model.options"
+PLACES = ("rollback", "out")
+"""Keys of recorded changes that are no settings: a run went back, or continued in another folder."""
 MAX_CHANGES = 1000
 """Changes that a checkpoint records, the newest ones."""
 
@@ -51,6 +53,7 @@ FREE = (
     *_keys("train.", "validate_every validate_batches observers"),
     *_keys("train.", "sample_prompts sample_tokens sample_temperature"),
     *_keys("checkpoint.", "save_every keep_last keep_every resume asynchronous mirror from_mirror from_step"),
+    "checkpoint.from_run",
     *_keys("log.", "every live tensorboard wandb_project"),
     *_keys("dist.", "device backend timeout_s checkpoint_timeout_s threads_per_rank master_port peak_tflops"),
 )
@@ -96,12 +99,10 @@ def current_settings(config: PretrainConfig) -> dict[str, Any]:
     return flat_settings(to_dict(replace(config, data=fill_eod_id(config.data))))
 
 
-def identity_errors(
-    config: PretrainConfig, saved: Mapping[str, Any], run: str, *, source: str = "out"
-) -> list[str]:
-    """Every key of the identity in which a spec differs from the saved one of `run`, a line each.
+def identity_errors(config: PretrainConfig, saved: Mapping[str, Any], run: str) -> list[str]:
+    """Every key of the identity in which a spec differs from the saved one of the folder `run`, a line each.
 
-    `source` is the key that names the run. Keys that the checkpoint does not hold are not compared.
+    Keys that the checkpoint does not hold are not compared.
     """
     now, then = current_settings(config), flat_settings(saved)
     if isinstance(then.get(OPTIONS), Mapping):  # compared one by one, defaults filled in
@@ -109,8 +110,8 @@ def identity_errors(
             options = {**family_of(config.model.kind).options, **settings.pop(OPTIONS)}
             settings |= {f"{OPTIONS}.{name}": value for name, value in options.items()}
     return [
-        f"{key}={format_value(now[key])}: {run} was trained with {format_value(then[key])}; "
-        f"set {key}={format_value(then[key])}, or another {source}=…"
+        f"{key}={format_value(now[key])}: the run in {run} was trained with {format_value(then[key])}; set "
+        f"{key}={format_value(then[key])}, or another out=… (ckpt={run} begins it with these weights)"
         for key in (*IDENTITY, *(key for key in now if key.startswith(f"{OPTIONS}.")))
         if key in then and now[key] != then[key] and _matters(key, config)
     ]

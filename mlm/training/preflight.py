@@ -40,10 +40,10 @@ def run_start_problems(config: PretrainConfig, *, compares: bool = True) -> list
         if config.lora.rank:
             names = resolve("mlm.convert.huggingface.families:layer_names")(config.model)
             resolve("mlm.models.lora:adapted_on_meta")(config.model, config.lora, names)
-        if config.ckpt is not None or _holds_saves(folder):
+        if config.ckpt or config.checkpoint.from_run or _holds_saves(folder):
             problems += resolve("mlm.training.resume:start_problems")(config, compares=compares)
         if not problems and read_rank_place(os.environ) is None:
-            with single_writer(folder):
+            with single_writer(folder, is_trial=True):
                 pass
     except UserError as error:
         return list(error.problems)

@@ -1,30 +1,41 @@
-"""The start of a run: its newest whole checkpoint, the one that `ckpt` names, or initial weights."""
+"""The start of a run: its newest whole checkpoint, another run's, the weights of `ckpt`, or initial ones."""
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import (
     CHECKPOINTS,
     candidates,
     checkpoint_problem,
+    locate,
     step_directory_name,
+    step_of,
 )
 from mlm.checkpoint.native.retention import checkpoint_doubt
-from mlm.checkpoint.native.run_state import is_weights_only
+from mlm.checkpoint.native.run_state import LORA, TokenizerDigest, is_weights_only
 from mlm.checkpoint.native.save_load import CheckpointError, latest_checkpoint, read_manifest, resolve
 from mlm.config.build import protected_from, to_dict
-from mlm.convert.source import ModelFolder, model_folder
-from mlm.data.blend_history import changed_corpus_problem, continue_history, decode, describe_change, encode
+from mlm.convert.source import ModelFolder, model_folder, open_source
+from mlm.data.blend_history import (
+    BlendSegments,
+    changed_corpus_problem,
+    continue_history,
+    decode,
+    describe_change,
+    encode,
+)
+from mlm.launch.environment import read_rank_place
 from mlm.parallel.mesh import ParallelContext
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import sources
 from mlm.runs.tokenizer import tokenizer_errors
 from mlm.training.identity import function_errors
-from mlm.training.state import check_identity, load
+from mlm.training.state import check_base, check_identity, load, read_history
 from mlm.training.trainer import Trainer
 from mlm.training.upcycle import dense_config
 from mlm.util.errors import CorruptFileError, UserError, attempt, format_value
@@ -38,12 +49,11 @@ def checkpoints_folder(config: PretrainConfig) -> Path:
     return Path(config.out, CHECKPOINTS)
 
 
-def start_candidates(config: PretrainConfig) -> list[Path]:
-    """Return the checkpoints to resume from, the best first; empty for a fresh run.
+def resume_candidates(config: PretrainConfig) -> list[Path]:
+    """Return the checkpoints to continue from, the best first; empty for a new run.
 
-    The run's own come before what `ckpt` names, a step-… directory or a run, whose damaged checkpoints are
-    replaced by their nearest ancestor. Raises UserError when resuming is off, CorruptFileError when there are
-    checkpoints and none is whole.
+    The run's own come before those of checkpoint.from_run. Raises UserError when resuming is off, and where
+    from_run holds none; CorruptFileError when there are checkpoints and none is whole.
     """
     own = latest_checkpoint(checkpoints_folder(config))
     if own is not None and not config.checkpoint.resume:
@@ -53,9 +63,36 @@ def start_candidates(config: PretrainConfig) -> list[Path]:
         )
     if own is not None:
         return _with_ancestors(own)
+    return [] if config.checkpoint.from_run is None else continued_candidates(config.checkpoint.from_run)
+
+
+def continued_candidates(name: str) -> list[Path]:
+    """Return the checkpoints of another run to continue from, the best first: a step-… that is named alone.
+
+    Raises UserError where there is no training state.
+    """
+    place, is_step = locate(name, "resume")
+    latest = place if is_step else latest_checkpoint(place)
+    assert latest is not None, "located"
+    if is_weights_only(read_manifest(latest).state):
+        raise UserError(
+            f"resume={name}: holds weights alone, and no state of a run to continue; begin a new run with "
+            f"them: ckpt={name} out=…"
+        )
+    return [latest] if is_step else _with_ancestors(latest)
+
+
+def weights_candidates(config: PretrainConfig) -> list[Path]:
+    """Return the checkpoints whose weights `ckpt` lets a new run begin with, the best first.
+
+    A damaged one of a run is replaced by its nearest ancestor. Empty where `ckpt` names no whole model of
+    ours: a folder of `transformers`, adapters, or the base of adapters, which is not saved with them.
+    """
     if config.ckpt is None or config.lora.rank or model_folder(config.ckpt) is not None:
-        return []  # with adapters ckpt is the base, which is not saved with them
+        return []
     checkpoint = resolve(config.ckpt)
+    if read_manifest(checkpoint).state.get(LORA) is not None:
+        return []
     return [checkpoint] if checkpoint == Path(config.ckpt) else _with_ancestors(checkpoint)
 
 
@@ -69,24 +106,59 @@ def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str
 
     Without `compares` the caller compares the run with its checkpoint.
     """
-    checkpoints, problems = start_candidates(config), list[str]()
-    folder = None if config.ckpt is None else model_folder(config.ckpt)
-    if config.lora.rank and config.ckpt is not None and folder is None:
-        base = resolve(config.ckpt)
-        problems += function_errors(config, dict(read_manifest(base).state.get("config", {})), str(base))
-    if not checkpoints:
-        if problems or folder is None:
-            return problems
-        source = ModelFolder(folder)
-        assert source.tensors, "checks their names and shapes"
-        saved = to_dict(source.config)
-        return function_errors(dense_config(config, saved) or config, saved, str(folder))
-    start, manifest = checkpoints[0], read_manifest(checkpoints[0])
-    if compares:
-        attempt(problems, lambda: check_identity(config, start, manifest))
-    if compares and not is_weights_only(manifest.state):
-        problems += tokenizer_errors(config.data, start, manifest)
+    path, problems = next(iter(resume_candidates(config)), None), list[str]()
+    if config.ckpt is not None and (path is None or config.lora.rank):
+        ckpt = config.ckpt
+        problems += attempt(problems, lambda: weights_problems(config, ckpt, is_new=path is None)) or []
+    if path is None or not compares:
+        return problems
+    manifest = read_manifest(path)
+    problems += origin_errors(config, dict(manifest.state.get("config") or {}), path)
+    attempt(problems, lambda: check_identity(config, path, manifest))
+    if not is_weights_only(manifest.state) and not problems:
+        attempt(problems, lambda: check_base(config, path, manifest))
+        run = path.parent.parent
+        fix = "use corpora of that tokenizer, or begin another run"
+        problems += tokenizer_errors(
+            config.data, TokenizerDigest.of(manifest.state), f"the run in {run}", fix
+        )
+        # of several processes rank 0 compares the data, when all are there
+        if config.data.kind == "indexed" and read_rank_place(os.environ) is None and not problems:
+            history, consumed = read_history(manifest.state), int(manifest.state["consumed_samples"])
+            attempt(problems, lambda: continued_history(config, history, consumed))
     return problems
+
+
+def weights_problems(config: PretrainConfig, ckpt: str, *, is_new: bool) -> list[str]:
+    """Return the problems of the weights in `ckpt`: of another model, or trained on other tokens.
+
+    The tokens count for a new run, `is_new`; one that continues compares its own. Raises UserError.
+    """
+    source = open_source(ckpt)
+    if isinstance(source, ModelFolder):
+        assert source.tensors, "checks their names and shapes"
+    saved = to_dict(source.config)
+    dense = None if config.lora.rank else dense_config(config, saved)
+    problems = function_errors(dense or config, saved, str(source.path))
+    if is_new and not config.data.change and not problems:
+        fix = "build the corpus with it, or set data.change=true to train on other tokens all the same"
+        problems += tokenizer_errors(config.data, source.tokenizer_digest, f"ckpt={ckpt}", fix)
+    return problems
+
+
+def origin_errors(config: PretrainConfig, saved: Mapping[str, Any], path: Path) -> list[str]:
+    """Return the problem of a run that is told to begin with other weights than it has begun with."""
+    begun = {"ckpt": saved.get("ckpt"), "resume": (saved.get("checkpoint") or {}).get("from_run")}
+    now = {"ckpt": None if config.lora.rank else config.ckpt, "resume": config.checkpoint.from_run}
+    return [
+        f"{key}={name}: the run in {path.parent.parent} has begun "
+        f"{f'with {key}={begun[key]}' if begun[key] else f'without {key}='}, and is at step {step_of(path)}; "
+        f"continue it by resume={path.parent.parent}, or set another out=…"
+        for key, name in now.items()
+        if name is not None
+        and not (key == "resume" and path.parent.parent != Path(config.out))
+        and (begun[key] is None or os.path.realpath(name) != os.path.realpath(str(begun[key])))
+    ]
 
 
 def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> None:
@@ -112,18 +184,23 @@ def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> Non
 
 
 def resume(trainer: Trainer) -> Path | None:
-    """Load the newest whole checkpoint and return its path, None for a fresh run; warn of damaged ones.
+    """Load the newest whole checkpoint, or the weights in one of `ckpt`; warn of damaged ones.
 
-    Collective. Raises CorruptFileError when none is whole, UserError when the checkpoint is of another model.
+    Returns its path; None where neither names one. Collective. Raises CorruptFileError when none is whole,
+    UserError when the checkpoint is of another model.
     """
     config, ctx, ranks = trainer.config, trainer.ctx, Ranks.of(trainer.ctx)
 
-    def look() -> list[str]:
-        return list(map(str, start_candidates(config))) if ctx.is_main else []
+    def look() -> tuple[list[str], bool]:
+        if not ctx.is_main:
+            return [], False
+        paths = resume_candidates(config)
+        return list(map(str, paths or weights_candidates(config))), not paths
 
     # one rank looks: two might see different things on a shared disk
-    paths = ranks.together(look, lambda error: CheckpointError(f"out={config.out}: {error}"))
-    path = load_first_whole(trainer, ranks.broadcast(paths))
+    looked = ranks.together(look, lambda error: CheckpointError(f"out={config.out}: {error}"))
+    paths, is_new = ranks.broadcast(looked)
+    path = load_first_whole(trainer, paths, is_new=is_new)
     if path is not None and ctx.is_main and (doubt := checkpoint_doubt(path)):
         log.warning("%s is doubtful: %s; mlm ckpt rollback goes back to the newest good one", path, doubt)
     return path
@@ -151,12 +228,12 @@ def rewind_candidates(config: PretrainConfig, before: int | None) -> list[Path]:
     ] or paths
 
 
-def load_first_whole(trainer: Trainer, paths: Sequence[str]) -> Path | None:
-    """Load the first checkpoint that is whole; see `resume`."""
+def load_first_whole(trainer: Trainer, paths: Sequence[str], *, is_new: bool = False) -> Path | None:
+    """Load the first checkpoint that is whole, for a new run its weights; see `resume`."""
     problems: list[str] = []
     for path in paths:
         try:
-            load(trainer, Path(path))
+            load(trainer, Path(path), is_new=is_new)
         except (CorruptFileError, CheckpointError) as error:
             problems.append(str(error))
             continue
@@ -183,18 +260,26 @@ def continue_data(trainer: Trainer) -> str | None:
     def look() -> list[dict[str, object]] | None:
         if not trainer.ctx.is_main:  # one rank reads the indices
             return None
-        now = sources(config.data)
-        if problem := changed_corpus_problem(trainer.history, now):
-            raise UserError(problem)
-        then = continue_history(trainer.history, now, consumed)
-        if (changed := describe_change(then, consumed)) and not config.data.change:
-            key = next(key for key in ("blend", "train", "path") if getattr(config.data, key))
-            raise UserError(
-                f"data.{key}={format_value(getattr(config.data, key))}: {changed}; set data.change=true to "
-                "continue so, or name the data as it was"
-            )
-        return encode(then)
+        return encode(continued_history(config, trainer.history, consumed))
 
     history = ranks.together(look, lambda error: UserError(f"data: {error}"))
     trainer.history = decode(ranks.broadcast(history), consumed)
     return describe_change(trainer.history, consumed)
+
+
+def continued_history(config: PretrainConfig, history: BlendSegments, consumed: int) -> BlendSegments:
+    """Return the history of a run that continues with the corpora of its spec, whose indices are read whole.
+
+    Raises UserError for another corpus than was trained on, and for a change without data.change.
+    """
+    now = sources(config.data)
+    if problem := changed_corpus_problem(history, now):
+        raise UserError(problem)
+    then = continue_history(history, now, consumed)
+    if (changed := describe_change(then, consumed)) and not config.data.change:
+        key = next(key for key in ("blend", "train", "path") if getattr(config.data, key))
+        raise UserError(
+            f"data.{key}={format_value(getattr(config.data, key))}: {changed}; set data.change=true to "
+            "continue so, or name the data as it was"
+        )
+    return then

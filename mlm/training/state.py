@@ -28,9 +28,11 @@ from mlm.checkpoint.native.save_load import (
     TensorShard,
     load_checkpoint,
     read_manifest,
+    resolve,
 )
 from mlm.checkpoint.parameters import as_shard, model_shards
 from mlm.config.build import to_dict
+from mlm.convert.source import is_ours
 from mlm.data.blend_history import BlendSegments, decode, encode
 from mlm.optim.adamw import applied_steps, ensure_state, moment, moments
 from mlm.parallel.mesh import ParallelContext
@@ -86,13 +88,13 @@ def counters(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def load(trainer: Trainer, path: Path) -> Manifest:
+def load(trainer: Trainer, path: Path, *, is_new: bool = False) -> Manifest:
     """Continue from a checkpoint directory: weights, moments, loss scale and counters.
 
-    A checkpoint of weights alone starts the run at step 0, with its moments if it holds some and the run has
-    AdamW. Collective. Raises ConfigError with a line for each setting of the run's identity that differs, or
-    of the model's function for weights alone; UserError when the tensors do not fit; CorruptFileError when
-    it is damaged.
+    A new run, `is_new`, takes its weights alone and starts at step 0; so does one whose checkpoint holds
+    weights alone, with moments if that holds some and the run has AdamW. Collective. Raises ConfigError with
+    a line for each setting of the run's identity that differs, or of the model's function for weights alone;
+    UserError when the tensors do not fit; CorruptFileError when it is damaged.
     """
     ctx, ranks, config = trainer.ctx, Ranks.of(trainer.ctx), to_dict(trainer.config)
 
@@ -100,16 +102,14 @@ def load(trainer: Trainer, path: Path) -> Manifest:
         if not ranks.is_main:
             return False, None, None
         manifest = read_manifest(path)
-        check_identity(trainer.config, path, manifest)
-        dense = upcycled_from(trainer.config, path, manifest)
-        base, saved = trainer.extra_state.get(LORA), manifest.state.get(LORA)
-        if base is not None and isinstance(saved, dict) and base["digest"] != saved.get("digest"):
-            raise UserError(
-                f"ckpt={trainer.config.ckpt or base['base']}: {path} holds adapters of another base "
-                f"({saved.get('digest')}); set ckpt={saved.get('base')}, or another out=…"
-            )
-        steps = manifest.state.get("applied_steps") if trainer.config.optimizer.kind == "adamw" else None
-        return is_weights_only(manifest.state), None if dense is None else to_dict(dense), steps
+        check_identity(trainer.config, path, manifest, is_new=is_new)
+        dense = upcycled_from(trainer.config, manifest) if is_new else None
+        base, is_alone = trainer.extra_state.get(LORA), is_weights_only(manifest.state)
+        if base is not None:
+            check_base(trainer.config, path, manifest, base)
+        has_adam = is_alone and trainer.config.optimizer.kind == "adamw"
+        steps = manifest.state.get("applied_steps") if has_adam else None
+        return is_new or is_alone, None if dense is None else to_dict(dense), steps
 
     checked = ranks.together(check, lambda error: CheckpointError(f"{path}: {error}"))
     is_start, dense, steps = ranks.broadcast(checked)
@@ -160,32 +160,44 @@ def read_history(state: Mapping[str, Any]) -> BlendSegments:
     return decode(state["data"]["segments"], int(state["consumed_samples"]))
 
 
-def check_identity(config: PretrainConfig, path: Path, manifest: Manifest) -> None:
-    """Raise ConfigError if a run with this identity cannot continue from a checkpoint or its weights."""
+def check_identity(config: PretrainConfig, path: Path, manifest: Manifest, *, is_new: bool = False) -> None:
+    """Raise ConfigError if a run with this identity cannot continue from a checkpoint.
+
+    A new run, `is_new`, takes its weights, for which the model alone must be the same.
+    """
     saved = manifest.state.get("config")
     if not isinstance(saved, Mapping):
         return  # loading reports the problem
-    dense = upcycled_from(config, path, manifest)
-    if dense is not None:
-        errors = function_errors(dense, saved, str(path))
-    elif is_weights_only(manifest.state):
-        errors = function_errors(config, saved, str(path))
+    if is_new or is_weights_only(manifest.state):
+        dense = upcycled_from(config, manifest) if is_new else None
+        errors = function_errors(dense or config, saved, str(path))
     else:
-        run = path.parent.parent
-        source = "out" if run == Path(config.out) else "ckpt"
-        errors = identity_errors(config, saved, f"the run in {run}", source=source)
+        errors = identity_errors(config, saved, str(path.parent.parent))
     if errors:
         raise ConfigError(errors)
 
 
-def upcycled_from(config: PretrainConfig, path: Path, manifest: Manifest) -> PretrainConfig | None:
+def check_base(
+    config: PretrainConfig, path: Path, manifest: Manifest, base: Mapping[str, Any] | None = None
+) -> None:
+    """Raise UserError if a run's adapters would continue on another base; None is that of `ckpt`, if ours."""
+    saved = manifest.state.get(LORA)
+    if base is None and config.ckpt is not None and is_ours(config.ckpt):
+        base = {"base": config.ckpt, "digest": read_manifest(resolve(config.ckpt)).digest}
+    if base is not None and isinstance(saved, dict) and base["digest"] != saved.get("digest"):
+        raise UserError(
+            f"ckpt={config.ckpt or base['base']}: {path} holds adapters of another base "
+            f"({saved.get('digest')}); set ckpt={saved.get('base')}, or another out=…"
+        )
+
+
+def upcycled_from(config: PretrainConfig, manifest: Manifest) -> PretrainConfig | None:
     """Return the run's settings with the dense model in a checkpoint, whose MLPs become experts; else None.
 
     Raises ConfigError if its MLPs cannot become these experts.
     """
     saved = manifest.state.get("config")
-    is_own = path.parent.resolve() == Path(config.out, CHECKPOINTS).resolve()
-    return None if is_own or not isinstance(saved, Mapping) else dense_config(config, saved)
+    return dense_config(config, saved) if isinstance(saved, Mapping) else None
 
 
 def read_ancestry(config: PretrainConfig, path: Path, manifest: Manifest) -> RunAncestry:
@@ -193,6 +205,8 @@ def read_ancestry(config: PretrainConfig, path: Path, manifest: Manifest) -> Run
     since = changes_since(config, manifest.state["config"], manifest.step)
     if later := descendants_set_aside(path.parent, path):
         since += ({"step": manifest.step, "key": "rollback", "from": max(later), "to": manifest.step},)
+    if path.parent.resolve() != Path(config.out, CHECKPOINTS).resolve():
+        since += ({"step": manifest.step, "key": "out", "from": str(path.parent.parent), "to": config.out},)
     changes = (*recorded_changes(manifest.state), *since)[-MAX_CHANGES:]
     return RunAncestry(Lineage.of(manifest.state), changes).after(manifest.save)
 

@@ -121,18 +121,25 @@ class Lock:
 
 
 @contextmanager
-def single_writer(folder: Path, *, wait_s: float = WAIT_S, setting: str = "out") -> Iterator[None]:
+def single_writer(
+    folder: Path, *, wait_s: float = WAIT_S, setting: str = "out", is_trial: bool = False
+) -> Iterator[None]:
     """Be the only process that writes checkpoints in `folder` (made if absent) while inside.
 
-    On a file system that cannot lock, warn and lock nothing. `setting` is the key that named the folder.
+    On a file system that cannot lock, warn and lock nothing. `setting` is the key that named the folder. A
+    trial makes nothing.
 
     Raises UserError, after `wait_s` seconds, if another process has it, named by host and process; and if the
     folder cannot be written.
     """
-    lock = Lock(folder / LOCK)
+    lock = Lock(folder / LOCK, create=not is_trial)
+    is_free = is_trial and not lock.path.exists()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        is_held = lock.take(wait_s)
+        if is_free:
+            _check_writable(folder)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+        is_held = is_free or lock.take(wait_s)
     except LockError as error:
         if error.errno not in UNSUPPORTED:
             raise UserError(
@@ -152,11 +159,19 @@ def single_writer(folder: Path, *, wait_s: float = WAIT_S, setting: str = "out")
             raise UserError(
                 f"{folder}: in use by {lock.holder()}. Stop that first, or set {setting}=… to another folder"
             )
-        lock.sign()
+        if not is_trial:
+            lock.sign()
     try:
         yield
     finally:
         lock.release()
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise PermissionError where a folder, or the one that it would be made in, cannot be written."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
 
 
 @contextmanager

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from mlm.checkpoint.native.compare import CheckpointComparison, compare_checkpoints
-from mlm.checkpoint.native.folders import CHECKPOINTS, latest_name, step_name
+from mlm.checkpoint.native.folders import CHECKPOINTS, latest_name, step_name, step_of
 from mlm.checkpoint.native.format import Manifest
-from mlm.checkpoint.native.run_state import LINEAGE, is_weights_only
-from mlm.checkpoint.native.save_load import read_manifest, resolve
+from mlm.checkpoint.native.run_state import LINEAGE
 from mlm.launch.child_run import child_run, command_failure, kill
 from mlm.launch.environment import read_rank_place
 from mlm.runs.corpora import corpus_problems
 from mlm.runs.tokenizer import tokenizer_of
 from mlm.tracking.history import FILE_NAME, read_records
 from mlm.training.loop import composed_yaml
+from mlm.training.resume import continued_candidates
 from mlm.util.errors import CheckFailedError, UserError, attempt, writing_to
 from mlm.util.files import write_atomic
 from mlm.util.lock import single_writer
@@ -71,11 +71,9 @@ def preflight(config: VerifyResumeConfig) -> list[str]:
 
 
 def first_step(config: VerifyResumeConfig) -> int:
-    """Steps done where both runs begin. Raises UserError if the checkpoint of `ckpt` cannot be read."""
-    if config.ckpt is None:
-        return 0
-    manifest = read_manifest(resolve(config.ckpt))
-    return 0 if is_weights_only(manifest.state) else manifest.step
+    """Steps done where both runs begin. Raises UserError if there is nothing to continue from."""
+    origin = config.checkpoint.from_run
+    return 0 if origin is None else step_of(continued_candidates(origin)[0])
 
 
 def run(config: VerifyResumeConfig) -> None:

@@ -140,14 +140,18 @@ def test_weights_begin_a_fresh_run_only_as_the_same_function(run: Path, tmp_path
 
 def test_changes_are_kept_in_every_later_checkpoint(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "next"
-    again = replace(spec(out), ckpt=str(run), optimizer=replace(spec(out).optimizer, lr=0.125))
+    origin = replace(spec(out).checkpoint, from_run=str(run))
+    again = replace(spec(out), checkpoint=origin, optimizer=replace(spec(out).optimizer, lr=0.125))
     trainer = Trainer(again, shape_context())
     assert resume(trainer) is not None
     for _ in range(2):
         steps_of(trainer, 1)
         path = save(trainer, out)
-    (change,) = read_manifest(path).state["lineage"]["changes"]
-    assert (change["step"], change["key"], change["to"]) == (2, "optimizer.lr", 0.125)
+    changes = read_manifest(path).state["lineage"]["changes"]
+    assert [(c["step"], c["key"], c["to"]) for c in changes] == [
+        (2, "optimizer.lr", 0.125),
+        (2, "out", str(out)),
+    ]
 
 
 def test_option_of_the_family_is_of_the_identity_and_its_default_may_be_spelt_out() -> None:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from mlm.checkpoint.parameters import model_shards
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.runs.config import CheckpointConfig, PretrainConfig
 from mlm.training.preflight import run_start_problems
-from mlm.training.resume import claim, resume, start_candidates
+from mlm.training.resume import claim, resume, resume_candidates
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.lock import single_writer
@@ -95,22 +96,68 @@ def test_a_run_does_not_start_afresh_over_damaged_checkpoints(out: Path, damage:
         resume(Trainer(spec(out), shape_context()))
 
 
+@pytest.mark.parametrize("key", ["ckpt", "from_run"])
 def test_a_damaged_step_that_was_named_has_no_substitute_and_a_run_that_was_named_has(
-    out: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    out: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str
 ) -> None:
     named = out / "checkpoints" / STEPS[2]
     flip(named / "rank-00000.safetensors")
     with pytest.raises(CorruptFileError, match=f"{STEPS[2]}.*damaged"):
-        resume(Trainer(spec(tmp_path / "new", ckpt=str(named)), shape_context()))
-    trainer = Trainer(spec(tmp_path / "new", ckpt=str(out)), shape_context())
+        resume(Trainer(origin(tmp_path / "new", named, key), shape_context()))
+    trainer = Trainer(origin(tmp_path / "new", out, key), shape_context())
     assert resume(trainer) == out / "checkpoints" / STEPS[1]
     assert STEPS[2] in caplog.text
+    assert (trainer.step, trainer.consumed_samples) == ((4, 32) if key == "from_run" else (0, 0))
 
 
-def test_a_run_s_own_checkpoint_comes_before_the_named_one(out: Path, tmp_path: Path) -> None:
-    assert start_candidates(spec(out, ckpt=str(tmp_path / "not there"))) == [
+def origin(new: Path, name: Path, key: str) -> PretrainConfig:
+    """A run in `new` that begins with `name`: its weights, or all its state."""
+    base = spec(new, ckpt=str(name) if key == "ckpt" else None)
+    return base if key == "ckpt" else replace(base, checkpoint=replace(base.checkpoint, from_run=str(name)))
+
+
+@pytest.mark.parametrize("key", ["ckpt", "from_run"])
+def test_a_run_s_own_checkpoint_comes_before_the_named_one(out: Path, tmp_path: Path, key: str) -> None:
+    assert resume_candidates(origin(out, tmp_path / "not there", key)) == [
         out / "checkpoints" / step for step in reversed(STEPS)
     ]
+
+
+def test_a_run_continues_in_another_folder_as_in_its_own(
+    out: Path, straight: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    trainer = Trainer(origin(tmp_path / "new", out, "from_run"), shape_context())
+    assert resume(trainer) == out / "checkpoints" / STEPS[2]
+    assert steps_of(trainer, 2) == straight[1][6:]
+    (change,) = trainer.ancestry.changes
+    assert change == {"step": 6, "key": "out", "from": str(out), "to": str(tmp_path / "new")}
+
+
+def test_weights_of_a_run_begin_another_at_step_0_with_fresh_moments(out: Path, tmp_path: Path) -> None:
+    """Seed and schedule are the new run's own; the model must be the same function."""
+    config = replace(origin(tmp_path / "new", out, "ckpt"), seed=5)
+    assert run_start_problems(config) == []
+    given, trainer = Trainer(spec(out), shape_context()), Trainer(config, shape_context())
+    resume(given)
+    assert resume(trainer) == out / "checkpoints" / STEPS[2]
+    assert (trainer.step, trainer.consumed_samples, trainer.ancestry.changes) == (0, 0, ())
+    for a, b in zip(given.shards, trainer.shards, strict=True):
+        assert torch.equal(a.parameter, b.parameter)
+    assert not any(state["exp_avg"].any() for state in trainer.optimizer.state.values())
+
+
+@pytest.mark.parametrize("key", ["ckpt", "from_run"])
+def test_a_run_that_has_begun_is_not_begun_with_something_else(out: Path, tmp_path: Path, key: str) -> None:
+    typed = "ckpt" if key == "ckpt" else "resume"
+    (error,) = run_start_problems(origin(out, tmp_path / "other", key))
+    assert error.startswith(f"{typed}={tmp_path / 'other'}: the run in {out} has begun without {typed}=")
+    assert error.endswith(f"continue it by resume={out}, or set another out=…")
+
+
+def test_weights_alone_are_not_continued_elsewhere(tmp_path: Path) -> None:
+    weights_only(tmp_path / "given")
+    (error,) = run_start_problems(origin(tmp_path / "new", tmp_path / "given", "from_run"))
+    assert error.endswith(f"begin a new run with them: ckpt={tmp_path / 'given'} out=…")
 
 
 def test_a_checkpoint_of_another_model_is_no_damage(out: Path) -> None:
@@ -177,7 +224,7 @@ def test_a_training_run_that_lost_its_moments_is_rejected(out: Path, tmp_path: P
 
 
 def test_the_folder_is_found_taken_before_any_rank_starts(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlm.training.preflight.single_writer", lambda path: single_writer(path, wait_s=0.0))
+    monkeypatch.setattr("mlm.training.preflight.single_writer", partial(single_writer, wait_s=0.0))
     with single_writer(out / "checkpoints"):
         (problem,) = run_start_problems(spec(out))
     assert "in use by process" in problem

@@ -205,9 +205,11 @@ def test_the_kill_follows_a_step_that_is_saved(first: int, kill: int, last: int)
 
 def test_a_run_from_a_checkpoint_is_counted_from_its_step(tmp_path: Path) -> None:
     path = save(tmp_path / "checkpoints", 7, weights())
-    assert first_step(verify_resume(f"ckpt={tmp_path}")) == 7
-    edit_manifest(path, lambda body: body["state"].update(weights_only=True))
+    assert first_step(verify_resume(f"checkpoint.from_run={tmp_path}")) == 7
     assert first_step(verify_resume(f"ckpt={tmp_path}")) == 0
+    edit_manifest(path, lambda body: body["state"].update(weights_only=True))
+    with pytest.raises(UserError, match="holds weights alone"):
+        first_step(verify_resume(f"checkpoint.from_run={tmp_path}"))
 
 
 @pytest.mark.parametrize("decay_steps", slow_but({1}, ["null", "60"]))

@@ -50,6 +50,8 @@ class Arguments:
     """Check, and start nothing."""
     gpus: int | None = None
     """GPUs that --check assumes; None takes what the layout needs."""
+    resume: str | None = None
+    """Value of `resume=`, once it is taken from the overrides."""
     from_megatron: list[str] | None = None
     """A script of Megatron-LM, or its flags, to be translated."""
 

@@ -19,6 +19,7 @@ from mlm.config.suggest import did_you_mean, unknown_key
 from mlm.config.tree import flatten, leaves
 from mlm.util.errors import ConfigError, UserError, format_value
 from mlm.util.object_store import is_stored, read_object, split_step
+from mlm.util.ownership import CHECKPOINTS
 
 CONFIG = "config.yaml"
 MIRROR = "checkpoint.mirror="
@@ -36,14 +37,14 @@ def take_saved(command: Command, arguments: Arguments) -> SavedValues | None:
     if not typed:
         return None
     arguments.overrides = [text for text in arguments.overrides if text not in typed]
-    resume = typed[-1].partition("=")[2]
+    resume = arguments.resume = typed[-1].partition("=")[2]
     url = split_step(resume)[0]
     if resume and (problem := path_problem("resume", expand_home(url), Role.STORED)):
         raise UserError(problem)
     if arguments.multirun:
         raise UserError(
-            f"resume={resume}: a run continues in one folder, not as a sweep; leave --multirun out, or type "
-            f"its settings with ckpt={resume} and another out=…"
+            f"resume={resume}: a run continues in one folder, not as a sweep; leave --multirun out, or begin "
+            f"new runs with its weights: ckpt={resume} and another out=…"
         )
     for text in arguments.overrides if is_stored(url) else ():
         if text.startswith(MIRROR) and text.removeprefix(MIRROR).rstrip("/") != url.rstrip("/"):
@@ -84,13 +85,14 @@ def take_saved_task(command: Command, arguments: Arguments) -> SavedValues | Non
 def read_run(resume: str, config: str) -> SavedValues:
     """The settings of the run that `resume=` names: its folder, which becomes `out`, a file, or a mirror.
 
-    `config` names the command's primary config. Raises UserError.
+    A step-… of its checkpoints stands for the folder. `config` names the command's primary config. Raises
+    UserError.
     """
     if not resume:
         raise UserError("resume=: empty; name a run folder, such as resume=runs/shakespeare")
     if is_stored(resume):
         return _read_mirrored(*split_step(resume), config)
-    path = Path(expand_home(resume))
+    path = run_of_step(resume) or Path(expand_home(resume))
     file = path / CONFIG if path.is_dir() else path
     if not os.path.lexists(file):
         if (path / "checkpoints").is_dir():
@@ -104,6 +106,13 @@ def read_run(resume: str, config: str) -> SavedValues:
     if values.get("checkpoint.resume") is False:  # it was to find no checkpoint; now it is told to resume
         values["checkpoint.resume"] = True
     return {**values, "out": str(file.parent)} if file.name == CONFIG else values
+
+
+def run_of_step(resume: str) -> Path | None:
+    """The folder of the run whose checkpoint `resume` is; None where it is none."""
+    path = Path(expand_home(resume))
+    is_step = path.name.startswith("step-") and path.parent.name == CHECKPOINTS and path.is_dir()
+    return path.parent.parent if is_step else None
 
 
 def _read_mirrored(url: str, step: int | None, config: str) -> SavedValues:

@@ -17,7 +17,7 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.runs.checks import context_problem
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import validation_prefixes
-from mlm.runs.tokenizer import receipt_tokenizer
+from mlm.runs.tokenizer import other_tokenizer, receipt_tokenizer
 from mlm.util.errors import UserError
 from mlm.util.results import folder_problem, result_problems, target_name, write_result
 
@@ -32,12 +32,10 @@ def preflight(config: EvalLossConfig) -> list[str]:
             check(source.load_tokenizer(config.tokenizer, any_size=True))
     except UserError as error:
         return list(error.problems)
-    known, written = source.tokenizer_digest, receipt_tokenizer(prefix.parent)
-    if known is not None and written is not None and not known.is_same(written):
-        return [
-            f"path={prefix}: was written with the tokenizer {written.digest}, {source.path} was trained with "
-            f"{known.digest}; name a corpus that `mlm data build` wrote with the run's tokenizer.json"
-        ]
+    fix = "name a corpus that `mlm data build` wrote with the run's tokenizer.json"
+    written = receipt_tokenizer(prefix.parent)
+    if problem := other_tokenizer(f"path={prefix}", written, str(source.path), source.tokenizer_digest, fix):
+        return [problem]
     if problems := context_problems(config, trained, seq_length):
         return problems
     out = result_path(config, source, prefix)

@@ -32,7 +32,8 @@ COMMANDS = (
             this host; under torchrun or SLURM it joins as one. The run folder `out` gets the composed config,
             checkpoints, metrics.jsonl and curves; the same command again resumes it, and so does resume=RUN,
             or resume= of its checkpoint.mirror (@STEP names one), with the run's own settings and the
-            overrides after it. A run that begins with ckpt=… and names no model takes the checkpoint's.
+            overrides after it; with another out=… it continues there. ckpt=… begins a new run with the
+            weights of one, and with its model where none is named.
             --from-megatron SCRIPT prints a Megatron-LM command line as settings, and starts nothing.""",
         examples="""
             # The plays of Shakespeare on two cores, layers split over two processes (after `make demo`)
@@ -47,7 +48,9 @@ COMMANDS = (
             mlm pretrain resume=runs/shakespeare train.steps=1800
             # The end of a run at a stable learning rate, in its own folder
             mlm pretrain resume=runs/shakespeare schedule.cooldown=200
-            # Weights that were imported, the start of a new run
+            # A branch of a run from one of its checkpoints, in a folder of its own
+            mlm pretrain resume=runs/shakespeare/checkpoints/step-00000300 out=runs/branch optimizer.lr=1e-3
+            # A new run, from step 0, with the weights of another or of an import
             mlm pretrain ckpt=runs/gpt2 out=runs/more data.path=corpus
             # What would run, with every key
             mlm pretrain experiment=v1_8_3b --cfg job

@@ -4,9 +4,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlm.checkpoint.native.folders import CHECKPOINTS, latest_checkpoint, resolve, step_of
+from mlm.checkpoint.native.folders import CHECKPOINTS, latest_checkpoint, step_of
 from mlm.config.plain_yaml import parse, read_text
 from mlm.training.loop import CONFIG
+from mlm.training.resume import continued_candidates
 from mlm.util.errors import UserError
 
 
@@ -14,9 +15,9 @@ def settle_cooldown(values: dict[str, Any], typed: Collection[str]) -> str | Non
     """Set train.steps of composed settings to the end of the cooldown; return what to print.
 
     Only where neither the user nor the run's own settings, of a cooldown that is under way, say it; None
-    then. Raises UserError for a `ckpt` that is no checkpoint, CorruptFileError where none is whole.
+    then. Raises UserError for a run to continue that holds no state, CorruptFileError where none is whole.
     """
-    cooldown, ckpt = values["schedule"].get("cooldown"), values.get("ckpt")
+    cooldown, origin = values["schedule"].get("cooldown"), values["checkpoint"].get("from_run")
     if not isinstance(cooldown, int) or cooldown <= 0 or "train.steps" in typed:
         return None
     out = Path(str(values["out"]))
@@ -25,9 +26,9 @@ def settle_cooldown(values: dict[str, Any], typed: Collection[str]) -> str | Non
         raise UserError(
             f"schedule.cooldown={cooldown}: its steps from a mirror are not known; set train.steps too"
         )
-    if own is None and not isinstance(ckpt, str):
+    if own is None and not isinstance(origin, str):
         return None
-    start = step_of(own or resolve(str(ckpt)))
+    start = step_of(own or continued_candidates(str(origin))[0])
     steps = _steps_of_cooldown(out / CONFIG, cooldown) if own else None
     if steps is None or not steps - cooldown <= start <= steps:
         steps = start + cooldown

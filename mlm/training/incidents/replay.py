@@ -22,7 +22,7 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.runs.checks import USER_CODE_RULES, saved_problems
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import train_dataset
-from mlm.training.identity import recorded_changes
+from mlm.training.identity import PLACES, recorded_changes
 from mlm.training.incidents.config import ReplayConfig, ReplayRun
 from mlm.training.incidents.numbers import StepNumbers, decode, shared_numbers
 from mlm.training.incidents.probe import Places, StepProbe, describe_places
@@ -173,7 +173,7 @@ def find_starts(record: dict[str, Any]) -> tuple[list[Save], bool]:
     ancestors = Lineage.of(record).ancestors
     if len(ancestors) != len(record[LINEAGE]["ancestors"]):
         raise ValueError("no ancestors")
-    changed = [int(change["step"]) for change in recorded_changes(record) if change["key"] != "rollback"]
+    changed = [int(change["step"]) for change in recorded_changes(record) if change["key"] not in PLACES]
     return [save for save in ancestors[::-1] if save.step >= max(changed, default=0)], not changed
 
 

@@ -1,4 +1,4 @@
-"""Where a cooldown begins and ends that is typed for a run that is resumed, or for a new one with `ckpt`."""
+"""Where a cooldown begins and ends that is typed for a run that is resumed, in its folder or in another."""
 
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def settled(out: Path, typed: set[str], *, ckpt: Path | None = None, cooldown: int | None = 5) -> int:
+def settled(out: Path, typed: set[str], *, from_run: Path | None = None, cooldown: int | None = 5) -> int:
     values: dict[str, Any] = {"schedule": {"cooldown": cooldown}, "train": {"steps": 100}, "out": str(out)}
-    values["checkpoint"] = {}
-    settle_cooldown(values | {"ckpt": ckpt and str(ckpt)}, typed)
+    values["checkpoint"] = {"from_run": from_run and str(from_run)}
+    settle_cooldown(values, typed)
     steps: int = values["train"]["steps"]
     return steps
 
 
 def test_cooldown_begins_at_the_newest_checkpoint(run: Path, tmp_path: Path) -> None:
     assert settled(run, {"schedule.cooldown"}) == 8
-    assert settled(tmp_path, {"schedule.cooldown"}, ckpt=run) == 8
+    assert settled(tmp_path, {"schedule.cooldown"}, from_run=run) == 8
 
 
 def test_other_lengths_stay(run: Path, tmp_path: Path) -> None:

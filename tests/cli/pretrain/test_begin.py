@@ -1,0 +1,274 @@
+"""How a run begins: `resume=` continues, `ckpt=` begins anew, and `--check` rejects what a start rejects."""
+
+import random
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import mlm
+from mlm.cli import main
+from mlm.corpus.train_tokenizer import train_bpe
+from mlm.util.lock import single_writer
+from tests.data.corpora import write_corpus
+from tests.finetune.chats import write_chats, write_llama
+from tests.training.records import losses, records
+
+TINY = """
+    model=gpt2_tiny model.vocab_size=400 data.seq_length=32 train.global_batch_size=4 train.micro_batch_size=4
+    train.validate_every=0 schedule=constant optimizer.lr=1e-3 log.every=1 log.live=off dist.device=cpu
+    checkpoint.save_every=2 checkpoint.keep_every=2
+""".split()  # noqa: SIM905
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`a` and `b`, corpora of two tokenizers; `run`, six steps on `a`, and `branch`, its last two again."""
+    root = tmp_path_factory.mktemp("begun")
+    draw = random.Random(0)
+    for name, seed in (("a", 1), ("b", 2)):
+        (root / name).mkdir()
+        words = [str(random.Random(seed).random()) for _ in range(300)]
+        (root / name / "tokenizer.json").write_bytes(train_bpe([" ".join(words)], 300).content)
+        write_corpus(root / name / "train", [[draw.randrange(300) for _ in range(80)] for _ in range(20)])
+    assert main([*begin(root, "run", "train.steps=6"), f"data.path={root / 'a'}"]) == 0
+    return root
+
+
+def begin(root: Path, out: str, *words: str) -> list[str]:
+    return ["pretrain", *TINY, *words, f"out={root / out}"]
+
+
+@pytest.mark.parametrize("start", ["run", "step"])
+def test_resume_continues_in_another_folder_bit_for_bit(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], start: str
+) -> None:
+    run, new = made / "run", tmp_path / "new"
+    source, steps = (run, (7, 8)) if start == "run" else (run / "checkpoints/step-00000004", (5, 6))
+    command = ["pretrain", f"resume={source}", f"out={new}", f"train.steps={steps[-1]}"]
+    assert main(command) == 0
+    assert f"resuming from {run}/checkpoints/step-0000000{steps[0] - 1} (step {steps[0] - 1})" in (
+        told := capsys.readouterr().out
+    )
+    assert f"out {run} → {new}" in told
+    assert [record["step"] for record in records(new, "step")] == list(steps)
+    if start == "step":
+        assert losses(new) == losses(run)[4:]
+    assert main(command) == 0  # the same command continues what it began
+    assert "is done" in capsys.readouterr().out
+    assert main(["pretrain", f"resume={new}", f"train.steps={steps[-1] + 1}"]) == 0
+    assert f"resuming from {new}" in capsys.readouterr().out
+
+
+def test_ckpt_begins_a_new_run_at_step_0_with_other_settings(made: Path, tmp_path: Path) -> None:
+    """Its first loss is the old run's on that data: weights are taken, and nothing else."""
+    other = ["data.seq_length=16", "seed=5", "train.steps=1", f"data.path={made / 'a'}"]
+    assert main([*begin(tmp_path, "new", f"ckpt={made / 'run'}"), *other]) == 0
+    assert [record["step"] for record in records(tmp_path / "new", "step")] == [1]
+    fresh = losses(tmp_path / "new")[0]
+    assert fresh is not None
+    assert fresh < losses(made / "run")[0] - 0.05  # type: ignore[operator]
+
+
+def test_ckpt_of_adapters_begins_with_what_they_make_of_their_base(made: Path, tmp_path: Path) -> None:
+    lora = begin(tmp_path, "lora", f"ckpt={made / 'run'}", "lora.rank=2", "train.steps=2", "optimizer.lr=0.1")
+    assert main([*lora, f"data.path={made / 'a'}"]) == 0
+    frozen = begin(tmp_path, "new", f"ckpt={tmp_path / 'lora'}", "train.steps=1", "optimizer.lr=1e-30")
+    assert main([*frozen, f"data.path={made / 'a'}"]) == 0
+    ids = torch.arange(20)[None]
+    want, got = (mlm.load(str(tmp_path / name)).logits(ids) for name in ("lora", "new"))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    assert not torch.allclose(want, mlm.load(str(made / "run")).logits(ids), atol=1e-3)
+
+
+def other_tokens(made: Path, out: Path) -> list[str]:
+    return [*begin(out, "new", f"ckpt={made / 'run'}"), f"data.path={made / 'b'}"]
+
+
+def folder_of_other_tokens(made: Path, out: Path) -> list[str]:
+    folder = write_llama(out / "llama")
+    words = [word for word in TINY if not word.startswith("model")]
+    return ["pretrain", *words, f"ckpt={folder}", f"data.path={made / 'b'}", f"out={out / 'new'}"]
+
+
+def base_of_other_tokens(made: Path, out: Path) -> list[str]:
+    return [*other_tokens(made, out), "lora.rank=2"]
+
+
+def copied(made: Path, out: Path) -> Path:
+    return shutil.copytree(made / "run", out / "run")
+
+
+def resumed(made: Path, out: Path, *words: str) -> list[str]:
+    return ["pretrain", f"resume={copied(made, out)}", "train.steps=7", *words]
+
+
+def damaged(made: Path, out: Path) -> list[str]:
+    words = resumed(made, out)
+    for shard in out.glob("run/checkpoints/step-*/*.safetensors"):
+        shard.write_bytes(b"short")
+    return words
+
+
+def corpus_replaced(made: Path, out: Path) -> list[str]:
+    shutil.copytree(made / "a", out / "corpus")
+    assert main([*begin(out, "run", "train.steps=1"), f"data.path={out / 'corpus'}"]) == 0
+    write_corpus(out / "corpus/train", [range(300)] * 9)
+    return ["pretrain", f"resume={out / 'run'}", "train.steps=2"]
+
+
+def other_base(made: Path, out: Path) -> list[str]:
+    words = [f"ckpt={made / 'run'}", "lora.rank=2", "train.steps=1", f"data.path={made / 'a'}"]
+    assert main(begin(out, "run", *words)) == 0
+    return ["pretrain", f"resume={out / 'run'}", f"ckpt={made / 'run/checkpoints/step-00000002'}"]
+
+
+def with_file(made: Path, out: Path) -> list[str]:
+    (out / "new").mkdir()
+    (out / "new/config.yaml").write_text("mine: 1\n")
+    return [*begin(out, "new"), f"data.path={made / 'a'}"]
+
+
+def finetuned(made: Path, out: Path, *words: str) -> list[str]:
+    chats, llama = write_chats(out), write_llama(out / "llama")
+    sizes = ["train.epochs=1", "train.global_batch_size=8", "task.max_length=48", "dist.device=cpu"]
+    run = ["finetune", "chat", f"data={chats}", f"ckpt={llama}", *sizes, "log.live=off"]
+    assert main([*run, f"out={out / 'run'}"]) == 0
+    return ["finetune", f"resume={out / 'run'}", *words]
+
+
+REFUSALS: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
+    "weights of other tokens": (other_tokens, "build the corpus with it, or set data.change=true"),
+    "folder of other tokens": (folder_of_other_tokens, "build the corpus with it, or set data.change=true"),
+    "base of other tokens": (base_of_other_tokens, "build the corpus with it, or set data.change=true"),
+    "resumed on other tokens": (
+        lambda made, out: resumed(made, out, f"data.path={made / 'b'}"),
+        "use corpora of that tokenizer",
+    ),
+    "another length": (lambda made, out: resumed(made, out, "data.seq_length=16"), "begins it with these"),
+    "another length elsewhere": (
+        lambda made, out: resumed(made, out, "data.seq_length=16", f"out={out / 'new'}"),
+        "begins it with these weights",
+    ),
+    "other corpora": (
+        lambda made, out: resumed(made, out, f"data.blend=[{made / 'a'},{made / 'c'}]", "data.path=null"),
+        "set data.change=true to continue so",
+    ),
+    "replaced corpus": (corpus_replaced, "train.idx is not what this run was trained on"),
+    "other base": (other_base, "holds adapters of another base"),
+    "other weights": (
+        lambda made, out: resumed(made, out, f"ckpt={made / 'run'}"),
+        "has begun without ckpt=, and is at step 6; continue it by resume=",
+    ),
+    "two runs": (
+        lambda made, out: ["pretrain", f"resume={made / 'run'}", f"out={copied(made, out)}"],
+        "has begun without resume=",
+    ),
+    "step in its folder": (
+        lambda made, out: ["pretrain", f"resume={copied(made, out)}/checkpoints/step-00000002"],
+        "go back by mlm ckpt rollback",
+    ),
+    "resume off": (
+        lambda made, out: resumed(made, out, "checkpoint.resume=false"),
+        "set checkpoint.resume=true",
+    ),
+    "damage": (damaged, "no checkpoint is whole"),
+    "another model": (
+        lambda made, out: [
+            *begin(out, "new", f"ckpt={made / 'run'}", "model.num_layers=1"),
+            f"data.path={made / 'a'}",
+        ],
+        "the weights in",
+    ),
+    "small vocabulary": (
+        lambda made, out: [*begin(out, "new", "model.vocab_size=100"), f"data.path={made / 'a'}"],
+        "model.vocab_size",
+    ),
+    "long prompt": (
+        lambda made, out: [
+            *begin(out, "new", f"train.sample_prompts=[{'1234 ' * 60}]", "train.validate_every=1"),
+            f"data.path={made / 'a'}",
+        ],
+        "more than data.seq_length=32",
+    ),
+    "file of the user": (with_file, "which mlm did not write"),
+    "finetuning elsewhere": (
+        lambda made, out: finetuned(made, out, f"out={out / 'new'}"),
+        "a finetuning run continues in its own folder",
+    ),
+    "finetuning with seeds": (
+        lambda made, out: finetuned(made, out, "seeds=2"),
+        "holds a run of one; set another out=",
+    ),
+}
+"""What a start rejects, and a part of the line."""
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_check_says_what_the_start_says(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    """In one line, with the same exit code; nothing is written."""
+    shutil.copytree(made / "a", made / "c", dirs_exist_ok=True)
+    write_corpus(made / "c/train", [range(300)] * 30)
+    words, part = REFUSALS[case][0](made, tmp_path), REFUSALS[case][1]
+    capsys.readouterr()
+    before, said = sorted(tmp_path.rglob("*")), []
+    for flags in (["--check"], []):
+        said.append((main([*words, *flags]), capsys.readouterr().err))
+        assert sorted(tmp_path.rglob("*")) == before
+    assert said[0] == said[1]
+    code, told = said[0]
+    assert code == (1 if case == "damage" else 2)
+    (line,) = [line for line in told.splitlines() if "mlm pretrain: model of ckpt=" not in line]
+    assert part in line
+
+
+def test_check_of_a_folder_that_another_run_writes_says_so_and_makes_nothing(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mlm.training.preflight.single_writer", partial(single_writer, wait_s=0.0))
+    words = [*begin(tmp_path, "new"), f"data.path={made / 'a'}", "--check"]
+    assert main(words) == 0
+    assert list(tmp_path.iterdir()) == []
+    with single_writer(tmp_path / "new/checkpoints"):
+        assert main(words) == 2
+    assert "in use by process" in capsys.readouterr().err
+
+
+def test_other_tokens_may_be_wanted(made: Path, tmp_path: Path) -> None:
+    words = [*other_tokens(made, tmp_path), "data.change=true", "train.steps=1"]
+    assert main(words) == 0
+    saved = (tmp_path / "new/tokenizer.json").read_bytes()
+    assert saved == (made / "b/tokenizer.json").read_bytes()
+    assert main(["pretrain", f"resume={tmp_path / 'new'}", "train.steps=2"]) == 0
+
+
+def test_more_steps_of_a_decayed_schedule_say_what_the_rate_does(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its two cures say nothing, and do not raise it."""
+    data = f"data.path={made / 'a'}"
+    assert main([*begin(tmp_path, "run", "schedule=cosine", "train.steps=4"), data]) == 0
+    longer = ["pretrain", f"resume={tmp_path / 'run'}", "train.steps=8"]
+    shutil.copytree(tmp_path / "run", tmp_path / "kept")
+    capsys.readouterr()
+    assert main(longer) == 0
+    told = capsys.readouterr()
+    line = " ".join((told.out + told.err).split())
+    assert "the learning rate rises from 1e-05 to 0.00032" in line
+    assert "schedule.decay_steps=4 stays at 1e-05" in line
+    kept = ["pretrain", f"resume={tmp_path / 'kept'}", "train.steps=8", "schedule.decay_steps=4"]
+    assert main(kept) == 0
+    assert [record["lr"] for record in records(tmp_path / "kept", "step")][4:] == [1e-5] * 4
+    wsd = [*begin(tmp_path, "wsd", "schedule=wsd", "schedule.cooldown_share=0.5", "train.steps=4"), data]
+    assert main(wsd) == 0
+    step = tmp_path / "wsd/checkpoints/step-00000002"
+    assert main(["pretrain", f"resume={step}", f"out={tmp_path / 'more'}", "train.steps=6"]) == 0
+    rates = [record["lr"] for record in records(tmp_path / "more", "step")]
+    assert rates[0] == 1e-3
+    assert rates == sorted(rates, reverse=True)
+    assert "rises" not in capsys.readouterr().out
