@@ -205,9 +205,10 @@ def _take_model(job: Job, composition: Composition) -> None:
 
 def _continue_elsewhere(job: Job, composition: Composition) -> None:
     """Let a run that `resume=` names continue in another `out`, if one is typed. Raises UserError."""
-    name, saved, out = job.arguments.resume, job.saved or {}, composition.tree.get("out")
-    if name is None or is_stored(name) or "out" not in saved or not isinstance(out, str):
+    name, saved = job.arguments.resume, job.saved or {}
+    if name is None or is_stored(name) or "out" not in saved or not isinstance(composition.tree.out, str):
         return
+    out: str = composition.tree.out
     run, is_step = str(saved["out"]), run_of_step(name) is not None
     if os.path.realpath(out) == os.path.realpath(run):
         if is_step:

@@ -11,18 +11,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import BEST, CHECKPOINTS, latest_checkpoint
-from mlm.checkpoint.native.run_state import FINETUNING, LINEAGE
-from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
-from mlm.checkpoint.parameters import model_shards
+from mlm.checkpoint.native.run_state import FINETUNING
+from mlm.checkpoint.native.save_load import read_manifest
 from mlm.config.build import from_dict
 from mlm.convert.source import ModelFolder
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import Start
 from mlm.finetune.registry import task_type
 from mlm.training.loop import layout_row, model_row, run_row
-from mlm.training.state import counters, stored_shards
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError, writing_to
 from mlm.util.files import dump_json, parse_json, write_atomic
@@ -80,24 +77,6 @@ def merit(scores: Scores, errors: Collection[str] = ()) -> float:
     """Return the number that the best checkpoint has most of: the first metric, or less of an error."""
     name, value = next(iter(next(iter(scores.values())).items()))
     return -value if name in errors else value
-
-
-def save_best(trainer: Trainer, out: Path) -> None:
-    """Write out/best/checkpoints/step-…, weights alone, in place of the one before.
-
-    Collective over all ranks; raises CheckpointError on all of them.
-    """
-    facts = {key: value for key, value in counters(trainer).items() if key != LINEAGE}  # of the other folder
-    owned = [s for s in stored_shards(trainer, trainer.shards) if s.is_stored(trainer.ctx.replicas)]
-    save_checkpoint(
-        out / BEST / CHECKPOINTS,
-        trainer.step,
-        model_shards(owned, trainer.config.model.vocab_multiple),
-        state={**facts, "weights_only": True},
-        ranks=Ranks.of(trainer.ctx),
-        keep_last=1,
-        keep_every=0,
-    )
 
 
 def resolve_best(ckpt: str) -> str:

@@ -48,7 +48,6 @@ from mlm.finetune.results import (
     finished,
     header,
     report,
-    save_best,
 )
 from mlm.finetune.scoring import Objective, Scorer, make_objective, one_label_warning
 from mlm.finetune.splits import TaskSplit, TokenizedSplit
@@ -69,7 +68,7 @@ from mlm.training.memory import reuse_large_blocks, torch_errors_as_user_errors,
 from mlm.training.observer import Observer, StepOutcome
 from mlm.training.preflight import run_start_problems
 from mlm.training.resume import claim, resume
-from mlm.training.state import load_weights, stored_shards
+from mlm.training.state import load_weights, save_best, stored_shards
 from mlm.training.trainer import Trainer
 from mlm.util.errors import ConfigError, UserError, attempt, writing_to
 from mlm.util.files import dump_json, write_atomic

@@ -130,6 +130,18 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EmaConfig:
+    """Exponential moving average of the weights: sharded, saved and resumed as the optimizer's state is."""
+
+    decay: Annotated[float, FRACTION, Aliases("ema_decay")] = 0.0
+    """Share of the average that an update keeps: 0.999 averages about the last thousand. 0 keeps none. `mlm
+    reshard ema=true` writes it as a checkpoint of its own."""
+    validate: Annotated[bool, OnlyIf("decay")] = False
+    """Validate the average too: validation/ema_loss in metrics.jsonl, by which train.keep_best then keeps the
+    average, and train.patience ends the run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
     """Number format of compute. Master weights and optimizer state stay float32 (float64 under fp64)."""
 

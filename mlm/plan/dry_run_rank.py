@@ -181,6 +181,8 @@ def tag_state(trainer: Trainer[MicroBatch], meter: Meter) -> None:
         for shard in trainer.shards
         for name in (*moments(trainer.optimizer, shard), "step")
     ]
+    if trainer.average is not None:
+        state += [*trainer.average.values.values(), trainer.average.count]
     meter.tag([x for x in state if isinstance(x, Tensor)], STATE)
     for chunk in trainer.model.chunks:
         meter.tag(chunk.buffers(), TABLES)

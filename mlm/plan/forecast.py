@@ -52,7 +52,7 @@ def most_of_small(config: PretrainConfig, ranks: int) -> float:
         return 0.0
     parts = architecture_of(model)
     channels = model.hidden_size * (1 + parts.experts_per_token) + max(model.ffn_size, parts.active_size)
-    state = 32.0 * count_parameters(model)  # weights, gradients, moments, copies, buckets, temporaries
+    state = 36.0 * count_parameters(model)  # weights, gradients, moments, copies, buckets, temporaries
     of_rank = train.global_batch_size * config.parallel.replica // ranks
     samples = train.micro_batch_size if config.parallel.pp == 1 else of_rank  # in flight at most
     layer = 100.0 * seq * channels + 16.0 * model.num_heads * seq**2  # of a sample

@@ -149,7 +149,8 @@ class LayerCounts:
                         state[name].element_size()
                         for name in moments(trainer.optimizer, shard)
                         if name in state
-                    ),
+                    )
+                    + p.element_size() * bool(self.run.ema.decay and p.requires_grad),
                     cast_bytes=trainer.model.dtype.itemsize if p in copied else 0,
                     is_trained=p.requires_grad,
                     is_whole=isinstance(shard.module, Router) or is_adapter,

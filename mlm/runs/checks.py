@@ -268,6 +268,13 @@ def _adapters_have_a_base(config: PretrainConfig, _: Launch) -> Problem | None:
     return Problem(("lora.rank", "ckpt"), problem, "set ckpt=… to one, or lora.rank=0")
 
 
+def _average_is_of_whole_weights(config: PretrainConfig, _: Launch) -> Problem | None:
+    if not (config.ema.decay and config.lora.rank):
+        return None
+    problem = f"ema.decay={config.ema.decay}: adapters have no average of their own"
+    return Problem(("ema.decay", "lora.rank"), problem, "use ema.decay=0, or lora.rank=0")
+
+
 USER_CODE_RULES = (
     optimizer_works,
     lambda config, _: _user_code_problem(_check_patterns, config.optimizer, config.model),
@@ -299,6 +306,7 @@ PRETRAIN_RULES = (
     lambda config, _: present.corpus_extras(config.data),
     lambda config, _: present.checkpoint(config.ckpt),
     _adapters_have_a_base,
+    _average_is_of_whole_weights,
 )
 
 

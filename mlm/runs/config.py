@@ -20,7 +20,7 @@ from mlm.config.fields import (
 from mlm.data.config import DataConfig, MicroBatchSize
 from mlm.launch.config import DistConfig
 from mlm.models.config import LoraConfig, ModelConfig
-from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from mlm.optim.config import EmaConfig, OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.tracking.config import LogConfig
 
@@ -58,6 +58,11 @@ class TrainConfig:
     """Steps between validations; 0 turns them off. The last step is validated too."""
     validate_batches: Annotated[int, POSITIVE, OnlyIf("validate_every"), Aliases("eval_iters")] = 10
     """Global batches of validation samples per validation."""
+    keep_best: Annotated[bool, OnlyIf("validate_every"), Aliases("load_best_model_at_end")] = False
+    """Keep the weights of the lowest validation loss in out/best, beside the newest checkpoints; ckpt=RUN and
+    ckpt=RUN/best name them, resume=RUN continues from the newest."""
+    patience: Annotated[int, NOT_NEGATIVE, OnlyIf("validate_every"), Aliases("early_stopping_patience")] = 0
+    """Stop after this many validations without a lower loss; 0 trains all steps."""
     sample_prompts: Annotated[tuple[str, ...], OnlyIf("validate_every")] = ()
     """Texts that the model continues at each validation, at most 64: sample_prompts=["The","ROMEO:"]. What it
     writes is in metrics.jsonl and in `mlm report`. Of models that read from left to right."""
@@ -179,6 +184,7 @@ class PretrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -9,7 +9,7 @@ from pathlib import Path
 from mlm.config.build import protected_from
 from mlm.launch.environment import read_rank_place
 from mlm.runs.config import PretrainConfig
-from mlm.runs.corpora import corpus_problems
+from mlm.runs.corpora import corpus_problems, validation_prefixes
 from mlm.runs.tokenizer import corpus_tokenizer_errors, tokenizer_of, vocabulary_problem
 from mlm.tracking.config import missing_extras
 from mlm.util.errors import Problem, UserError
@@ -23,8 +23,23 @@ PROMPTS = "train.sample_prompts"
 def preflight(config: PretrainConfig) -> list[str]:
     """Return the problems that reading the named files shows; called before any rank starts."""
     problems = [*missing_extras(config.log), *corpus_problems(config)]
+    if not problems and (problem := validation_problem(config)):
+        problems = [problem]
     problems = problems or corpus_tokenizer_errors(config.data) or prompt_problems(config)
     return problems or run_start_problems(config)
+
+
+def validation_problem(config: PretrainConfig) -> Problem | None:
+    """Problem of settings that go by the validation loss of a run that has no validation part."""
+    train = config.train
+    read_by = {"train.keep_best": train.keep_best, "train.patience": train.patience}
+    key = next(
+        (key for key, value in {**read_by, "ema.validate": config.ema.validate}.items() if value), None
+    )
+    if key is None or config.data.kind != "indexed" or validation_prefixes(config.data):
+        return None
+    why = "goes by the validation loss, and the corpus has no validation part"
+    return Problem((key, "data.validation"), f"{key}: {why}", f"set data.validation=PREFIX, or remove {key}")
 
 
 def run_start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str]:

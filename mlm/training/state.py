@@ -10,8 +10,10 @@ import torch
 
 import mlm
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import CHECKPOINTS, descendants_set_aside
+from mlm.checkpoint.native.folders import BEST, CHECKPOINTS, descendants_set_aside
 from mlm.checkpoint.native.run_state import (
+    BEST_VALIDATION,
+    EMA,
     INCIDENTS,
     LINEAGE,
     LORA,
@@ -29,12 +31,14 @@ from mlm.checkpoint.native.save_load import (
     load_checkpoint,
     read_manifest,
     resolve,
+    save_checkpoint,
 )
 from mlm.checkpoint.parameters import as_shard, model_shards
 from mlm.config.build import to_dict
 from mlm.convert.source import is_ours
 from mlm.data.blend_history import BlendSegments, decode, encode
 from mlm.optim.adamw import applied_steps, ensure_state, moment, moments
+from mlm.optim.average import NAME
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
 from mlm.runs.config import PretrainConfig
@@ -49,16 +53,21 @@ from mlm.training.identity import (
 from mlm.training.trainer import Trainer
 from mlm.training.upcycle import dense_config, start_from_dense
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
+from mlm.util.files import whole_number
 
 
-def training_shards(trainer: Trainer, shards: Sequence[ParameterShard]) -> dict[str, TensorShard]:
-    """These parameters and their moments under their checkpoint names: views of the live tensors."""
+def training_shards(
+    trainer: Trainer, shards: Sequence[ParameterShard], *, averages: bool = True
+) -> dict[str, TensorShard]:
+    """These parameters, their moments and averages by their checkpoint names: views of the live tensors."""
     multiple = trainer.config.model.vocab_multiple
     shards = stored_shards(trainer, shards)
     out = model_shards(shards, multiple)
     for s in (s for s in shards if s.is_trained):
         for name in moments(trainer.optimizer, s):
             out[f"optimizer.{name}.{s.name}"] = as_shard(s, moment(trainer.optimizer, s, name), multiple)
+        if averages and trainer.average is not None:
+            out[f"optimizer.{NAME}.{s.name}"] = as_shard(s, trainer.average.values[s.parameter], multiple)
     return out
 
 
@@ -83,9 +92,28 @@ def counters(trainer: Trainer) -> dict[str, Any]:
         "config": to_dict(replace(trainer.config, data=replace(trainer.config.data, change=False))),
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
         **({"data": {"segments": encode(trainer.history)}} if trainer.history else {}),
+        **({} if trainer.average is None else {EMA: int(trainer.average.count.item())}),
         LINEAGE: trainer.ancestry.encode(),
         **trainer.extra_state,
     }
+
+
+def save_best(trainer: Trainer, out: Path) -> None:
+    """Write out/best/checkpoints/step-…, weights alone, in place of the one before.
+
+    Collective over all ranks; raises CheckpointError on all of them.
+    """
+    facts = {key: value for key, value in counters(trainer).items() if key != LINEAGE}  # of the other folder
+    owned = [s for s in stored_shards(trainer, trainer.shards) if s.is_stored(trainer.ctx.replicas)]
+    save_checkpoint(
+        out / BEST / CHECKPOINTS,
+        trainer.step,
+        model_shards(owned, trainer.config.model.vocab_multiple),
+        state={**facts, "weights_only": True},
+        ranks=Ranks.of(trainer.ctx),
+        keep_last=1,
+        keep_every=0,
+    )
 
 
 def load(trainer: Trainer, path: Path, *, is_new: bool = False) -> Manifest:
@@ -98,9 +126,9 @@ def load(trainer: Trainer, path: Path, *, is_new: bool = False) -> Manifest:
     """
     ctx, ranks, config = trainer.ctx, Ranks.of(trainer.ctx), to_dict(trainer.config)
 
-    def check() -> tuple[bool, dict[str, Any] | None, Any]:
+    def check() -> tuple[bool, dict[str, Any] | None, Any, bool]:
         if not ranks.is_main:
-            return False, None, None
+            return False, None, None, False
         manifest = read_manifest(path)
         check_identity(trainer.config, path, manifest, is_new=is_new)
         dense = upcycled_from(trainer.config, manifest) if is_new else None
@@ -109,24 +137,32 @@ def load(trainer: Trainer, path: Path, *, is_new: bool = False) -> Manifest:
             check_base(trainer.config, path, manifest, base)
         has_adam = is_alone and trainer.config.optimizer.kind == "adamw"
         steps = manifest.state.get("applied_steps") if has_adam else None
-        return is_new or is_alone, None if dense is None else to_dict(dense), steps
+        return is_new or is_alone, None if dense is None else to_dict(dense), steps, EMA in manifest.state
 
     checked = ranks.together(check, lambda error: CheckpointError(f"{path}: {error}"))
-    is_start, dense, steps = ranks.broadcast(checked)
+    is_start, dense, steps, has_average = ranks.broadcast(checked)
     if dense is not None:
         fill = partial(load_weights, path=path, ctx=ctx, config=dense)
         return start_from_dense(trainer.config.model, trainer.shards, fill)
     if is_start and type(steps) is int and 0 < steps < MAX_COUNT:
-        shards = training_shards(trainer, trainer.shards)
+        shards = training_shards(trainer, trainer.shards, averages=False)
         manifest = load_checkpoint(path, shards, ranks=ranks, config=config, cast=True)
         ensure_state(trainer.optimizer, float(steps))
         return manifest
     if is_start:
         return load_weights(trainer.shards, path, ctx, config=config)
-    manifest = load_checkpoint(path, training_shards(trainer, trainer.shards), ranks=ranks, config=config)
+    shards = training_shards(trainer, trainer.shards, averages=has_average)
+    manifest = load_checkpoint(
+        path,
+        shards,
+        ranks=ranks,
+        allow_extra=lambda name: trainer.average is None and name.startswith(f"optimizer.{NAME}."),
+        config=config,
+    )
     check_run_state(manifest.state, manifest.step, path)
     try:
         state = manifest.state
+        updates = whole_number(state.get(EMA, 0), MAX_COUNT)
         trainer.step = int(state["step"])
         trainer.consumed_samples = int(state["consumed_samples"])
         trainer.history = read_history(state)
@@ -135,10 +171,15 @@ def load(trainer: Trainer, path: Path, *, is_new: bool = False) -> Manifest:
         trainer.ancestry = read_ancestry(trainer.config, path, manifest) if ctx.is_main else RunAncestry()
         if TOKENIZER in state:
             trainer.extra_state.setdefault(TOKENIZER, state[TOKENIZER])
-        for key in (INCIDENTS, VALIDATION_DUE):
+        if trainer.average is not None:
+            trainer.average.count.fill_(updates if has_average else 0)
+        for key in (INCIDENTS, VALIDATION_DUE, BEST_VALIDATION):
             trainer.extra_state.pop(key, None)
             if key in state:
                 trainer.extra_state[key] = state[key]
+        if (best := trainer.extra_state.get(BEST_VALIDATION)) is not None:
+            whole_number(best["step"], MAX_COUNT), whole_number(best["without_gain"], MAX_COUNT)
+            best["loss"] = float(best["loss"])
     except UserError:
         raise
     except (KeyError, TypeError, ValueError) as error:

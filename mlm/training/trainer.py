@@ -16,6 +16,7 @@ from mlm.models.family import Objective, family_of
 from mlm.models.shape import architecture_of, is_tied
 from mlm.models.stage import PipelineStage
 from mlm.optim.adamw import apply, build_optimizer, set_lr
+from mlm.optim.average import WeightAverage
 from mlm.optim.clip import clip_factor, gradient_norm
 from mlm.optim.precision import LossScaler, parameter_dtype
 from mlm.optim.schedule import learning_rate
@@ -113,6 +114,7 @@ class Trainer(Generic[B]):
             (`DropoutStream`).
         balances_experts: True if loads of experts are counted and balanced: not in finetuning, where padding
             would count, which differs by layout, and not with adapters, which freeze routers.
+        average: moving average of the weights; None without ema.decay.
         ancestry: saves that the run descends from and changes of its settings; known to rank 0.
         extra_state: further state of checkpoints, as JSON values.
     """
@@ -164,6 +166,8 @@ class Trainer(Generic[B]):
         self.optimizer = build_optimizer(
             self.shards, config.optimizer, ctx.replicas, config.model.width_factor
         )
+        decay = config.ema.decay
+        self.average = WeightAverage(self.shards, decay, ctx.device) if decay else None
         self.scaler = LossScaler(config.precision, ctx.device)
         self.master_dtype = parameter_dtype(config.precision)
         self.split_parts: tuple[int, ...] = (ctx.tp.rank,)
@@ -267,6 +271,8 @@ class Trainer(Generic[B]):
         overflow = (~norm.isfinite()).float()
         skip = overflow if hold is None else torch.maximum(overflow, hold.to(overflow.dtype))
         apply(self.optimizer, self.shards, factor, skip)
+        if self.average is not None:
+            self.average.update(skip)
         self.balance.update(skip)
         return overflow
 

@@ -131,6 +131,7 @@ DRY_RUNS = (
     "model=llama_tiny cp=2 tp=2 sequence_parallel=true pp=2",
     "model=llama_tiny tp=2 tp_overlap=4",
     "model=gpt2_tiny optimizer.kind=muon",
+    "model=gpt2_tiny tp=2 dp=2 zero=2 ema.decay=0.9",
     "model=llama_tiny lora.rank=4 dp=2",
     "model=bert_tiny",
     "model=moe_tiny dp=4 ep=2 zero=2",

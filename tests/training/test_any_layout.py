@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from mlm.checkpoint.native.format import read_manifest
 from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
 from mlm.optim.adamw import MOMENTS, applied_steps, ensure_state, moment
-from mlm.optim.config import PrecisionConfig
+from mlm.optim.config import EmaConfig, PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import derive_seed
@@ -63,6 +63,7 @@ def spec_of(parallel: ParallelConfig) -> PretrainConfig:
             vocab_size=VOCAB,
         ),
         parallel=parallel,
+        ema=EmaConfig(decay=0.9),
         precision=PrecisionConfig(dtype="fp16"),  # for a loss scale that is a counter too
         data=DataConfig(kind="synthetic", seq_length=POSITIONS),
         train=TrainConfig(global_batch_size=12, micro_batch_size=1),
@@ -105,8 +106,14 @@ def held(trainer: Trainer) -> list[tuple[str, ParameterShard, Tensor]]:
         for entry in [
             (f"model.{s.name}", s, s.parameter.detach()),
             *((f"optimizer.{m}.{s.name}", s, moment(trainer.optimizer, s, m)) for m in MOMENTS),
+            (f"optimizer.ema.{s.name}", s, averages_of(trainer)[s.parameter]),
         ]
     ]
+
+
+def averages_of(trainer: Trainer) -> dict[nn.Parameter, Tensor]:
+    assert trainer.average is not None
+    return trainer.average.values
 
 
 @pytest.fixture(scope="module")
@@ -183,5 +190,5 @@ def test_files_hold_each_element_once_as_the_safetensors_library_reads_them(
                 stored += piece.numel()
     h = HIDDEN
     parameters = (VOCAB + POSITIONS) * h + LAYERS * (12 * h * h + 13 * h) + 2 * h
-    assert stored == 3 * parameters
+    assert stored == 4 * parameters
     assert all(torch.equal(x, known(name, tuple(x.shape))) for name, x in whole.items())

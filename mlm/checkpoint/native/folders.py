@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 LATEST = "latest"
 BEST = "best"
-"""Folder of a finetuned run with the weights that scored best; it holds its own checkpoints and tokenizer."""
+"""Folder of a run with the weights that validated best; it holds its own checkpoints and tokenizer."""
 SAVING, REPLACED, TRASH, NEW_LATEST = ".saving-", ".replaced-", ".trash-", ".latest-"
 STEP_NAME = re.compile(r"step-(\d{8,18})")
 ASIDE = re.compile(r"aside-step-(\d{8,18})(-\d+)?")
@@ -211,8 +211,8 @@ def resolve(path: str | Path, setting: str = "ckpt") -> Path:
     """Return the checkpoint directory that a user means by `ckpt=path`; `setting` is the key for messages.
 
     Accepts a step-… directory, a folder of them, the `latest` file in it, or a run directory: the best
-    checkpoint of a finetuned one, the latest of any other. Raises UserError when there is none,
-    CorruptFileError as `latest_checkpoint` does.
+    checkpoint of one that keeps it, as finetuning does, the latest of any other. Raises UserError when there
+    is none, CorruptFileError as `latest_checkpoint` does.
     """
     best = latest_checkpoint(Path(path) / BEST / CHECKPOINTS)
     if best is not None:
@@ -222,10 +222,10 @@ def resolve(path: str | Path, setting: str = "ckpt") -> Path:
 
 
 def best_note(path: str | Path, chosen: Path) -> str | None:
-    """Return the line for the user where `resolve(path)` is the best checkpoint of a finetuned run."""
+    """Return the line for the user where `resolve(path)` is the best checkpoint that a run has kept."""
     if chosen.parent != Path(path) / BEST / CHECKPOINTS:
         return None
-    return f"{path} is a finetuned run: its best checkpoint is taken, {chosen}; name a step-… for another"
+    return f"{path} keeps its best checkpoint, which is taken: {chosen}; name a step-… for another"
 
 
 def locate(path: str | Path, setting: str = "ckpt") -> tuple[Path, bool]:

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from mlm.checkpoint.native.format import JSON, RESTORE, Manifest, TensorEntry
 from mlm.checkpoint.native.reader import Reader
-from mlm.checkpoint.native.run_state import LINEAGE
+from mlm.checkpoint.native.run_state import EMA, LINEAGE
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import derived_id, write_streamed
-from mlm.util.errors import CorruptFileError, reading_from
+from mlm.util.errors import CorruptFileError, UserError, reading_from
 from mlm.util.terminal import Advance
 
-TRAINING_STATE = ("applied_steps", "scaler", LINEAGE)
+AVERAGES = "optimizer.ema."
+"""Prefix of the averages of weights."""
+TRAINING_STATE = ("applied_steps", "scaler", EMA, LINEAGE)
 """State of the optimizer in a checkpoint: left out with weights alone."""
 
 
@@ -31,6 +33,8 @@ class ReshardPlan:
     stage_ranks: Mapping[int | str, int]
     """Pipeline rank of each layer, and of "first" and "last"."""
     state: Mapping[str, JSON]
+    reads: Mapping[str, str]
+    """Stored name of a tensor that is written under another."""
 
     @property
     def num_bytes(self) -> int:
@@ -44,15 +48,23 @@ def plan_reshard(
     layout: Mapping[str, int],
     *,
     weights_only: bool,
+    average: bool = False,
 ) -> ReshardPlan:
     """Return the tensors and the state to write: the first save that all comes from, and the new layout.
 
-    Raises CorruptFileError for a tensor without a split that fits the model.
+    An `average` of the weights takes their place, alone. Raises CorruptFileError for a tensor without a split
+    that fits the model, UserError where there is no average.
     """
-    tensors, state = {}, dict(manifest.state)
+    weights_only |= average
+    tensors, state, reads = {}, dict(manifest.state), dict[str, str]()
+    if average and EMA not in state:
+        raise UserError(f"ema=true: {path} holds no average of its weights; train with ema.decay=0.999")
     for name, entry in manifest.tensors.items():
         if weights_only and name.startswith("optimizer."):
             continue
+        averaged = name.replace("model.", AVERAGES, 1)
+        if average and averaged in manifest.tensors:
+            reads[name] = averaged
         if entry.split.stage not in stage_ranks:
             raise CorruptFileError(f"{path}: does not record how {name} is split in this model. {RESTORE}")
         tensors[name] = entry
@@ -63,27 +75,28 @@ def plan_reshard(
     if not isinstance(recorded, dict) or "origin" not in recorded:
         raise CorruptFileError(f"{path}: does not record what it was resharded from. {RESTORE}")
     state["reshard"] = {"origin": recorded["origin"], "layout": dict(layout)}
-    return ReshardPlan(path, manifest, tensors, stage_ranks, state)
+    return ReshardPlan(path, manifest, tensors, stage_ranks, state, reads)
 
 
 def write_checkpoint(plan: ReshardPlan, root: Path, tp: int, advance: Advance) -> Path:
     """Write `root/step-…` and return it.
 
-    Its save id is a function of the save that all comes from, the layout, and `weights_only`.
+    Its save id is a function of the save that all comes from, the layout, and which tensors it holds.
     """
-    weights_only = plan.state.get("weights_only", False)
+    content = {"reshard": plan.state["reshard"], "weights_only": plan.state.get("weights_only", False)}
+    content |= {"average": True} if plan.reads else {}
     with Reader(plan.source, plan.manifest) as reader:
 
         def read(name: str, piece: Region) -> Tensor:
             with reading_from(plan.source, RESTORE):
-                return reader.read(name, piece)
+                return reader.read(plan.reads.get(name, name), piece)
 
         return write_streamed(
             root,
             plan.manifest.step,
             plan.tensors,
             read,
-            save_id=derived_id({"reshard": plan.state["reshard"], "weights_only": weights_only}),
+            save_id=derived_id(content),
             state=plan.state,
             tp=tp,
             stage_rank=plan.stage_ranks.__getitem__,

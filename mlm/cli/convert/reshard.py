@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from mlm.checkpoint.native.folders import CHECKPOINTS, best_note
+from mlm.checkpoint.native.folders import CHECKPOINTS, best_note, locate
 from mlm.checkpoint.native.format import RESTORE, read_manifest_head
 from mlm.checkpoint.native.reshard import ReshardPlan, plan_reshard, write_checkpoint
 from mlm.checkpoint.native.run_state import TOKENIZER_FILE, check_run_tokenizer
@@ -29,7 +29,8 @@ def preflight(config: ReshardConfig) -> list[str]:
 
 def make_plan(config: ReshardConfig) -> tuple[ReshardPlan, bytes | None]:
     """Assign the checkpoint's tensors to the layout; return that and its tokenizer.json. Raises UserError."""
-    source = open_checkpoint(config.ckpt)
+    # a run's best checkpoint holds no average
+    source = open_checkpoint(str(locate(config.ckpt)[0]) if config.ema else config.ckpt)
     path, manifest = source.path, source.manifest
     if source.base is not None:
         raise UserError(f"ckpt={config.ckpt}: holds adapters alone, which any layout loads as they are")
@@ -41,7 +42,9 @@ def make_plan(config: ReshardConfig) -> tuple[ReshardPlan, bytes | None]:
         file = source.folder / TOKENIZER_FILE
         tokenizer = read_bounded(file, MAX_BYTES, RESTORE) if file.exists() else None
     stage_ranks = assign_stages(source.model.num_layers, config.pp, config.vp)
-    plan = plan_reshard(path, manifest, stage_ranks, layout, weights_only=config.weights_only)
+    plan = plan_reshard(
+        path, manifest, stage_ranks, layout, weights_only=config.weights_only, average=config.ema
+    )
     return plan, tokenizer
 
 

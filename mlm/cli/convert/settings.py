@@ -24,6 +24,9 @@ class ReshardConfig:
     """Virtual stages (chunks) per pipeline rank, v."""
     weights_only: bool = False
     """Leave the optimizer's moments out: a third of the size, to start runs from or to give away."""
+    ema: bool = False
+    """Write the moving average of the weights (ema.decay) in their place, alone: to evaluate, export or
+    start from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

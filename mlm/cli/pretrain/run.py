@@ -15,9 +15,9 @@ from typing import Any
 from rich.text import Text
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import CHECKPOINTS
+from mlm.checkpoint.native.folders import BEST, CHECKPOINTS, checkpoints
 from mlm.checkpoint.native.retention import newest_good
-from mlm.checkpoint.native.run_state import INCIDENTS, LORA, TOKENIZER, VALIDATION_DUE
+from mlm.checkpoint.native.run_state import BEST_VALIDATION, INCIDENTS, LORA, TOKENIZER, VALIDATION_DUE
 from mlm.cli.pretrain.samples import PromptSampler
 from mlm.config.build import config_digest
 from mlm.config.fields import expand_home
@@ -66,6 +66,7 @@ from mlm.training.mirror import mirroring
 from mlm.training.observer import Observer
 from mlm.training.resume import claim, continue_data, resume
 from mlm.training.saver import SaveFailedError
+from mlm.training.state import save_best
 from mlm.training.trainer import Trainer
 from mlm.training.upcycle import dense_config, start_from_dense
 from mlm.util.errors import UserError, writing_to
@@ -187,6 +188,12 @@ def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str
             lines.append(line)
     if changed is not None:
         lines.append(changed)
+    best, patience = trainer.extra_state.get(BEST_VALIDATION, {}), config.train.patience
+    if left > 0 and 0 < patience <= best.get("without_gain", 0):
+        ended = f"train.patience={patience} ended this run at step {trainer.step}"
+        lines.append(
+            f"{ended}: its best validation is of step {best['step']}; raise train.patience to continue"
+        )
     if left <= 0 and VALIDATION_DUE not in trainer.extra_state:
         done = f"step {trainer.step} of train.steps={config.train.steps} is done"
         lines.append(f"{done}: raise train.steps to continue, or set another out=… for a new run")
@@ -233,7 +240,9 @@ def prepare_directory(config: PretrainConfig, out: Path) -> None:
         if tokenizer is not None:
             if config.ckpt is None:
                 tokenizer.declared = tokenizer.declared.of_another_model()
-            tokenizer.save(out)
+            for folder in (out, out / BEST)[: 1 + config.train.keep_best]:
+                folder.mkdir(exist_ok=True)
+                tokenizer.save(folder)
 
 
 def epochs_of(samples: Dataset) -> list[float | None]:
@@ -292,7 +301,7 @@ class PretrainLoop(Loop):
     samples: Dataset
     validation: Sequence[ValidationSet]
     last_validation: float | None = field(default=None, init=False)
-    """Mean validation loss of the last validation, nats per token."""
+    """Mean validation loss of the last validation, nats per token; of the average with ema.validate."""
 
     def further_observers(self) -> list[Observer]:
         config = self.trainer.config
@@ -302,6 +311,10 @@ class PretrainLoop(Loop):
     @property
     def validate_every(self) -> int:
         return self.trainer.config.train.validate_every if self.validation else 0
+
+    def is_done(self) -> bool:
+        best = self.trainer.extra_state.get(BEST_VALIDATION, {})
+        return super().is_done() or 0 < self.trainer.config.train.patience <= best.get("without_gain", 0)
 
     def batches(self) -> Loader:
         return self.trainer.batches(self.samples)
@@ -322,15 +335,49 @@ class PretrainLoop(Loop):
 
     def score(self) -> None:
         """Mean loss over the validation windows; of a blend, the mean over its corpora by weight."""
-        parts = [self.trainer.validate(self.validation_batches(part)) for part in self.validation]
-        losses = [math.fsum(part[: self.trainer.objective.num_losses]) for part in parts]
+        trainer, average = self.trainer, self.trainer.average
+        losses, means = self.validation_losses()
         weights = normalize_weights([part.weight for part in self.validation])
-        means = [math.fsum(map(operator.mul, weights, part)) for part in zip(*parts, strict=True)]
-        self.last_validation = math.fsum(map(operator.mul, weights, losses))
+        self.last_validation = loss = math.fsum(map(operator.mul, weights, losses))
         by_corpus = {part.name: loss for part, loss in zip(self.validation, losses, strict=True) if part.name}
         perplexity = math.exp(min(means[0], 700.0))  # per token; of a BERT per masked token
         named = {**by_corpus, **self.parts(means)}
-        self.reporter.validation(self.trainer.step, self.last_validation, perplexity, named)
+        if average is not None and trainer.config.ema.validate:
+            trainer.observers.before_weights_change()
+            with average.swapped():
+                losses, _ = self.validation_losses()
+                self.last_validation = named["ema_loss"] = math.fsum(map(operator.mul, weights, losses))
+                self.keep_best(self.last_validation)
+        else:
+            self.keep_best(loss)
+        self.reporter.validation(trainer.step, loss, perplexity, named)
+
+    def keep_best(self, loss: float) -> None:
+        """Remember the lowest validation loss, and save its weights with train.keep_best. Collective."""
+        trainer = self.trainer
+        best = trainer.extra_state.get(BEST_VALIDATION, {"loss": None, "step": None, "without_gain": 0})
+        if best["loss"] is None or loss < best["loss"]:
+            best = {"loss": loss, "step": trainer.step, "without_gain": 0}
+            trainer.extra_state[BEST_VALIDATION] = best
+            if trainer.config.train.keep_best and trainer.is_finite:
+                save_best(trainer, Path(trainer.config.out))
+            return
+        # a new dictionary: a save under way may still be writing the one before
+        without_gain = best["without_gain"] + 1
+        trainer.extra_state[BEST_VALIDATION] = {**best, "without_gain": without_gain}
+        if without_gain == trainer.config.train.patience:
+            kept = f", kept in {trainer.config.out}/best" if trainer.config.train.keep_best else ""
+            self.reporter.note(
+                f"stopped by train.patience={without_gain} after step {trainer.step}: the best validation "
+                f"loss is {best['loss']:.4f} at step {best['step']}{kept}; a higher patience continues"
+            )
+
+    def validation_losses(self) -> tuple[list[float], list[float]]:
+        """Losses of the validation sets, and the means over all by weight of the objective's metrics."""
+        parts = [self.trainer.validate(self.validation_batches(part)) for part in self.validation]
+        losses = [math.fsum(part[: self.trainer.objective.num_losses]) for part in parts]
+        weights = normalize_weights([part.weight for part in self.validation])
+        return losses, [math.fsum(map(operator.mul, weights, part)) for part in zip(*parts, strict=True)]
 
     def validation_batches(self, part: ValidationSet) -> Iterator[MicroBatch]:
         train, ctx = self.trainer.config.train, self.trainer.ctx
@@ -372,6 +419,7 @@ def finish_directory(
         log.warning(why, config.precision.initial_loss_scale, trainer.step, scaler.scale.item())
     try:
         good = newest_good(out / CHECKPOINTS, diverged_since(out / FILE_NAME))
+        best = [("best checkpoint", f"`{p}`") for p in checkpoints(out / BEST / CHECKPOINTS).values()][-1:]
         commands = NextCommands(
             resume=resume_command("pretrain", out, config),
             total_steps=config.train.steps,
@@ -387,7 +435,7 @@ def finish_directory(
             unit=family_of(config.model.kind).loss_unit,
             predicted=forecast.predicted(config, trainer.ctx.world_size),
             failure=failure,
-            checkpoint=[("newest good checkpoint", f"`{good}`" if good else "none")],
+            checkpoint=[("newest good checkpoint", f"`{good}`" if good else "none"), *best],
         )
     except (OSError, UserError) as error:
         why = f"{error.filename or out}: {error.strerror}" if isinstance(error, OSError) else str(error)

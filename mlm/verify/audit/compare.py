@@ -236,9 +236,11 @@ def placement_of(name: str, parts: Parts, whole: Tensor, ranks: Ranks, layout: L
     if fitting:  # over tp alone if that explains the shapes
         return min(fitting, key=lambda choice: any(choice[a] != "copy" for a in choice if a != "tp"))
     shape = list(next(iter(parts.values())).shape)
+    dim = next((d for d, (part, full) in enumerate(zip(shape, whole.shape, strict=False)) if part != full), 0)
+    axis = next((axis for axis in SPLIT_AXES if layout[axis] > 1), "tp")
     raise UserError(
         f"parameter {name}: {shape} on each rank does not make {list(whole.shape)} on one process",
-        fix="name its split in placements=",
+        fix=f'name its split, as in placements={{"{name}": Split({dim}, "{axis}")}}',
     )
 
 
