@@ -2,9 +2,8 @@
 
     average_n = average_{n-1} + (1 - decay) / (1 - decay^n) (weights_n - average_{n-1})
 
-after n updates: with Adam's correction (arXiv:1412.6980, section 3) it is a mean of all weights so far while
-these are few, and the initial ones never count. An element of it depends on that one of the weights alone,
-so that every layout averages alike.
+With Adam's correction (arXiv:1412.6980, section 3) it is the mean of all weights while these are few, and
+initial ones never count. Elements depend on one element of the weights each, so that layouts average alike.
 """
 
 import math

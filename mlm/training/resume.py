@@ -17,10 +17,10 @@ from mlm.checkpoint.native.folders import (
     step_of,
 )
 from mlm.checkpoint.native.retention import checkpoint_doubt
-from mlm.checkpoint.native.run_state import LORA, TokenizerDigest, is_weights_only
-from mlm.checkpoint.native.save_load import CheckpointError, latest_checkpoint, read_manifest, resolve
+from mlm.checkpoint.native.run_state import TokenizerDigest, is_weights_only
+from mlm.checkpoint.native.save_load import CheckpointError, latest_checkpoint, read_manifest
 from mlm.config.build import protected_from, to_dict
-from mlm.convert.source import ModelFolder, model_folder, open_source
+from mlm.convert.source import ModelFolder, open_source
 from mlm.data.blend_history import (
     BlendSegments,
     changed_corpus_problem,
@@ -34,7 +34,7 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import sources
 from mlm.runs.tokenizer import tokenizer_errors
-from mlm.training.identity import function_errors
+from mlm.training.identity import flat_settings, function_errors
 from mlm.training.state import check_base, check_identity, load, read_history
 from mlm.training.trainer import Trainer
 from mlm.training.upcycle import dense_config
@@ -82,20 +82,6 @@ def continued_candidates(name: str) -> list[Path]:
     return [latest] if is_step else _with_ancestors(latest)
 
 
-def weights_candidates(config: PretrainConfig) -> list[Path]:
-    """Return the checkpoints whose weights `ckpt` lets a new run begin with, the best first.
-
-    A damaged one of a run is replaced by its nearest ancestor. Empty where `ckpt` names no whole model of
-    ours: a folder of `transformers`, adapters, or the base of adapters, which is not saved with them.
-    """
-    if config.ckpt is None or config.lora.rank or model_folder(config.ckpt) is not None:
-        return []
-    checkpoint = resolve(config.ckpt)
-    if read_manifest(checkpoint).state.get(LORA) is not None:
-        return []
-    return [checkpoint] if checkpoint == Path(config.ckpt) else _with_ancestors(checkpoint)
-
-
 def _with_ancestors(best: Path) -> list[Path]:
     branch = list(candidates(best.parent))
     return branch[branch.index(best) :] if best in branch else [best]
@@ -117,11 +103,8 @@ def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str
     attempt(problems, lambda: check_identity(config, path, manifest))
     if not is_weights_only(manifest.state) and not problems:
         attempt(problems, lambda: check_base(config, path, manifest))
-        run = path.parent.parent
-        fix = "use corpora of that tokenizer, or begin another run"
-        problems += tokenizer_errors(
-            config.data, TokenizerDigest.of(manifest.state), f"the run in {run}", fix
-        )
+        then, fix = TokenizerDigest.of(manifest.state), "use corpora of that tokenizer, or begin another run"
+        problems += tokenizer_errors(config.data, then, f"the run in {path.parent.parent}", fix)
         # of several processes rank 0 compares the data, when all are there
         if config.data.kind == "indexed" and read_rank_place(os.environ) is None and not problems:
             history, consumed = read_history(manifest.state), int(manifest.state["consumed_samples"])
@@ -147,18 +130,19 @@ def weights_problems(config: PretrainConfig, ckpt: str, *, is_new: bool) -> list
 
 
 def origin_errors(config: PretrainConfig, saved: Mapping[str, Any], path: Path) -> list[str]:
-    """Return the problem of a run that is told to begin with other weights than it has begun with."""
-    begun = {"ckpt": saved.get("ckpt"), "resume": (saved.get("checkpoint") or {}).get("from_run")}
-    now = {"ckpt": None if config.lora.rank else config.ckpt, "resume": config.checkpoint.from_run}
-    return [
-        f"{key}={name}: the run in {path.parent.parent} has begun "
-        f"{f'with {key}={begun[key]}' if begun[key] else f'without {key}='}, and is at step {step_of(path)}; "
-        f"continue it by resume={path.parent.parent}, or set another out=…"
-        for key, name in now.items()
-        if name is not None
-        and not (key == "resume" and path.parent.parent != Path(config.out))
-        and (begun[key] is None or os.path.realpath(name) != os.path.realpath(str(begun[key])))
-    ]
+    """Return the problem of a run that is told to begin with something else than it has begun with."""
+    run, then, problems = path.parent.parent, flat_settings(saved), list[str]()
+    ckpt = None if config.lora.rank else config.ckpt  # a base may be moved: it is known by its digest
+    origin = config.checkpoint.from_run if run == Path(config.out) else None
+    for key, name, begun in (
+        ("ckpt", ckpt, then.get("ckpt")),
+        ("resume", origin, then.get("checkpoint.from_run")),
+    ):
+        if name is not None and (begun is None or os.path.realpath(name) != os.path.realpath(str(begun))):
+            how = f"without {key}=" if begun is None else f"with {key}={begun}"
+            problem = f"{key}={name}: the run in {run} has begun {how}, and is at step {step_of(path)}"
+            problems.append(f"{problem}; continue it by resume={run}, or set another out=…")
+    return problems
 
 
 def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> None:
@@ -184,23 +168,18 @@ def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> Non
 
 
 def resume(trainer: Trainer) -> Path | None:
-    """Load the newest whole checkpoint, or the weights in one of `ckpt`; warn of damaged ones.
+    """Load the newest whole checkpoint and return its path, None for a new run; warn of damaged ones.
 
-    Returns its path; None where neither names one. Collective. Raises CorruptFileError when none is whole,
-    UserError when the checkpoint is of another model.
+    Collective. Raises CorruptFileError when none is whole, UserError when the checkpoint is of another model.
     """
     config, ctx, ranks = trainer.config, trainer.ctx, Ranks.of(trainer.ctx)
 
-    def look() -> tuple[list[str], bool]:
-        if not ctx.is_main:
-            return [], False
-        paths = resume_candidates(config)
-        return list(map(str, paths or weights_candidates(config))), not paths
+    def look() -> list[str]:
+        return list(map(str, resume_candidates(config))) if ctx.is_main else []
 
     # one rank looks: two might see different things on a shared disk
-    looked = ranks.together(look, lambda error: CheckpointError(f"out={config.out}: {error}"))
-    paths, is_new = ranks.broadcast(looked)
-    path = load_first_whole(trainer, paths, is_new=is_new)
+    paths = ranks.together(look, lambda error: CheckpointError(f"out={config.out}: {error}"))
+    path = load_first_whole(trainer, ranks.broadcast(paths))
     if path is not None and ctx.is_main and (doubt := checkpoint_doubt(path)):
         log.warning("%s is doubtful: %s; mlm ckpt rollback goes back to the newest good one", path, doubt)
     return path
@@ -228,12 +207,12 @@ def rewind_candidates(config: PretrainConfig, before: int | None) -> list[Path]:
     ] or paths
 
 
-def load_first_whole(trainer: Trainer, paths: Sequence[str], *, is_new: bool = False) -> Path | None:
-    """Load the first checkpoint that is whole, for a new run its weights; see `resume`."""
+def load_first_whole(trainer: Trainer, paths: Sequence[str]) -> Path | None:
+    """Load the first checkpoint that is whole; see `resume`."""
     problems: list[str] = []
     for path in paths:
         try:
-            load(trainer, Path(path), is_new=is_new)
+            load(trainer, Path(path))
         except (CorruptFileError, CheckpointError) as error:
             problems.append(str(error))
             continue

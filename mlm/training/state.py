@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,6 @@ from mlm.training.identity import (
     recorded_changes,
 )
 from mlm.training.trainer import Trainer
-from mlm.training.upcycle import dense_config, start_from_dense
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
 from mlm.util.files import whole_number
 
@@ -116,34 +114,28 @@ def save_best(trainer: Trainer, out: Path) -> None:
     )
 
 
-def load(trainer: Trainer, path: Path, *, is_new: bool = False) -> Manifest:
+def load(trainer: Trainer, path: Path) -> Manifest:
     """Continue from a checkpoint directory: weights, moments, loss scale and counters.
 
-    A new run, `is_new`, takes its weights alone and starts at step 0; so does one whose checkpoint holds
-    weights alone, with moments if that holds some and the run has AdamW. Collective. Raises ConfigError with
-    a line for each setting of the run's identity that differs, or of the model's function for weights alone;
-    UserError when the tensors do not fit; CorruptFileError when it is damaged.
+    A checkpoint of weights alone starts the run at step 0, with its moments if it holds some and the run has
+    AdamW. Collective. Raises ConfigError with a line for each setting of the run's identity that differs, or
+    of the model's function for weights alone; UserError when the tensors do not fit; CorruptFileError when
+    it is damaged.
     """
     ctx, ranks, config = trainer.ctx, Ranks.of(trainer.ctx), to_dict(trainer.config)
 
-    def check() -> tuple[bool, dict[str, Any] | None, Any, bool]:
+    def check() -> tuple[bool, Any, bool]:
         if not ranks.is_main:
-            return False, None, None, False
+            return False, None, False
         manifest = read_manifest(path)
-        check_identity(trainer.config, path, manifest, is_new=is_new)
-        dense = upcycled_from(trainer.config, manifest) if is_new else None
-        base, is_alone = trainer.extra_state.get(LORA), is_weights_only(manifest.state)
-        if base is not None:
-            check_base(trainer.config, path, manifest, base)
-        has_adam = is_alone and trainer.config.optimizer.kind == "adamw"
-        steps = manifest.state.get("applied_steps") if has_adam else None
-        return is_new or is_alone, None if dense is None else to_dict(dense), steps, EMA in manifest.state
+        check_identity(trainer.config, path, manifest)
+        if LORA in trainer.extra_state:
+            check_base(trainer.config, path, manifest, trainer.extra_state[LORA])
+        steps = manifest.state.get("applied_steps") if trainer.config.optimizer.kind == "adamw" else None
+        return is_weights_only(manifest.state), steps, EMA in manifest.state
 
     checked = ranks.together(check, lambda error: CheckpointError(f"{path}: {error}"))
-    is_start, dense, steps, has_average = ranks.broadcast(checked)
-    if dense is not None:
-        fill = partial(load_weights, path=path, ctx=ctx, config=dense)
-        return start_from_dense(trainer.config.model, trainer.shards, fill)
+    is_start, steps, has_average = ranks.broadcast(checked)
     if is_start and type(steps) is int and 0 < steps < MAX_COUNT:
         shards = training_shards(trainer, trainer.shards, averages=False)
         manifest = load_checkpoint(path, shards, ranks=ranks, config=config, cast=True)
@@ -201,17 +193,13 @@ def read_history(state: Mapping[str, Any]) -> BlendSegments:
     return decode(state["data"]["segments"], int(state["consumed_samples"]))
 
 
-def check_identity(config: PretrainConfig, path: Path, manifest: Manifest, *, is_new: bool = False) -> None:
-    """Raise ConfigError if a run with this identity cannot continue from a checkpoint.
-
-    A new run, `is_new`, takes its weights, for which the model alone must be the same.
-    """
+def check_identity(config: PretrainConfig, path: Path, manifest: Manifest) -> None:
+    """Raise ConfigError if a run with this identity cannot continue from a checkpoint or its weights."""
     saved = manifest.state.get("config")
     if not isinstance(saved, Mapping):
         return  # loading reports the problem
-    if is_new or is_weights_only(manifest.state):
-        dense = upcycled_from(config, manifest) if is_new else None
-        errors = function_errors(dense or config, saved, str(path))
+    if is_weights_only(manifest.state):
+        errors = function_errors(config, saved, str(path))
     else:
         errors = identity_errors(config, saved, str(path.parent.parent))
     if errors:
@@ -230,15 +218,6 @@ def check_base(
             f"ckpt={config.ckpt or base['base']}: {path} holds adapters of another base "
             f"({saved.get('digest')}); set ckpt={saved.get('base')}, or another out=…"
         )
-
-
-def upcycled_from(config: PretrainConfig, manifest: Manifest) -> PretrainConfig | None:
-    """Return the run's settings with the dense model in a checkpoint, whose MLPs become experts; else None.
-
-    Raises ConfigError if its MLPs cannot become these experts.
-    """
-    saved = manifest.state.get("config")
-    return dense_config(config, saved) if isinstance(saved, Mapping) else None
 
 
 def read_ancestry(config: PretrainConfig, path: Path, manifest: Manifest) -> RunAncestry:

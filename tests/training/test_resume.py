@@ -15,6 +15,7 @@ import torch
 
 from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
 from mlm.checkpoint.parameters import model_shards
+from mlm.cli.pretrain.run import start_from_source
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.runs.config import CheckpointConfig, PretrainConfig
 from mlm.training.preflight import run_start_problems
@@ -96,18 +97,17 @@ def test_a_run_does_not_start_afresh_over_damaged_checkpoints(out: Path, damage:
         resume(Trainer(spec(out), shape_context()))
 
 
-@pytest.mark.parametrize("key", ["ckpt", "from_run"])
 def test_a_damaged_step_that_was_named_has_no_substitute_and_a_run_that_was_named_has(
-    out: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str
+    out: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     named = out / "checkpoints" / STEPS[2]
     flip(named / "rank-00000.safetensors")
     with pytest.raises(CorruptFileError, match=f"{STEPS[2]}.*damaged"):
-        resume(Trainer(origin(tmp_path / "new", named, key), shape_context()))
-    trainer = Trainer(origin(tmp_path / "new", out, key), shape_context())
+        resume(Trainer(origin(tmp_path / "new", named, "from_run"), shape_context()))
+    trainer = Trainer(origin(tmp_path / "new", out, "from_run"), shape_context())
     assert resume(trainer) == out / "checkpoints" / STEPS[1]
     assert STEPS[2] in caplog.text
-    assert (trainer.step, trainer.consumed_samples) == ((4, 32) if key == "from_run" else (0, 0))
+    assert (trainer.step, trainer.consumed_samples) == (4, 32)
 
 
 def origin(new: Path, name: Path, key: str) -> PretrainConfig:
@@ -139,7 +139,8 @@ def test_weights_of_a_run_begin_another_at_step_0_with_fresh_moments(out: Path, 
     assert run_start_problems(config) == []
     given, trainer = Trainer(spec(out), shape_context()), Trainer(config, shape_context())
     resume(given)
-    assert resume(trainer) == out / "checkpoints" / STEPS[2]
+    assert resume(trainer) is None
+    assert start_from_source(trainer, str(out)) == out / "checkpoints" / STEPS[2]
     assert (trainer.step, trainer.consumed_samples, trainer.ancestry.changes) == (0, 0, ())
     for a, b in zip(given.shards, trainer.shards, strict=True):
         assert torch.equal(a.parameter, b.parameter)
@@ -201,7 +202,7 @@ def weights_only(out: Path) -> Trainer:
 
 def test_weights_alone_begin_a_run_at_step_0_with_fresh_moments(tmp_path: Path) -> None:
     given = weights_only(tmp_path / "given")
-    trainer = Trainer(spec(tmp_path / "run", ckpt=str(tmp_path / "given")), shape_context())
+    trainer = Trainer(spec(tmp_path / "given"), shape_context())
     for shard in trainer.shards:
         shard.parameter.data.fill_(7.0)
     assert resume(trainer) is not None

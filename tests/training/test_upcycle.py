@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mlm.cli.pretrain.run import start_from_source
 from mlm.models.llama.settings import num_blocks
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.runs.config import PretrainConfig
 from mlm.training.resume import start_problems
-from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.saving import save
@@ -51,7 +51,7 @@ def test_the_first_logits_are_those_of_the_dense_model(tmp_path: Path, dense: An
     assert start_problems(config) == []
     trainer = Trainer(config, shape_context())
     drawn = trainer.model.chunks[0].layers["1"].mlp.router.weight.detach().clone()
-    load(trainer, path, is_new=True)
+    start_from_source(trainer, str(path))
     chunk = trainer.model.chunks[0]
     assert trainer.step == 0
     assert drawn.any()
@@ -78,7 +78,7 @@ def test_any_layout_starts_from_any(tmp_path: Path, dense: Any, layout: Layout) 
 
 def check_parts(ctx: ParallelContext, config: PretrainConfig, path: Path, dense: dict[str, Tensor]) -> None:
     trainer = Trainer(config, ctx)
-    load(trainer, path, is_new=True)
+    start_from_source(trainer, str(path))
     for shard in trainer.shards:
         if ".router." in shard.name:
             continue

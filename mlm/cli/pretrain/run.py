@@ -66,7 +66,7 @@ from mlm.training.mirror import mirroring
 from mlm.training.observer import Observer
 from mlm.training.resume import claim, continue_data, resume
 from mlm.training.saver import SaveFailedError
-from mlm.training.state import save_best
+from mlm.training.state import load, save_best
 from mlm.training.trainer import Trainer
 from mlm.training.upcycle import dense_config, start_from_dense
 from mlm.util.errors import UserError, writing_to
@@ -100,13 +100,15 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> int:
 
 
 def start_from_source(trainer: Trainer, ckpt: str) -> Path:
-    """Fill a trainer's parameters from a folder of `transformers`, or adapters on their base.
+    """Fill a trainer's parameters from `ckpt`: a dense model's may become experts, an import has moments too.
 
-    Those of a dense model may become experts. Return its path. Collective.
+    Return the path of the model. Collective.
     """
     config, source = trainer.config, open_source(ckpt)
     fill = partial(fill_parameters, source=source, ctx=trainer.ctx, initialize=False)
-    if dense_config(config, {"model": asdict(source.model)}) is None:
+    if source.moments:
+        load(trainer, source.path)
+    elif dense_config(config, {"model": asdict(source.model)}) is None:
         fill(trainer.shards)
     else:
         start_from_dense(config.model, trainer.shards, fill)
@@ -191,9 +193,7 @@ def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str
     best, patience = trainer.extra_state.get(BEST_VALIDATION, {}), config.train.patience
     if left > 0 and 0 < patience <= best.get("without_gain", 0):
         ended = f"train.patience={patience} ended this run at step {trainer.step}"
-        lines.append(
-            f"{ended}: its best validation is of step {best['step']}; raise train.patience to continue"
-        )
+        lines.append(f"{ended}: its best validation is of step {best['step']}; raise it to continue")
     if left <= 0 and VALIDATION_DUE not in trainer.extra_state:
         done = f"step {trainer.step} of train.steps={config.train.steps} is done"
         lines.append(f"{done}: raise train.steps to continue, or set another out=… for a new run")
@@ -354,23 +354,19 @@ class PretrainLoop(Loop):
 
     def keep_best(self, loss: float) -> None:
         """Remember the lowest validation loss, and save its weights with train.keep_best. Collective."""
-        trainer = self.trainer
-        best = trainer.extra_state.get(BEST_VALIDATION, {"loss": None, "step": None, "without_gain": 0})
-        if best["loss"] is None or loss < best["loss"]:
-            best = {"loss": loss, "step": trainer.step, "without_gain": 0}
-            trainer.extra_state[BEST_VALIDATION] = best
-            if trainer.config.train.keep_best and trainer.is_finite:
+        trainer, state, train = self.trainer, self.trainer.extra_state, self.trainer.config.train
+        best = state.get(BEST_VALIDATION, {"loss": math.inf, "step": 0, "without_gain": 0})
+        if loss < best["loss"]:
+            state[BEST_VALIDATION] = {"loss": loss, "step": trainer.step, "without_gain": 0}
+            if train.keep_best:
                 save_best(trainer, Path(trainer.config.out))
-            return
-        # a new dictionary: a save under way may still be writing the one before
-        without_gain = best["without_gain"] + 1
-        trainer.extra_state[BEST_VALIDATION] = {**best, "without_gain": without_gain}
-        if without_gain == trainer.config.train.patience:
-            kept = f", kept in {trainer.config.out}/best" if trainer.config.train.keep_best else ""
-            self.reporter.note(
-                f"stopped by train.patience={without_gain} after step {trainer.step}: the best validation "
-                f"loss is {best['loss']:.4f} at step {best['step']}{kept}; a higher patience continues"
-            )
+        elif math.isfinite(best["loss"]):
+            # a new dictionary: a save under way may still be writing the one before
+            state[BEST_VALIDATION] = {**best, "without_gain": best["without_gain"] + 1}
+            if best["without_gain"] + 1 == train.patience:
+                found = f"the best validation loss is {best['loss']:.4f}, of step {best['step']}"
+                why = f"stopped by train.patience={train.patience} after step {trainer.step}"
+                self.reporter.note(f"{why}: {found}; a higher patience continues")
 
     def validation_losses(self) -> tuple[list[float], list[float]]:
         """Losses of the validation sets, and the means over all by weight of the objective's metrics."""
