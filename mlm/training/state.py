@@ -101,7 +101,8 @@ def save_best(trainer: Trainer, out: Path) -> None:
 
     Collective over all ranks; raises CheckpointError on all of them.
     """
-    facts = {key: value for key, value in counters(trainer).items() if key != LINEAGE}  # of the other folder
+    # descent and averages are those of the other folder
+    facts = {key: value for key, value in counters(trainer).items() if key not in (EMA, LINEAGE)}
     owned = [s for s in stored_shards(trainer, trainer.shards) if s.is_stored(trainer.ctx.replicas)]
     save_checkpoint(
         out / BEST / CHECKPOINTS,
@@ -124,18 +125,19 @@ def load(trainer: Trainer, path: Path) -> Manifest:
     """
     ctx, ranks, config = trainer.ctx, Ranks.of(trainer.ctx), to_dict(trainer.config)
 
-    def check() -> tuple[bool, Any, bool]:
+    def check() -> tuple[bool, Any, bool, dict[str, Any] | None]:
         if not ranks.is_main:
-            return False, None, False
+            return False, None, False, None
         manifest = read_manifest(path)
         check_identity(trainer.config, path, manifest)
         if LORA in trainer.extra_state:
             check_base(trainer.config, path, manifest, trainer.extra_state[LORA])
         steps = manifest.state.get("applied_steps") if trainer.config.optimizer.kind == "adamw" else None
-        return is_weights_only(manifest.state), steps, EMA in manifest.state
+        best = best_validation(trainer.config, manifest.state)
+        return is_weights_only(manifest.state), steps, EMA in manifest.state, best
 
     checked = ranks.together(check, lambda error: CheckpointError(f"{path}: {error}"))
-    is_start, steps, has_average = ranks.broadcast(checked)
+    is_start, steps, has_average, best = ranks.broadcast(checked)
     if is_start and type(steps) is int and 0 < steps < MAX_COUNT:
         shards = training_shards(trainer, trainer.shards, averages=False)
         manifest = load_checkpoint(path, shards, ranks=ranks, config=config, cast=True)
@@ -167,11 +169,8 @@ def load(trainer: Trainer, path: Path) -> Manifest:
             trainer.average.count.fill_(updates if has_average else 0)
         for key in (INCIDENTS, VALIDATION_DUE, BEST_VALIDATION):
             trainer.extra_state.pop(key, None)
-            if key in state:
-                trainer.extra_state[key] = state[key]
-        if (best := trainer.extra_state.get(BEST_VALIDATION)) is not None:
-            whole_number(best["step"], MAX_COUNT), whole_number(best["without_gain"], MAX_COUNT)
-            best["loss"] = float(best["loss"])
+        trainer.extra_state |= {key: state[key] for key in (INCIDENTS, VALIDATION_DUE) if key in state}
+        trainer.extra_state |= {} if best is None else {BEST_VALIDATION: best}
     except UserError:
         raise
     except (KeyError, TypeError, ValueError) as error:
@@ -179,6 +178,20 @@ def load(trainer: Trainer, path: Path) -> Manifest:
             f"{path}: its state is not that of a training run ({error!r}). Take another checkpoint"
         ) from error
     return manifest
+
+
+def best_validation(config: PretrainConfig, state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the lowest validation loss that a checkpoint records: its loss, step, and validations since.
+
+    None where train.keep_best finds other weights in out/best: of another folder, or of a future that the run
+    went back from.
+    """
+    best = state.get(BEST_VALIDATION)
+    names = {"loss": float, "step": int, "without_gain": int}
+    if not isinstance(best, dict) or any(type(best.get(name)) is not kind for name, kind in names.items()):
+        return None
+    kept = Path(config.out, BEST, CHECKPOINTS, f"step-{best['step']:08d}")
+    return None if config.train.keep_best and not kept.exists() else best
 
 
 def read_history(state: Mapping[str, Any]) -> BlendSegments:

@@ -169,3 +169,11 @@ def not_finite(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
 
 def no_loss(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
     return AuditSubject(module=nn.Linear(4, 4), batch=torch.ones(3, 4))
+
+
+def uneven(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
+    """Ranks hold 3 of 8 columns each."""
+    tp = mesh["tp"].get_group()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8 if tp.size() == 1 else 3, 4))
+    return AuditSubject(module=module, batch=torch.ones(2, module[0].in_features), loss=lambda y: y.sum())

@@ -116,6 +116,15 @@ def test_a_subject_that_cannot_be_judged_gets_one_line(subject: str, words: str)
     assert "\n" not in str(error)
 
 
+def test_a_parameter_whose_shapes_do_not_tell_gets_the_line_to_write() -> None:
+    error = outcomes("uneven", tp=2)
+    assert isinstance(error, UserError)
+    assert str(error).startswith(
+        "parameter 0.weight: [4, 3] on each rank does not make [4, 8] on one process"
+    )
+    assert str(error).endswith('placements={"0.weight": mlm.Split(1, "tp")}')
+
+
 def test_a_file_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import nosuchmodule\n\n\ndef build(mesh): ...\n")
     with pytest.raises(UserError, match="importing it fails: ModuleNotFoundError: No module named 'nosuch"):

@@ -57,8 +57,6 @@ def plan_reshard(
     """
     weights_only |= average
     tensors, state, reads = {}, dict(manifest.state), dict[str, str]()
-    if average and EMA not in state:
-        raise UserError(f"ema=true: {path} holds no average of its weights; train with ema.decay=0.999")
     for name, entry in manifest.tensors.items():
         if weights_only and name.startswith("optimizer."):
             continue
@@ -68,6 +66,8 @@ def plan_reshard(
         if entry.split.stage not in stage_ranks:
             raise CorruptFileError(f"{path}: does not record how {name} is split in this model. {RESTORE}")
         tensors[name] = entry
+    if average and not reads:
+        raise UserError(f"ema=true: {path} holds no average of its weights; train with ema.decay=0.999")
     if weights_only:
         state = {key: value for key, value in state.items() if key not in TRAINING_STATE}
         state["weights_only"] = True

@@ -240,7 +240,7 @@ def placement_of(name: str, parts: Parts, whole: Tensor, ranks: Ranks, layout: L
     axis = next((axis for axis in SPLIT_AXES if layout[axis] > 1), "tp")
     raise UserError(
         f"parameter {name}: {shape} on each rank does not make {list(whole.shape)} on one process",
-        fix=f'name its split, as in placements={{"{name}": Split({dim}, "{axis}")}}',
+        fix=f'name its split, as in placements={{"{name}": mlm.Split({dim}, "{axis}")}}',
     )
 
 

@@ -106,3 +106,12 @@ def test_a_run_without_validation_data_is_rejected_before_it_starts(
     assert line.endswith(f"set data.validation=PREFIX, or remove {name}")
     assert main(["pretrain", *words, *data, key, "train.validate_every=0"]) == 2
     assert "has no effect with train.validate_every=0" in capsys.readouterr().err
+
+
+def test_a_branch_keeps_a_best_of_its_own(run: Path, tmp_path: Path) -> None:
+    """Its folder has none yet, so that its first validation is the best."""
+    step = run / f"checkpoints/step-{len(validated(run)):08d}"
+    more = [f"train.steps={len(validated(run)) + 1}", "train.patience=0"]
+    assert main(["pretrain", f"resume={step}", f"out={tmp_path / 'new'}", *more]) == 0
+    assert best_step(tmp_path / "new") == len(validated(run)) + 1
+    assert len(validated(tmp_path / "new")) == 1
