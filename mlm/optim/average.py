@@ -7,8 +7,7 @@ initial ones never count. Elements depend on one element of the weights each, so
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -39,17 +38,9 @@ class WeightAverage:
         for parameter, value in self.values.items():
             value.lerp_(parameter.detach(), share.to(value.dtype))
 
-    @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """Exchange weights and averages inside, in place."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
     @torch.no_grad()
-    def _swap(self) -> None:
+    def swap(self) -> None:
+        """Exchange weights and averages, in place."""
         for parameter, value in self.values.items():
             weights = parameter.detach().clone()
             parameter.copy_(value)

@@ -344,10 +344,13 @@ class PretrainLoop(Loop):
         named = {**by_corpus, **self.parts(means)}
         if average is not None and trainer.config.ema.validate:
             trainer.observers.before_weights_change()
-            with average.swapped():
+            average.swap()
+            try:
                 losses, _ = self.validation_losses()
                 self.last_validation = named["ema_loss"] = math.fsum(map(operator.mul, weights, losses))
                 self.keep_best(self.last_validation)
+            finally:  # also of a stop between batches
+                average.swap()
         else:
             self.keep_best(loss)
         self.reporter.validation(trainer.step, loss, perplexity, named)
