@@ -79,6 +79,7 @@ def compose(words: Words) -> None:
         if word.startswith("resume="):  # of a run that exists
             run = Path(word.partition("=")[2])
             run.mkdir(parents=True, exist_ok=True)
+            run = run.parents[1] if run.name.startswith("step-") else run
             (run / "config.yaml").write_text("name: a\n")
     if "--multirun" in words:  # the first job of the sweep
         words = [word.partition(",")[0] for word in words if word != "--multirun"]

@@ -123,6 +123,7 @@ class TestHelp:
         task = "name: reviews\ncolumns: [text]\nlabels: [bad, good]\n"
         write(tmp_path / "my_configs/task/reviews.yaml", task)
         write(tmp_path / "runs/shakespeare/config.yaml", "name: shakespeare\n")
+        (tmp_path / "runs/shakespeare/checkpoints/step-00000300").mkdir(parents=True)
         write(tmp_path / "runs/race/config.yaml", "name: race\n")
         one_of_a_sweep = re.sub(r" (-m|--multirun)(?= )|(?<=\d),[\d,e-]+", "", line)
         words = one_of_a_sweep.removeprefix("mlm ")
