@@ -20,6 +20,9 @@ def read_layers(config: Mapping[str, JSON], layers: int, row: Variant, path: str
     """Return our options that differ by layer. Raises ConfigError."""
     rotary = _read_rotary_layers(config, layers, path) if "no_rope_layers" in row.layer_keys else "r"
     options = _read_window(config, layers, rotary, row, path)
+    if row.full_layers_lack_rotary:
+        types = (options["window_layers"] or "s") if options["window"] else "f"
+        rotary = str(types).replace("s", "r").replace("f", "n")
     options["rotary_layers"] = rotary if "n" in rotary else ""
     options["dense_layers"] = _read_dense_layers(config, layers, row, path)
     return options

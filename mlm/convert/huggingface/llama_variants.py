@@ -96,6 +96,8 @@ class Variant:
     """Keys by layer that its class reads: layer_types, sliding_window_pattern, no_rope_layers."""
     sliding_layers: str = ""
     """Default pattern of layers with a window, of s and f; empty for all of them."""
+    full_layers_lack_rotary: bool = False
+    """True if only layers with a window turn queries and keys."""
     writes_head_dim: Literal["always", "unusual", "never"] = "always"
     window_keys: tuple[str, ...] = ()
     """Keys of a sliding window; empty for a model that attends to all."""
@@ -324,6 +326,23 @@ VARIANTS = {
         eps_key="layer_norm_eps",
         rotates_neighbours=True,
         writes_head_dim="unusual",
+    ),
+    "cohere2": Variant(
+        classes="Cohere2",
+        marks=("parallel", "rotary_layers"),
+        options={"parallel": True, "layer_norm": True},
+        defaults=Defaults(8192, 22528, 40, 64, None, 8192, 256000, eps=1e-5),
+        fields={"logit_scale": ("logit_multiplier", 0.0625)},
+        fixed=_NO_BIAS,
+        tied=True,
+        eps_key="layer_norm_eps",
+        rotates_neighbours=True,
+        writes_head_dim="never",
+        window_keys=_ALL_SLIDE,
+        window=4096,
+        layer_keys=("layer_types", "sliding_window_pattern"),
+        sliding_layers="sssf",
+        full_layers_lack_rotary=True,
     ),
     "internlm3": Variant(
         classes="Llama",

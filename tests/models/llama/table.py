@@ -143,6 +143,12 @@ ROWS: dict[str, Row] = {
     ),
     "nemotron": Row("Nemotron", {"norm_eps": 1e-4, "head_dim": 12}),
     "cohere": Row("Cohere", {"logit_scale": 0.3, "layer_norm_eps": 1e-4}, has_head_dim=False),
+    "cohere2": Row(
+        "Cohere2",
+        {"logit_scale": 0.3, "layer_norm_eps": 1e-4, "sliding_window": 6},
+        by_shape=_alternating("sf"),
+        has_head_dim=False,
+    ),
     "internlm3": Row("InternLM3"),
     "helium": Row("Helium", by_shape=_HIDDEN_IS_HEADS),
     "mistral": Row("Mistral", {"sliding_window": 5}),
