@@ -1,5 +1,7 @@
 """Causal attention in blocks of queries, by batched products of several heads: for CPUs, and for softcaps.
 
+Windows of long sequences on a GPU are FlashAttention's, which knows them (`windowed_flash_attention`).
+
 PyTorch's fused kernel multiplies tiles of 32 queries of one head, with 50 to 75 GFLOP/s on a Zen 4 core whose
 products of bfloat16 reach 220. Here one product multiplies a block of queries of several heads by all keys up
 to its end; of the masked scores only the block's triangle is computed, and with a window none of the keys
@@ -75,6 +77,37 @@ def pays_in_blocks(x: Tensor, scores: AttentionScores = PLAIN_SCORES) -> bool:
         return len(x) > LONGEST_MASK or (x.is_cpu and x.dtype in LENGTHS and len(x) >= WINDOWED_LENGTH)
     lengths = LENGTHS.get(x.dtype, range(0))
     return x.is_cpu and lengths.start <= len(x) < lengths.stop  # a compiler's length is in no range
+
+
+def takes_windowed_flash(x: Tensor, head_dim: int, scores: AttentionScores) -> bool:
+    """True if FlashAttention computes the windows of heads [S, B, ...] too long for a mask of all pairs."""
+    if scores.softcap or not scores.hides(len(x)) or len(x) <= LONGEST_MASK:
+        return False
+    is_known = (
+        x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
+    )
+    return (
+        is_known and torch.backends.cuda.flash_sdp_enabled() and torch.cuda.get_device_capability() >= (8, 0)
+    )
+
+
+@skip_compile
+def windowed_flash_attention(q: Tensor, k: Tensor, v: Tensor, scores: AttentionScores) -> Tensor:
+    """Attention of a window by the kernel that skips the keys outside it.
+
+    Queries [B, n, S, D], keys and values [B, k, S, D] -> [S, B, n D].
+    """
+    from torch.nn.attention.varlen import varlen_attn  # loads the kernels' registration
+
+    b, n, s, _ = q.shape
+    begins = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q.device)
+    k, v = (x.repeat_interleave(n // x.shape[1], dim=1) for x in (k, v))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B S, n, D]
+    # tokens before a query's own, and none after it
+    window = (scores.window - 1, 0)
+    y = varlen_attn(q, k, v, begins, begins, s, s, scale=scores.scale, window_size=window)
+    assert isinstance(y, Tensor)  # no auxiliary results were asked for
+    return y.unflatten(0, (b, s)).transpose(0, 1).flatten(2)
 
 
 @skip_compile  # its loops would be unrolled

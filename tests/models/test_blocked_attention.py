@@ -1,12 +1,21 @@
 """Causal attention in blocks against PyTorch's in float64."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mlm.models import blocked_attention
-from mlm.models.blocked_attention import FUSED, HeadLayout, causal_attention_in_blocks, pays_in_blocks
+from mlm.models.blocked_attention import (
+    FUSED,
+    HeadLayout,
+    causal_attention_in_blocks,
+    pays_in_blocks,
+    takes_windowed_flash,
+    windowed_flash_attention,
+)
 from mlm.parallel.config import PLAIN_SCORES, AttentionScores
 from mlm.parallel.context import context_attention
 from mlm.parallel.mesh import Axis
@@ -92,12 +101,30 @@ def test_sinks_are_a_key_of_each_query_without_a_value(
             assert off < TOLERANCE.get(dtype, 1e-13)
 
 
+def test_a_gpus_kernel_receives_the_window_and_each_samples_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By PyTorch's documentation a query sees window_size[0] tokens before its own, of its sequence."""
+
+    def by_formula(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, *_: Any, **options: Any) -> Tensor:
+        tokens = torch.arange(len(q))
+        sample = torch.bucketize(tokens, begins[1:].long(), right=True)
+        distance, (left, right) = tokens[:, None] - tokens, options["window_size"]
+        seen = (distance >= -right) & (distance <= left) & (sample[:, None] == sample)
+        scores = torch.einsum("qnd,knd->nqk", q, k) * options["scale"]
+        return torch.einsum("nqk,knd->qnd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_formula)
+    x, scores = torch.randn(11, 3, 8, 8, dtype=torch.float64), AttentionScores(window=4, scale=0.3)
+    q, k, v = (x[:, :, heads].permute(1, 2, 0, 3) for heads in (slice(4), slice(4, 6), slice(6, None)))
+    torch.testing.assert_close(windowed_flash_attention(q, k, v, scores), exact(x, GROUPED, scores))
+
+
 def test_a_window_of_a_long_sequence_takes_blocks_and_no_mask_of_all_pairs() -> None:
     """Scores that exist at a time are of a block of queries."""
     scores = AttentionScores(window=100)
     assert not pays_in_blocks(torch.empty(4096, 1, 1, device="meta"), scores)
     assert pays_in_blocks(torch.empty(4097, 1, 1, device="meta"), scores)
     assert [pays_in_blocks(torch.empty(length, 1, 1), scores) for length in (511, 512)] == [False, True]
+    assert not takes_windowed_flash(torch.empty(4097, 1, 1, dtype=torch.bfloat16), 64, scores)
     assert pays_in_blocks(torch.empty(9, 1, 1, dtype=torch.float64), AttentionScores(softcap=50.0))
     x = torch.randn(4224, 1, 3, 4, requires_grad=True)
     with torch.autograd.profiler.profile(use_kineto=False, profile_memory=True) as profile:

@@ -5,9 +5,11 @@ from typing import Literal
 
 import pytest
 
+from mlm.models.shape import count_parameters, flops_per_token
+from mlm.plan.layer_counts import counts_of
 from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import ALLOCATOR
-from tests.plan.planned import GPT2, memory_of
+from tests.plan.planned import GPT2, LLAMA, memory_of, planned_run
 
 MODEL = replace(GPT2, num_layers=8, hidden_size=64)
 MEMORY = memory_of(MODEL)
@@ -82,3 +84,27 @@ def test_the_worst_peak_is_that_of_the_fullest_rank(layers: int, fullest: int) -
     peaks = [memory.peak(layout, rank).total for rank in range(4)]
     assert peaks.index(max(peaks)) == fullest
     assert memory.worst(layout).total == max(peaks)
+
+
+WINDOWED = replace(
+    LLAMA,
+    num_layers=8,
+    options={"num_kv_heads": 1, "window": 8, "window_layers": "ssf", "output_norms": True},
+)
+
+
+def test_layers_of_another_window_are_planned_for_themselves() -> None:
+    """By their numbers in the model; of parameters they have the same."""
+    counts = counts_of(planned_run(WINDOWED), "gpu")
+    assert counts.kinds == (0, 0, 2, 0, 0, 2, 0, 0)
+    plain = replace(WINDOWED, options={**WINDOWED.options, "window": 0, "window_layers": ""})
+    assert counts_of(planned_run(plain), "gpu").kinds == (0,) * 8
+    assert count_parameters(WINDOWED) == count_parameters(plain)
+
+
+def test_operations_are_those_of_each_layers_window() -> None:
+    """6 of 8 layers see 8 of 32 tokens, whose scores are S W - W^2/2 of the S^2/2 under the mask."""
+    full = replace(WINDOWED, options={**WINDOWED.options, "window": 0, "window_layers": ""})
+    attention = 12 * 4 * 12 * 32  # 12 N D S of a layer
+    saved = attention * (1 - 8 * (2 - 8 / 32) / 32)
+    assert flops_per_token(full, 32) - flops_per_token(WINDOWED, 32) == pytest.approx(6 * saved)

@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mlm.models.attention import SelfAttention
-from mlm.models.blocked_attention import HeadLayout, causal_attention_in_blocks, pays_in_blocks
+from mlm.models.blocked_attention import (
+    HeadLayout,
+    causal_attention_in_blocks,
+    pays_in_blocks,
+    takes_windowed_flash,
+    windowed_flash_attention,
+)
 from mlm.models.cache import (
     PrefillPass,
     Reading,
@@ -192,6 +198,8 @@ class GroupedQueryAttention(SelfAttention):
         """Attention by PyTorch's best kernel: [S, B, (n + 2k) D] -> [S, B, n D]."""
         sinks = self.sink_logits
         if bias is None and p == 0:
+            if sinks is None and takes_windowed_flash(qkv, self.head_dim, self.scores):
+                return windowed_flash_attention(*self.heads(qkv), self.scores)
             if pays_in_blocks(qkv, self.scores):
                 return self._in_blocks(qkv)
             if sinks is not None:
