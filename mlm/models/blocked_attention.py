@@ -83,12 +83,9 @@ def takes_windowed_flash(x: Tensor, head_dim: int, scores: AttentionScores) -> b
     """True if FlashAttention computes the windows of heads [S, B, ...] too long for a mask of all pairs."""
     if scores.softcap or not scores.hides(len(x)) or len(x) <= LONGEST_MASK:
         return False
-    is_known = (
-        x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
-    )
-    return (
-        is_known and torch.backends.cuda.flash_sdp_enabled() and torch.cuda.get_device_capability() >= (8, 0)
-    )
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or head_dim % 8 or head_dim > 256:
+        return False
+    return torch.backends.cuda.flash_sdp_enabled() and torch.cuda.get_device_capability() >= (8, 0)
 
 
 @skip_compile
@@ -107,7 +104,8 @@ def windowed_flash_attention(q: Tensor, k: Tensor, v: Tensor, scores: AttentionS
     window = (scores.window - 1, 0)
     y = varlen_attn(q, k, v, begins, begins, s, s, scale=scores.scale, window_size=window)
     assert isinstance(y, Tensor)  # no auxiliary results were asked for
-    return y.unflatten(0, (b, s)).transpose(0, 1).flatten(2)
+    merged: Tensor = y.unflatten(0, (b, s)).transpose(0, 1).flatten(2)
+    return merged
 
 
 @skip_compile  # its loops would be unrolled
