@@ -98,6 +98,7 @@ class Muon(AdamW):
         super().__init__(groups, config)
         self.config, self.matrices = config.muon, frozenset(shard.parameter for shard in matrices)
         self.dtype = iteration_dtype(config.muon, matrices[0].parameter) if matrices else torch.float32
+        self.masks_overflows = bool(matrices) and matrices[0].parameter.is_cuda
         self.buckets = buckets(matrices, replicas, self.dtype, per_head=config.muon.per_head)
 
     def moments_of(self, parameter: Tensor) -> tuple[str, ...]:
@@ -105,33 +106,42 @@ class Muon(AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters. Collective over the ranks that share matrices."""
+        """Update all parameters. Collective over the ranks that share matrices.
+
+        A GPU's host does not wait for `found_inf`: an overflow leaves momentum as it is, and its update is 0.
+        """
         super().step()
-        if self.found_inf is not None and not self.found_inf.is_meta and self.found_inf.item():
+        overflow = self.found_inf if self.masks_overflows else None
+        is_read = self.found_inf is not None and overflow is None and not self.found_inf.is_meta
+        if is_read and self.found_inf.item():  # type: ignore[union-attr]
             return
+        applies = 1.0 if overflow is None else 1 - overflow
         group_of = {p: group for group in self.param_groups if group["is_matrix"] for p in group["params"]}
         for bucket in self.buckets:
-            averages = {shard.parameter: self._average(shard.parameter) for shard in bucket.shards}
+            averages = {s.parameter: self._average(s.parameter, overflow) for s in bucket.shards}
             for p in averages if not self.is_cautious else ():
-                p.mul_(1 - group_of[p]["lr"] * group_of[p]["weight_decay"])
+                p.mul_(1 - applies * group_of[p]["lr"] * group_of[p]["weight_decay"])
             orthogonal = bucket.transform(averages, partial(orthogonalise, config=self.config))
             for matrix, index, rows, update in orthogonal:
                 p, scale = matrix.shard.parameter, shape_scale(matrix.shape, self.config)
                 if self.is_cautious:
                     x = p[index] if rows is None else p[index][rows]
                     update = update + x * (x * update >= 0) * (group_of[p]["weight_decay"] / scale)
+                update = update if overflow is None else update * applies
                 alpha = -group_of[p]["lr"] * scale
                 if rows is None:
                     p[index].add_(update, alpha=alpha)
                 else:
                     p[index].index_add_(0, rows, update.to(p.dtype), alpha=alpha)
 
-    def _average(self, p: nn.Parameter) -> Tensor:
-        """Take the gradient into the momentum; return what is made orthogonal."""
+    def _average(self, p: nn.Parameter, overflow: Tensor | None) -> Tensor:
+        """Take the gradient into the momentum, but where `overflow` is 1; return what is made orthogonal."""
         momentum: Tensor = self.state[p][MOMENTUM]
         grad, beta = torch.zeros_like(p) if p.grad is None else p.grad, self.config.momentum
         if self.grad_scale is not None:
             grad.div_(self.grad_scale)
+        if overflow is not None:
+            grad = torch.where(overflow == 1, momentum, grad)
         momentum.lerp_(grad, 1 - beta)
         return (grad.lerp(momentum, beta) if self.config.nesterov else momentum).to(self.dtype)
 

@@ -21,27 +21,31 @@ STRIP = 128
 
 
 def orthogonalise(x: Tensor, config: MuonConfig) -> Tensor:
-    """Newton-Schulz: of x = U S V^T about U V^T, singular values 0.7 to 1.2. [rows, columns], x's dtype.
+    """Newton-Schulz: of x = U S V^T about U V^T, singular values 0.7 to 1.2. [..., rows, columns], x's dtype.
 
     With the first published coefficients it does not converge: their slope at 0 lifts small values fast.
     """
     a, b, c = config.ns_coefficients
-    is_tall = x.shape[0] > x.shape[1]
-    x = x.t() if is_tall else x
-    x = x / x.norm().clamp(min=1e-7)  # as in torch.optim.Muon
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
+    norm = x.norm() if x.dim() == 2 else x.norm(dim=(-2, -1), keepdim=True)
+    x = x / norm.clamp(min=1e-7)  # as in torch.optim.Muon
+    add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
     for _ in range(config.ns_steps):
         gram = _plus_square(x, 0.0, 1.0)
-        x = torch.addmm(x, _plus_square(gram, b, c), x, beta=a)
-    return x.t().contiguous() if is_tall else x  # rows in order, for the addition to weights
+        x = add_product(x, _plus_square(gram, b, c), x, beta=a)
+    return x.mT.contiguous() if is_tall else x  # rows in order, for the addition to weights
 
 
 def _plus_square(x: Tensor, b: float, c: float) -> Tensor:
-    """Return b x + c x x^T of a symmetric x, or of a wide one with b = 0: [rows, rows].
+    """Return b x + c x x^T of a symmetric x, or of a wide one with b = 0: [..., rows, rows].
 
     On a CPU strips of columns from the diagonal down, which are mirrored: seven twelfths of the work at 768
     rows, rounded as the CPU's kernels round products of these shapes.
     """
-    size = x.shape[0]
+    size = x.shape[-2]
+    if x.dim() > 2:
+        return torch.baddbmm(x[..., :size], x, x.mT, beta=b, alpha=c)
     if not x.is_cpu or size < 2 * STRIP:
         return torch.addmm(x[:, :size], x, x.t(), beta=b, alpha=c)
     out = x.new_empty(size, size)

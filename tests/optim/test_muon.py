@@ -15,6 +15,7 @@ from mlm.models.lora import add_adapters
 from mlm.optim import muon
 from mlm.optim.adamw import apply, build_optimizer, moment
 from mlm.optim.config import MuonConfig, OptimizerConfig, PrecisionConfig
+from mlm.optim.matrices import _map_stacks
 from mlm.optim.muon import MOMENTUM, orthogonalise
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import Axis, ParallelContext, shape_context
@@ -269,8 +270,12 @@ def test_matrices_in_several_threads_are_those_of_one(monkeypatch: pytest.Monkey
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
-def test_a_step_scales_gradients_and_skips_overflows() -> None:
-    """float32, bits: halved before or by a factor; then an overflow changes neither weights nor momentum."""
+@pytest.mark.parametrize(("masks", "cautious"), [(False, False), (True, False), (True, True)])
+def test_a_step_scales_gradients_and_skips_overflows(masks: bool, cautious: bool) -> None:
+    """float32, bits: halved before or by a factor; then an overflow changes neither weights nor momentum.
+
+    So does the host that does not look at the overflow, which a GPU's does not.
+    """
     found = []
     for before, factor in ((0.5, 1.0), (1.0, 0.5)):
         torch.manual_seed(0)
@@ -279,17 +284,39 @@ def test_a_step_scales_gradients_and_skips_overflows() -> None:
         model.token = nn.Parameter(torch.randn(5, 4))
         shards = list(parameter_shards(model, Axis("tp")))
         (matrix,) = (s for s in shards if s.name == "layers.0")
-        optimizer = build_optimizer(shards, OptimizerConfig(kind="muon", lr=0.1))
+        optimizer: Any = build_optimizer(
+            shards, OptimizerConfig(kind="muon", lr=0.1, cautious_decay=cautious)
+        )
+        optimizer.masks_overflows = masks
         states = []
         for overflow in (0.0, 1.0):
             for p in model.parameters():
                 p.grad = torch.randn_like(p) * before
+                p.grad[0, 0] *= torch.inf if overflow else 1.0
             apply(optimizer, shards, torch.tensor(factor), torch.tensor(overflow))
             tensors = [*model.parameters(), moment(optimizer, matrix, MOMENTUM)]
             states.append([x.detach().clone() for x in tensors])
         assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
         found.append(states[0])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 2**-6)])
+def test_matrices_of_one_shape_at_once_are_each_of_them(dtype: torch.dtype, tolerance: float) -> None:
+    """Tall and wide ones between each other, in their order; five iterations round in half precision."""
+    torch.manual_seed(0)
+    shapes = [(8, 6), (6, 8), (8, 6), (5, 5), (6, 8), (8, 6)]
+    matrices = [torch.randn(shape).to(dtype) * 2**n for n, shape in enumerate(shapes)]
+    calls: list[tuple[int, ...]] = []
+
+    def function(x: Tensor) -> Tensor:
+        calls.append(tuple(x.shape))
+        return orthogonalise(x, MuonConfig())
+
+    found = _map_stacks(function, matrices)
+    assert calls == [(3, 8, 6), (2, 6, 8), (1, 5, 5)]
+    for x, y in zip(matrices, found, strict=True):
+        torch.testing.assert_close(y, orthogonalise(x, MuonConfig()), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 6), (3, 6, 8)])
