@@ -14,6 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
+from mlm.parallel.fp8 import NARROW, Operand, cast, fits
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -48,6 +50,8 @@ class ComputeState:
     """Weight gradients of a zero-bubble schedule. This and the following are of linear layers only."""
     fp8: bool = False
     """True if products are of 8-bit floats (`mlm.parallel.fp8`)."""
+    weight_8: Operand | None = None
+    """The weight in 8 bits (`CachedHalfParams`)."""
     fused_grad: Tensor | None = None
     """Sum that the weight's gradient joins inside its product (`ChunkGradients`)."""
     overlap_chunks: int = 1
@@ -140,6 +144,8 @@ class CachedHalfParams:
             for (layer, name, passes_grad), p, copy in zip(self.reads, parameters, self.copies, strict=True):
                 read = _CastWithGrad.apply(p, copy) if passes_grad and trains else copy  # type: ignore[no-untyped-call]
                 setattr(layer.compute, f"{name}_copy", read)
+                if name == "weight" and layer.compute.fp8 and fits(*copy.shape):
+                    layer.compute.weight_8 = cast(copy, NARROW)
 
     def release(self) -> None:
         """Parameters may change from here on."""
@@ -147,6 +153,7 @@ class CachedHalfParams:
         if self.depth == 0:
             for layer, name, _ in self.reads:
                 setattr(layer.compute, f"{name}_copy", None)
+                layer.compute.weight_8 = None
 
     @contextmanager
     def held(self, *, trains: bool) -> Iterator[None]:

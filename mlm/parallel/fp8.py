@@ -2,11 +2,17 @@
 
 Weights and activations are cast to E4M3 (three bits of mantissa), gradients to E5M2 (two), each with one
 scale that puts its largest magnitude at the format's largest number (arXiv:2209.05433, section 3). Scales are
-taken from the operand itself, not from earlier steps: nothing has to be kept or restored. Sums are float32.
+taken from the operand itself, not from earlier steps: nothing has to be kept or restored. Sums are float32; a
+forward product on a GPU takes its tensor cores' faster sums, of fewer bits.
+
+Tensor cores read both operands along the summed dimension, so a tensor of two products is cast in rows and in
+columns at once (`Operand`): x is kept for backward in 8 bits, and weights are cast once a step.
 
 Shapes: R rows (tokens), x [R, I], weight [O, I], y [R, O]; products whose sizes are not multiples of 16,
 which tensor cores want, stay in the dtype of their operands.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,18 +33,53 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (x / scale.view(1)).to(dtype), scale
 
 
-def _multiply(
+class Operand(NamedTuple):
+    """A matrix in an 8-bit format, for products with it and with its transpose."""
+
+    rows: Tensor
+    """[R, C]."""
+    columns: Tensor
+    """[C, R]: its transpose, contiguous."""
+    scale: Tensor
+    """[] float32: factor of its values."""
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Operand:
+    """`x` [R, C] in an 8-bit format, as `quantize`; by Triton in one pass after that of its maximum."""
+    kernels = None if torch.compiler.is_compiling() else matmul.kernels_for(x)
+    if kernels is not None:
+        return Operand(*kernels.cast_both(x, dtype, TINY))
+    rows, scale = quantize(x, dtype)
+    rows = rows.contiguous()
+    return Operand(rows, rows.t().contiguous(), scale)
+
+
+def multiply(
+    a: Tensor,
+    b: Tensor,
+    scales: tuple[Tensor, Tensor],
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    *,
+    fast: bool = False,
+) -> Tensor:
+    """Product a b^T of 8-bit matrices: [M, K], [N, K] -> [M, N]. `fast` sums with fewer bits on a GPU."""
+    return torch._scaled_mm(
+        a, b.t(), *scales, bias=bias, out_dtype=out_dtype, use_fast_accum=fast and a.is_cuda
+    )
+
+
+def _cast_and_multiply(
     a: Tensor,
     b: Tensor,
     formats: tuple[torch.dtype, torch.dtype],
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
+    *,
+    fast: bool = False,
 ) -> Tensor:
     (a8, a_scale), (b8, b_scale) = quantize(a, formats[0]), quantize(b, formats[1])
-    y: Tensor = torch._scaled_mm(
-        a8.contiguous(), b8.contiguous().t(), a_scale, b_scale, bias=bias, out_dtype=out_dtype
-    )
-    return y
+    return multiply(a8.contiguous(), b8.contiguous(), (a_scale, b_scale), out_dtype, bias, fast=fast)
 
 
 def fits(*sizes: int) -> bool:
@@ -51,7 +92,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if not fits(*rows.shape, weight.shape[0]):
         return matmul.product(x, weight, bias)
-    return _multiply(rows, weight, (NARROW, NARROW), x.dtype, bias).view(*x.shape[:-1], -1)
+    y = _cast_and_multiply(rows, weight, (NARROW, NARROW), x.dtype, bias, fast=True)
+    return y.view(*x.shape[:-1], -1)
 
 
 def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
@@ -59,11 +101,11 @@ def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
     rows = dy.reshape(-1, dy.shape[-1])
     if not fits(*rows.shape, weight.shape[1]):
         return matmul.product(dy, weight.t())
-    return _multiply(rows, weight.t(), (WIDE, NARROW), dy.dtype).view(*dy.shape[:-1], -1)
+    return _cast_and_multiply(rows, weight.t(), (WIDE, NARROW), dy.dtype).view(*dy.shape[:-1], -1)
 
 
 def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return dy^T @ x in `dtype`: [R, O], [R, I] -> [O, I]."""
     if not fits(*dy.shape, x.shape[1]):
         return matmul.weight_gradient(dy, x, dtype)
-    return _multiply(dy.t(), x.t(), (WIDE, NARROW), dtype)
+    return _cast_and_multiply(dy.t(), x.t(), (WIDE, NARROW), dtype)

@@ -55,7 +55,10 @@ def linear(
         return F.linear(x, weight, bias)  # the same products; a custom node takes as long as a small one
     apply: Callable[..., Tensor] = _Linear.apply if compute.deferred is None else _eager_linear
     copies = compute.weight_copy, None if bias is None else compute.bias_copy
-    return apply(x, weight, bias, *copies, compute.deferred, compute.fp8, compute.fused_grad)
+    if compute.fp8 and in_fp8.fits(x.numel() // x.shape[-1], *weight.shape):
+        apply = _Fp8Linear.apply if compute.deferred is None else _eager_fp8_linear
+        return apply(x, weight, bias, *copies, compute.weight_8, compute.deferred, compute.fused_grad)
+    return apply(x, weight, bias, *copies, compute.deferred, False, compute.fused_grad)
 
 
 def column_parallel_linear(
@@ -146,6 +149,66 @@ class _Linear(torch.autograd.Function):
             _defer_weight_gradients(ctx, x, [rows])
         elif needs_weight:
             dw = _weight_gradient(x, ctx.weight_dtype, ctx.fused_grad, rows, ctx.fp8)
+        db = bias_gradient(rows, ctx.bias_dtype) if needs_bias else None
+        return dx, dw, db, None, None, None, None, None
+
+
+class _Fp8Linear(torch.autograd.Function):
+    """`_Linear` of 8-bit operands, each cast once: x and dy for two products each, weights for a step."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        weight_copy: Tensor | None,
+        bias_copy: Tensor | None,
+        weight_8: in_fp8.Operand | None,
+        deferred: DeferredWeightGrads | None,
+        fused_grad: Tensor | None,
+    ) -> Tensor:
+        x8, saved = in_fp8.cast(x.reshape(-1, x.shape[-1]), in_fp8.NARROW), list[Tensor]()
+        w8 = weight_8
+        if w8 is None:
+            saved = [choose_copy(weight_copy, weight, x.dtype)]  # cast again in backward, not kept
+            w8 = in_fp8.cast(saved[0].to(x.dtype), in_fp8.NARROW)
+        ctx.save_for_backward(x8.columns, x8.scale, *saved)
+        ctx.weight_8, ctx.x_shape, ctx.deferred, ctx.fused_grad = weight_8, x.shape, deferred, fused_grad
+        ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
+        ctx.leaf = None if deferred is None else weight
+        offset = None if bias is None else choose_copy(bias_copy, bias, x.dtype).to(x.dtype)
+        y = in_fp8.multiply(x8.rows, w8.rows, (x8.scale, w8.scale), x.dtype, offset, fast=True)
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x_columns, x_scale, *saved = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        rows = dy.reshape(-1, dy.shape[-1])  # [rows, O]
+        dy8, w8 = in_fp8.cast(rows, in_fp8.WIDE), ctx.weight_8
+        dx = dw = None
+        if needs_x:
+            w8 = in_fp8.cast(saved[0].to(dy.dtype), in_fp8.NARROW) if w8 is None else w8
+            dx = in_fp8.multiply(dy8.rows, w8.columns, (dy8.scale, w8.scale), dy.dtype).view(ctx.x_shape)
+        weight_dtype, fused_grad, leaf = ctx.weight_dtype, ctx.fused_grad, ctx.leaf
+
+        def weight_gradient() -> Tensor | None:
+            dw = in_fp8.multiply(dy8.columns, x_columns, (dy8.scale, x_scale), weight_dtype)
+            if fused_grad is None:
+                return dw
+            fused_grad.add_(dw)
+            return None
+
+        @torch.no_grad()
+        def run() -> None:
+            if (dw := weight_gradient()) is not None:
+                torch.autograd.backward(leaf, dw)
+
+        if needs_weight and ctx.deferred is not None and ctx.deferred.open:
+            ctx.deferred.jobs.append(run)
+        elif needs_weight:
+            dw = weight_gradient()
         db = bias_gradient(rows, ctx.bias_dtype) if needs_bias else None
         return dx, dw, db, None, None, None, None, None
 
@@ -251,6 +314,7 @@ class _RowParallel(torch.autograd.Function):
 
 _eager_linear: Callable[..., Tensor] = skip_compile(_Linear.apply)
 """torch.compile traces neither communication that is waited for later nor deferred products."""
+_eager_fp8_linear: Callable[..., Tensor] = skip_compile(_Fp8Linear.apply)
 _eager_column_parallel: Callable[..., tuple[Tensor, ...]] = skip_compile(_ColumnParallel.apply)
 _eager_row_parallel: Callable[..., Tensor] = skip_compile(_RowParallel.apply)
 

@@ -98,3 +98,30 @@ def weight_gradients(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     grid = (triton.cdiv(outputs, TILE) * triton.cdiv(inputs, TILE), len(ends))
     _weight_gradients[grid](dy, x, ends, dw, outputs, inputs, TILE, ROWS, num_warps=8, num_stages=3)
     return dw
+
+
+@triton.jit
+def _cast_both(x, peak, rows, columns, scale, height, width, tiny, LIMIT: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    largest = tl.load(peak).to(tl.float32)
+    factor = tl.div_rn(tl.maximum(largest, tiny, propagate_nan=tl.PropagateNan.ALL), LIMIT)
+    r = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
+    c = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)[None, :]
+    inside = (r < height) & (c < width)
+    value = tl.load(x + r * width + c, mask=inside, other=0.0).to(tl.float32)
+    narrow = tl.div_rn(value, factor).to(rows.dtype.element_ty, fp_downcast_rounding="rtne")
+    tl.store(rows + r * width + c, narrow, mask=inside)
+    tl.store(columns + c * height + r, narrow, mask=inside)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(scale, factor)
+
+
+def cast_both(x: Tensor, dtype: torch.dtype, tiny: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`x` [R, C] in an 8-bit format, its transpose, and the float32 scale [] of both."""
+    x, (height, width) = x.contiguous(), x.shape
+    peak = torch.linalg.vector_norm(x, float("inf"))
+    rows = torch.empty(height, width, dtype=dtype, device=x.device)
+    columns = torch.empty(width, height, dtype=dtype, device=x.device)
+    scale = torch.empty((), dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(height, ROWS), triton.cdiv(width, ROWS))
+    _cast_both[grid](x, peak, rows, columns, scale, height, width, tiny, torch.finfo(dtype).max, ROWS)
+    return rows, columns, scale

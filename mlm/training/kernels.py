@@ -26,6 +26,8 @@ from mlm.util.errors import UserError
 
 ADA, HOPPER = (8, 9), (9, 0)
 """Compute capabilities from which 8-bit floats are multiplied, and cuDNN's attention comes first."""
+FP8_WIDTH = 2048
+"""Width from which products of 8 bits gain more than their casts take, by bytes and FLOPs of an H100."""
 ATTENTION = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
 """Kernels of attention, the fastest first, and PyTorch's names of them."""
 
@@ -168,6 +170,15 @@ def kernels_line(config: PretrainConfig, settled: PretrainConfig) -> str | None:
     if config.fuse_accumulation is None and settled.fuse_accumulation:
         chosen.append("fuse_accumulation=true, as a step has several micro-batches")
     return f"by default {'; '.join(chosen)}" if chosen else None
+
+
+def fp8_line(config: PretrainConfig) -> str | None:
+    """A line that advises against 8-bit products of narrow layers, whose casts take what they gain."""
+    width = config.model.hidden_size
+    if config.precision.dtype != "fp8" or width >= FP8_WIDTH:
+        return None
+    slow = f"slower than bf16 below model.hidden_size={FP8_WIDTH}, and this is {width}"
+    return f"precision=fp8: {slow}; use precision=bf16"
 
 
 def compile_layers(

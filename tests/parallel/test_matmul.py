@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mlm.parallel import fp8, matmul
-from mlm.parallel.compute_state import ComputeState
+from mlm.parallel.compute_state import ComputeState, DeferredWeightGrads
 from mlm.parallel.fp8 import NARROW, WIDE, quantize
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.linear import linear
@@ -146,3 +146,65 @@ def test_plain_linear_maps_stay_as_they_are_unless_asked() -> None:
     x, weight = operand(R, IN), operand(OUT, IN, seed=1)
     assert torch.equal(linear(x, weight), matmul.product(x, weight))
     assert torch.equal(linear(x, weight, compute=ComputeState(fp8=True)), fp8.product(x, weight))
+
+
+@pytest.mark.parametrize("defers", [False, True])
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_linear_layer_casts_each_operand_once(
+    monkeypatch: pytest.MonkeyPatch, is_cached: bool, defers: bool
+) -> None:
+    """Bits of the three products that cast for themselves; x is kept in 8 bits, a weight cast for a step."""
+    x, weight, dy = operand(R, 2, IN), operand(OUT, IN, seed=1).float(), operand(R, 2, OUT, seed=2)
+    bias = operand(OUT).float()
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    compute = ComputeState(fp8=True, deferred=DeferredWeightGrads(open=True) if defers else None)
+    half = weight.detach().bfloat16()
+    compute.weight_8 = fp8.cast(half, NARROW) if is_cached else None
+    shapes, kept = list[tuple[int, ...]](), list[Tensor]()
+    original = fp8.quantize
+    monkeypatch.setattr(fp8, "quantize", lambda t, d: (shapes.append(tuple(t.shape)), original(t, d))[1])
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        y = linear(x, weight, bias, compute)
+    y.backward(dy)
+    for job in compute.deferred.take() if compute.deferred else ():
+        job()
+    casts = [(2 * R, IN), (2 * R, OUT)]
+    assert sorted(shapes) == sorted(casts if is_cached else [*casts, (OUT, IN), (OUT, IN)])
+    assert not any(t.dtype == torch.bfloat16 for t in kept)
+    rows, dy_rows = x.detach().flatten(0, 1), dy.flatten(0, 1)
+    assert torch.equal(y.flatten(0, 1), fp8.product(rows, half, bias.detach().bfloat16()))
+    found = [leaf.grad for leaf in leaves]
+    expected = [
+        fp8.input_gradient(dy_rows, half).view(x.shape),
+        fp8.weight_gradient(dy_rows, rows, torch.float32),
+        matmul.bias_gradient(dy_rows, torch.float32),
+    ]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours is not None
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("outputs", [OUT, 24])
+def test_8_bit_layers_are_those_of_torchao(outputs: int) -> None:
+    """Scales of whole tensors taken from them, E4M3 forward and E5M2 gradients; 24 outputs stay bfloat16."""
+    float8 = pytest.importorskip("torchao.float8")
+    from torchao.float8.config import CastConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    wide = CastConfig(target_dtype=WIDE)
+    settings = float8.Float8LinearConfig(emulate=True, cast_config_grad_output=wide)
+    layer = torch.nn.Linear(IN, outputs, bias=False, dtype=torch.bfloat16)
+    theirs = Float8Linear.from_float(layer, settings) if outputs == OUT else layer
+    dy = operand(R, outputs, seed=2)
+    results = []
+    for run in (theirs, lambda x: linear(x, layer.weight, compute=ComputeState(fp8=True))):
+        x = operand(R, IN).requires_grad_()
+        layer.weight.grad = None
+        y = run(x)
+        y.backward(dy)
+        grad = theirs.weight.grad if run is theirs else layer.weight.grad
+        assert grad is not None
+        results.append([y.detach().clone(), x.grad, grad.clone()])
+        theirs.weight.grad = None
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7 * float(a.abs().max()) * 0.5)

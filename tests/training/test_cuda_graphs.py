@@ -13,7 +13,7 @@ from mlm.models.config import LoraConfig
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.kernels import compile_layers, kernels_line, settle_kernels
+from mlm.training.kernels import compile_layers, fp8_line, kernels_line, settle_kernels
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 from tests.training.test_gradient_sums import MICRO_BATCHES, SPEC, batches
@@ -129,3 +129,11 @@ def test_messages_of_sequence_parallelism_go_in_parts_on_a_gpu(
 ) -> None:
     settled = settle_kernels(replace(SPEC, parallel=layout), torch.device(device), replicas=1)
     assert settled.parallel == replace(layout, tp_overlap=parts)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "is_said"), [("fp8", 1024, True), ("fp8", 2048, False), ("bf16", 64, False)]
+)
+def test_narrow_layers_are_advised_against_8_bits(dtype: Any, width: int, is_said: bool) -> None:
+    spec = replace(SPEC, model=replace(SPEC.model, hidden_size=width), precision=PrecisionConfig(dtype=dtype))
+    assert (fp8_line(spec) is not None) == is_said

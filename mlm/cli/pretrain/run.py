@@ -50,7 +50,7 @@ from mlm.tracking.summary import NextCommands, write_summary
 from mlm.training.identity import changes_line
 from mlm.training.incidents.numbers import spare_samples
 from mlm.training.incidents.watcher import IncidentError
-from mlm.training.kernels import kernels_line
+from mlm.training.kernels import fp8_line, kernels_line
 from mlm.training.loop import (
     CONFIG,
     Loop,
@@ -200,8 +200,7 @@ def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str
     if config.train.validate_every and config.data.kind == "indexed" and not validation_prefixes(config.data):
         key = next(key for key in ("blend", "train", "path") if getattr(config.data, key))
         lines.append(f"no validation: data.{key} names no validation part; set data.validation=PREFIX")
-    if chosen := kernels_line(config, trainer.settled):
-        lines.append(chosen)
+    lines += filter(None, (kernels_line(config, trainer.settled), fp8_line(config)))
     return lines
 
 

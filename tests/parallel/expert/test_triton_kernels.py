@@ -1,4 +1,4 @@
-"""Triton's kernels for rows of experts, by its interpreter, against PyTorch's operators and float64."""
+"""Triton's kernels, by its interpreter, against PyTorch's operators and float64."""
 
 from collections.abc import Iterator
 from types import ModuleType
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.parallel import matmul
+from mlm.parallel import fp8, matmul
 from mlm.parallel.expert.dispatch import combine, permute, sort_by_expert, sort_on_device
 from mlm.parallel.expert.experts import grouped_linear
 
@@ -115,3 +115,26 @@ def test_a_gpu_s_weight_gradients_are_not_rounded(
     rounded, full = grads
     assert torch.equal(full.half().float(), rounded)
     assert not torch.equal(full, rounded)
+
+
+@pytest.mark.parametrize("dtype", [fp8.NARROW, fp8.WIDE])
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32])
+def test_a_matrix_is_cast_to_8_bits_in_rows_and_columns(
+    dtype: torch.dtype, source: torch.dtype, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes and scale of PyTorch's two casts; of tiles that its last rows and columns fill in part.
+
+    Of numbers that round down to a code: the interpreter carries no rounding into the exponent.
+    """
+    torch.manual_seed(0)
+    codes = (torch.randn(80, 144) * torch.randn(80, 1).exp()).to(dtype).float()
+    codes[3, 5] = torch.finfo(dtype).max
+    x = codes * 2.0**-3 * torch.where(codes == codes[3, 5], 1.0, 1 + 2.0**-6)
+    x = x.float() if source == torch.float32 else (codes * 2.0**-3).to(source)
+    expected = fp8.cast(x, dtype)
+    monkeypatch.setattr(matmul, "_KERNELS", {"cpu": kernels})
+    found = fp8.cast(x, dtype)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours.float(), theirs.float())
+    assert torch.equal(found.rows.t().float(), found.columns.float())
