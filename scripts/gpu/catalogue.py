@@ -19,11 +19,13 @@ class Step:
 
 STEPS = (
     Step("facts", "Device and matrix products", "gpu.facts:run", 90, 15),
+    Step("kernels", "Products of layers, casts to 8 bits, rows of experts", "gpu.kernels:run", 120, 40),
     Step("agree", "One training step against the CPU's float64", "gpu.agree:run", 180, 45),
     Step("commands", "Parity, resuming, saving, and torchrun", "gpu.commands:run_one_rank", 180, 60),
     Step("layouts", "Two ranks on one device over gloo", "gpu.commands:run_two_ranks", 180, 55),
     Step("nccl", "Collectives and FSDP2 on one rank", "gpu.nccl:run", 90, 15),
     Step("waits", "Places where a step waits for the device", "gpu.waits:run", 90, 20),
+    Step("stacks", "Training speed as shipped: small, 8B-like, mixtures, 8 bits", "gpu.stacks:run", 420, 240),
     Step("speed-1.2b", "Training speed of GPT-2 1.2B", "gpu.speed:run_1_2b", 150, 60),
     Step("switches", "The 1.2B step with each gain on or off, and in 8 bits", "gpu.switches:run", 300, 140),
     Step("speed-124m", "Training speed of GPT-2 124M", "gpu.speed:run_124m", 90, 35),

@@ -42,15 +42,17 @@ SWITCHES = (  # the most valuable first: the step's time may end before the last
     Switch("compile=false", compiled=False),
     Switch("cuda_graphs=true", settings(cuda_graphs=True)),
     Switch("4 micro-batches", micro_batches=SEVERAL),
-    Switch("4 micro-batches fuse_accumulation=true", settings(fuse_accumulation=True), micro_batches=SEVERAL),
+    Switch(
+        "4 micro-batches fuse_accumulation=false", settings(fuse_accumulation=False), micro_batches=SEVERAL
+    ),
     Switch("attention=flash", settings(attention="flash")),
     Switch("attention=cudnn", settings(attention="cudnn")),
     Switch("precision=fp8", precision(dtype="fp8")),
     Switch("precision.cast=use", precision(cast="use")),
     Switch("compile=false precision.cast=use", precision(cast="use"), compiled=False),
     Switch(
-        "compile=false 4 micro-batches fuse_accumulation=true",
-        settings(fuse_accumulation=True),
+        "compile=false 4 micro-batches fuse_accumulation=false",
+        settings(fuse_accumulation=False),
         compiled=False,
         micro_batches=SEVERAL,
     ),

@@ -21,8 +21,11 @@ from gpu.commands import reason_in
 from gpu.record import Record
 from gpu.runner import python_environment, run_limited, run_steps
 from gpu.shapes import freed, gpt2, spec_of
+from gpu.stacks import STACKS
 from gpu.waits import noted_waits
 
+from mlm.cli.compose.composition import load_config
+from mlm.models.shape import count_parameters
 from mlm.parallel import collectives
 from mlm.parallel.mesh import Axis
 
@@ -358,3 +361,11 @@ class Waiting:
 def test_reason_of_a_failed_command_is_that_of_its_rank() -> None:
     lines = ["mlm pretrain: tp=3 does not divide", "Traceback", "elastic.ChildFailedError:", "exitcode : 2"]
     assert reason_in(lines) == "mlm pretrain: tp=3 does not divide"
+
+
+def test_stacks_are_settings_of_runs_and_fit_one_gpu() -> None:
+    """Weights, gradients and moments in float32, with a copy in half: 18 bytes a parameter of 139 GiB."""
+    for stack in STACKS:
+        config = load_config("pretrain", [*stack.words.split(), "data=synthetic", "dist.device=cpu"])
+        assert config.train.micro_batch_size == config.train.global_batch_size
+        assert 18 * count_parameters(config.model) < 100 * 2**30, stack.name
