@@ -99,6 +99,7 @@ RELEASED = {  # parameters of the released models, as their model cards and safe
     "deepseek_v2": 235_741_434_880,
     "deepseek_v2_lite": 15_706_484_224,
     "qwen15_moe_a2_7b": 14_315_784_192,
+    "granite3_1b_a400m": 1_334_628_352,
     "glm45_air": 106_852_245_504,
     "ernie45_21b_a3b": 21_825_436_160,
     "gpt_oss_20b": 20_914_757_184,
@@ -107,9 +108,10 @@ RELEASED = {  # parameters of the released models, as their model cards and safe
 ACTIVE = {
     **{"mixtral_8x7b": 12.9, "qwen3_30b_a3b": 3.35, "olmoe_1b_7b": 1.28, "deepseek_v3": 37.55},
     **{"deepseek_v2": 21.38, "deepseek_v2_lite": 2.66, "qwen15_moe_a2_7b": 2.69},
+    "granite3_1b_a400m": 0.43,
     **{"gpt_oss_20b": 4.19, "gpt_oss_120b": 5.71, "glm45_air": 13.42, "ernie45_21b_a3b": 3.35},
 }
-"""Billions that a token goes through; printed are 13B (12.9B), 3B (3.3B), 1B (1.3B), 37B, 21B, 2.7B, 3B and,
+"""Billions that a token goes through; printed are 13B (12.9B), 3B (3.3B), 1B (1.3B), 37B, 21B, 2.7B, 3B, 0.4B and,
 without a token table, 2.4B, 3.6B, 5.1B and 12B."""
 SETTINGS: dict[str, tuple[float, float, int, float]] = {  # rope_theta, factor of llama3, context, norm's eps
     "llama2": (10_000.0, 1.0, 4096, 1e-5),
@@ -172,6 +174,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **{"hidden_size": 2048, "intermediate_size": 10_944, "moe_intermediate_size": 1408},
         **{"num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": 27},
         **{"n_group": 1, "topk_group": 1, "topk_method": "greedy", "q_lora_rank": None},
+    },
+    "granite3_1b_a400m": {
+        **{"model_type": "granitemoe", "hidden_size": 1024, "intermediate_size": 512, "vocab_size": 49_155},
+        **{"num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 8},
+        **{"num_local_experts": 32, "num_experts_per_tok": 8, "tie_word_embeddings": True},
+        **{"embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22},
+        **{"logits_scaling": 6.0, "max_position_embeddings": 4096, "rope_scaling": None},
     },
     "glm45_air": {
         **{"model_type": "glm4_moe", "attention_bias": True, "head_dim": 128, "partial_rotary_factor": 0.5},

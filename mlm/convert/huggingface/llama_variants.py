@@ -201,6 +201,12 @@ _LATENT: dict[str, tuple[str, hf.JSON]] = {
     "v_head_dim": ("v_head_dim", 128),
     "qk_nope_head_dim": ("unrotated_head_dim", 128),
 }
+_GRANITE: dict[str, tuple[str, hf.JSON]] = {
+    "embedding_multiplier": ("embedding_multiplier", 1.0),
+    "attention_multiplier": ("attention_multiplier", 1.0),
+    "residual_multiplier": ("residual_multiplier", 1.0),
+    "logits_scaling": ("logits_scaling", 1.0),
+}
 _ALL_SLIDE = ("sliding_window",)
 _LAST_SLIDE = ("sliding_window", "use_sliding_window", "max_window_layers")
 VARIANTS = {
@@ -271,12 +277,7 @@ VARIANTS = {
     "granite": Variant(
         classes="Granite",
         defaults=Defaults(4096, 11008, 32, 32, None, 2048, 32000),
-        fields={
-            "embedding_multiplier": ("embedding_multiplier", 1.0),
-            "attention_multiplier": ("attention_multiplier", 1.0),
-            "residual_multiplier": ("residual_multiplier", 1.0),
-            "logits_scaling": ("logits_scaling", 1.0),
-        },
+        fields=_GRANITE,
         fixed=_NO_BIAS | {"mlp_bias": (False,)},
         writes_head_dim="unusual",
     ),
@@ -404,6 +405,20 @@ VARIANTS = {
         window_keys=_ALL_SLIDE,
         block="block_sparse_moe",
         projections=("w1", "w3", "w2"),
+    ),
+    "granitemoe": Variant(
+        classes="GraniteMoe",
+        marks=("num_experts", "attention_multiplier"),
+        defaults=Defaults(4096, 11008, 32, 32, None, 2048, 32000),
+        fields=_experts("num_local_experts", 8, 2) | _GRANITE,
+        fixed=_NO_BIAS,
+        writes_head_dim="unusual",
+        block="block_sparse_moe",
+        router="router.layer",
+        all_experts=(
+            ("input_linear.weight", hf.ExpertRows(2)),
+            ("output_linear.weight", hf.ExpertRows()),
+        ),
     ),
     "ernie4_5_moe": Variant(
         classes="Ernie4_5_Moe",

@@ -271,6 +271,14 @@ ROWS: dict[str, Row] = {
         by_shape=_EVERY_HEAD,
         kept_null=("q_lora_rank",),
     ),
+    "granitemoe": Row(
+        "GraniteMoe",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12},
+            **{"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7},
+            **{"logits_scaling": 2.5, "tie_word_embeddings": True},
+        },
+    ),
     "glm4_moe": Row(
         "Glm4Moe",
         {

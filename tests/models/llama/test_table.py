@@ -286,6 +286,10 @@ def their_matrices(name: str) -> Iterator[Tensor]:
             yield from (part for one in value.mT for part in (one[::2], one[1::2]))
         elif stored.endswith("experts.down_proj"):
             yield from value.mT
+        elif stored.endswith("input_linear.weight"):  # [E, 2F, H]
+            yield from (part for one in value for part in one.chunk(2))
+        elif stored.endswith("output_linear.weight"):
+            yield from value
         else:
             yield value
 
