@@ -111,8 +111,8 @@ ACTIVE = {
     "granite3_1b_a400m": 0.43,
     **{"gpt_oss_20b": 4.19, "gpt_oss_120b": 5.71, "glm45_air": 13.42, "ernie45_21b_a3b": 3.35},
 }
-"""Billions that a token goes through; printed are 13B (12.9B), 3B (3.3B), 1B (1.3B), 37B, 21B, 2.7B, 3B, 0.4B and,
-without a token table, 2.4B, 3.6B, 5.1B and 12B."""
+"""Billions that a token goes through; printed are 13B (12.9B), 3B (3.3B), 1B (1.3B), 37B, 21B, 2.7B, 3B,
+0.4B and, without a token table, 2.4B, 3.6B, 5.1B and 12B."""
 SETTINGS: dict[str, tuple[float, float, int, float]] = {  # rope_theta, factor of llama3, context, norm's eps
     "llama2": (10_000.0, 1.0, 4096, 1e-5),
     "llama3": (500_000.0, 8.0, 131_072, 1e-5),
