@@ -8,7 +8,7 @@ between host and device that nobody waits for.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mlm.parallel.mailbox import Message
 from mlm.parallel.mesh import Axis
 from mlm.parallel.watch import Wait
 
@@ -33,7 +34,7 @@ class Pending:
     axis: Axis
     out: Tensor
     """Result of `wait`; not to be read or written before."""
-    work: "dist.Work | _Swap | None"
+    work: "dist.Work | Message | _Swap | None"
     """None where there was nothing to communicate."""
     ranks: tuple[int, ...] = ()
     """Global ranks that take part; empty for all of the axis."""
@@ -89,9 +90,21 @@ def start_all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.R
     held = for_transport(x, axis)
     with _watched("all_reduce", axis):
         if axis.swaps and op == dist.ReduceOp.SUM:
-            return Pending("all_reduce", axis, x, _Swap(held, axis), held=held)
+            swap = _start_message(held, axis, held, Tensor.add_) or _Swap(held, axis)
+            return Pending("all_reduce", axis, x, swap, held=held)
         work = dist.all_reduce(held, op=op, group=axis.group, async_op=True)
     return Pending("all_reduce", axis, x, work, held=held)
+
+
+def _start_message(
+    sent: Tensor, axis: Axis, target: Tensor, take: Callable[[Tensor, Tensor], Tensor]
+) -> Message | None:
+    """Begin to send `sent` to the other of two ranks, and to `take` into `target` what it sends.
+
+    None where gloo is to send it.
+    """
+    number = axis.mailbox.send(sent) if axis.swaps and axis.mailbox is not None else None
+    return None if number is None or axis.mailbox is None else Message(axis.mailbox, number, target, take)
 
 
 class _Swap:
@@ -121,6 +134,9 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     record(x, axis, is_sent=True)
     held, given = for_transport(out, axis), for_transport(x.contiguous(), axis)
     with _watched("all_gather", axis):
+        if axis.swaps and (swap := _start_message(given, axis, held[1 - axis.rank], Tensor.copy_)):
+            held[axis.rank] = given
+            return Pending("all_gather", axis, out, swap, held=held)
         work = gather_flat(held.view(-1), given.view(-1), group=axis.group, async_op=True)
     return Pending("all_gather", axis, out, work, held=held)
 
@@ -134,6 +150,11 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     record(x, axis, is_sent=True)
     held, given = for_transport(out, axis), for_transport(x.contiguous(), axis)
     with _watched("reduce_scatter", axis):
+        if axis.swaps:
+            own, others = (given.unflatten(0, (2, -1))[rank] for rank in (axis.rank, 1 - axis.rank))
+            if swap := _start_message(others, axis, held, Tensor.add_):
+                held.copy_(own)
+                return Pending("reduce_scatter", axis, out, swap, held=held)
         work = scatter_flat(held.view(-1), given.view(-1), group=axis.group, async_op=True)
     return Pending("reduce_scatter", axis, out, work, held=held)
 

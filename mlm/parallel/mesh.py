@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mlm.parallel.mailbox import Mailbox, open_mailbox
 from mlm.parallel.watch import Watch
 
 CPU = torch.device("cpu")
@@ -44,6 +45,8 @@ class Axis:
     nothing from device memory, and what else it takes from there differs by operation and PyTorch version."""
     swaps: bool = False
     """True if sums are made by sending each other whole tensors: between two ranks gloo's own are slower."""
+    mailbox: Mailbox | None = field(default=None, compare=False)
+    """Memory that two ranks of one host send each other messages through."""
 
 
 @dataclass(frozen=True)
@@ -221,5 +224,7 @@ def _make_axis(
             if rank in line:
                 is_gloo = dist.get_backend(group) == "gloo"
                 through_host, swaps = is_gloo and device.type == "cuda", is_gloo and len(line) == 2
-                axis = Axis(name, line.index(rank), len(line), group, tuple(line), watch, through_host, swaps)
+                at = line.index(rank)
+                mailbox = open_mailbox(group, at, timeout_s) if swaps else None
+                axis = Axis(name, at, len(line), group, tuple(line), watch, through_host, swaps, mailbox)
     return axis

@@ -17,7 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-TRANSPORT = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
+TRANSPORT = (
+    "gloo",
+    "nccl",
+    "shared memory",
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+)
 
 
 class LostPeer(RuntimeError):  # noqa: N818 - names the problem

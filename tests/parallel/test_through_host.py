@@ -66,7 +66,7 @@ def test_every_operation_gives_the_same_through_host_memory() -> None:
 
 
 def check_operations(ctx: ParallelContext) -> None:
-    staged = replace(ctx.tp, through_host=True)
+    staged = replace(ctx.tp, through_host=True, mailbox=None)  # which is written without it
     for name, run in OPERATION.items():
         x = torch.arange(8.0).view(4, 2) + 10 * ctx.rank
         expected = run(x.clone(), ctx.tp)
@@ -127,5 +127,6 @@ def test_device_tensors_go_through_the_host_over_gloo_only(
 ) -> None:
     monkeypatch.setattr(mesh.dist, "new_group", lambda *_, **__: cast(Any, object()))
     monkeypatch.setattr(mesh.dist, "get_backend", lambda *_: backend)
+    monkeypatch.setattr(mesh, "open_mailbox", lambda *_: None)
     axis = mesh._make_axis("tp", [[0, 1]], 0, 1.0, mesh.Watch(), torch.device(device))
     assert axis.through_host is expected
