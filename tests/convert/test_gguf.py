@@ -102,7 +102,6 @@ RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", PHI3),
     "seed_oss": ("SeedOss", {"head_dim": 16}),
     "deepseek_v2": ("DeepseekV2", DEEPSEEK | {"q_lora_rank": 12}),
-    "deepseek_v2 lite": ("DeepseekV2", DEEPSEEK | {"num_hidden_layers": 27}),
     "deepseek_v3 of several groups": (
         "DeepseekV3",
         DEEPSEEK | {"q_lora_rank": 12, "n_group": 4, "topk_group": 2, "rope_parameters": DEEPSEEK_YARN},
@@ -118,6 +117,7 @@ RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         GEMMA3 | {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL}},
     ),
+    "deepseek_v2 lite": ("DeepseekV2", DEEPSEEK | {"num_hidden_layers": 27}),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}),
 }
 REJECTED: dict[str, tuple[str, dict[str, Any]]] = {

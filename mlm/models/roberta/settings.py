@@ -44,6 +44,10 @@ def options_problem(model: ModelConfig) -> Problem | None:
     for name, value in model.options.items():
         if problem := option_problem(DEFAULTS, name, value):
             return problem
+    if (offset := position_offset(model)) > model.vocab_size:
+        key = "model.options.position_offset"
+        why = f"{key}={offset} is one after the id of padding, and model.vocab_size={model.vocab_size}"
+        return Problem((key, "model.vocab_size"), why, f"use {key}=2")
     pooler, key = option(model, "pooler_activation"), "model.options.pooler_activation"
     if pooler not in POOLERS:
         return Problem((key,), f"{key}={pooler} is none of ours", f"use {' or '.join(POOLERS)}")
