@@ -93,6 +93,10 @@ RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm, parallel, biases": ("StableLm", {"use_parallel_residual": True, "use_qkv_bias": True}),
     "nemotron": ("Nemotron", {"head_dim": 8}),
     "cohere": ("Cohere", {"logit_scale": 0.25, "pad_token_id": None}),
+    "cohere2": (
+        "Cohere2",
+        {"logit_scale": 0.25, "pad_token_id": None, "num_hidden_layers": 5, "sliding_window": 11},
+    ),
     "glm4": ("Glm4", GLM | {"head_dim": 16}),
     "olmo3": ("Olmo3", {"num_hidden_layers": 5, "sliding_window": 11}),
     "arcee": ("Arcee", {"head_dim": 8}),

@@ -63,6 +63,7 @@ TARGETS = {
     "stablelm": Target(name="STABLELM"),
     "nemotron": Target(name="NEMOTRON", activation="relu2", has_full_width=True),
     "cohere": Target(name="COMMAND_R"),
+    "cohere2": Target(name="COHERE2", fixed={"window_layers": "sssf", "rotary_layers": "rrrn"}),
     "glm4": Target(name="GLM4"),
     "olmo3": Target(name="OLMO2", fixed={"window_layers": "sssf", "window_rope_theta": 0.0}),
     "arcee": Target(name="ARCEE", has_pairs=True, activation="relu2"),

@@ -267,6 +267,10 @@ def test_what_transformers_does_not_compute_is_not_exported(
         ({"position_offset": 2.5}, "model.options.position_offset=2.5 must be a whole number"),
         ({"position_offset": -1}, "model.options.position_offset=-1 must be from 0"),
         (
+            {"position_offset": 62},
+            "model.options.position_offset=62 is one after the id of padding, and model",
+        ),
+        (
             {"pooler_activation": "elu"},
             "model.options.pooler_activation=elu is none of ours; use tanh or relu",
         ),
