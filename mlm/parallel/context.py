@@ -20,7 +20,7 @@ L = S/c tokens of a rank, P = L/2, D head_dim.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -133,6 +133,10 @@ class UnfusedKernel:
     drop: Drop | None = None
 
     def forward(self, block: KeyBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        parts = self._row_parts(block, q, k)
+        if len(parts) > 1:
+            results = [self.forward(part, q[:, :, rows], k, v) for part, rows in parts]
+            return torch.cat([y for y, _ in results], 2), torch.cat([sums for _, sums in results], 2)
         y = torch.empty_like(q)
         log_sum = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         for heads, shared in self._heads(q, k):
@@ -148,12 +152,21 @@ class UnfusedKernel:
         self, block: KeyBlock, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        parts = self._row_parts(block, q, k)
+        if len(parts) > 1:
+            sums = [torch.zeros_like(x, dtype=log_sum.dtype) for x in (k, v)]
+            for part, rows in parts:
+                dy_, q_, y_, log_sum_ = (x[:, :, rows] for x in (dy, q, y, log_sum))
+                dq[:, :, rows], *gradients = self.backward(part, dy_, q_, k, v, y_, log_sum_)
+                for total, gradient in zip(sums, gradients, strict=True):
+                    total += gradient
+            return dq, sums[0].to(k.dtype), sums[1].to(v.dtype)
         share, scale = q.shape[1] // k.shape[1], self._scale(q)
         for heads, shared in self._heads(q, k):
             dy_, q_, y_ = (x[:, heads].unflatten(1, (-1, share)) for x in (dy, q, y))  # [B, k, n/k, rows, D]
-            sums = log_sum[:, heads].unflatten(1, (-1, share))[..., None]
+            log_sums = log_sum[:, heads].unflatten(1, (-1, share))[..., None]
             scores, slope = self._scores(block, q[:, heads], k[:, shared], wants_slope=True)
-            p = torch.exp(scores - sums)
+            p = torch.exp(scores - log_sums)
             dp = (dy_ @ v[:, shared].unsqueeze(2).mT).to(p.dtype)
             dp = self._dropped(block, dp, heads) - (dy_ * y_).sum(-1, keepdim=True, dtype=p.dtype)
             ds = p * dp * scale
@@ -163,6 +176,13 @@ class UnfusedKernel:
             dk[:, shared] = (ds.mT @ q_).sum(2)
             dv[:, shared] = (dropped.mT @ dy_).sum(2)
         return dq, dk, dv
+
+    def _row_parts(self, block: KeyBlock, q: Tensor, k: Tensor) -> list[tuple[KeyBlock, slice]]:
+        """Parts of a block's queries whose scores of one head of keys are MOST_SCORES at most."""
+        b, n, rows, _ = q.shape
+        size = max(1, MOST_SCORES // (b * (n // k.shape[1]) * k.shape[2]))
+        first, parts = block.rows.start or 0, [slice(r, min(r + size, rows)) for r in range(0, rows, size)]
+        return [(replace(block, rows=slice(first + p.start, first + p.stop)), p) for p in parts]
 
     def _heads(self, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
         b, n, rows, _ = q.shape
