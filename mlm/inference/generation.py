@@ -21,6 +21,7 @@ from mlm.inference.trained import LoadedModel
 from mlm.models.backbone import Transformer
 from mlm.models.cache import DecodePass, KeyValueCache, PrefillPass, Reading
 from mlm.models.gpt2.model import GPT2
+from mlm.models.shape import architecture_of
 from mlm.parallel.collectives import broadcast
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
@@ -157,6 +158,7 @@ class _Reader:
 
     def __post_init__(self) -> None:
         self.model = self.trained.model
+        self.reread_length = architecture_of(self.trained.config.model).changes_positions_after + 1
         self.cache = KeyValueCache(self.options.batch_size, self.trained.config.model.max_positions)
 
     def advance(self, texts: Sequence[_Text]) -> list[int]:
@@ -164,6 +166,8 @@ class _Reader:
         for text in texts:
             if len(text.context) > self.cache.max_columns:
                 text.context = text.context[-max(1, self.cache.max_columns // 2) :]
+                text.read = 0
+            elif len(text.context) == self.reread_length:
                 text.read = 0
         self._fill(texts)
         last = torch.tensor([[text.context[-1]] for text in texts], device=self.ctx.device)
@@ -206,7 +210,7 @@ class _Reader:
                 read = texts[row].context[:-1]
                 tokens[number, : len(read)] = torch.tensor(read)
             batches.append(tokens.to(self.ctx.device))
-            passes.append(PrefillPass(self.cache, batch))
+            passes.append(PrefillPass(self.cache, batch, [len(texts[row].context) for row in batch]))
         if batches:
             self._pass(batches, passes)
 

@@ -4,6 +4,7 @@ Shapes: S sequence, B micro-batch, H hidden, t = tensor-parallel size, c = conte
 layers and stages the hidden states are [S/c, B, H], with sequence parallelism [S/(ct), B, H].
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -209,10 +210,13 @@ class Transformer(nn.Module):
                 x = layer(x, stream, spans, None, *angles)
         return self.apply_final_norm(x) if self.stage.is_last and self.config.norm == "pre" else x
 
-    def rotary(self, x: Tensor, positions: Tensor | None) -> Rotary | None:
+    def rotary(
+        self, x: Tensor, positions: Tensor | None, lengths: Sequence[int] | None = None
+    ) -> Rotary | None:
         """Return the angles of the queries and keys of hidden states `x`; None without rotary positions.
 
-        `positions` are [B or 1, S], of this cp rank's tokens; None for 0 … S - 1.
+        `positions` are [B or 1, S], of this cp rank's tokens; None for 0 … S - 1. `lengths` are those of each
+        text as far as it is read, where the pass reads a part of it; None for S.
         """
         return None
 

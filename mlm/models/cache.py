@@ -70,6 +70,8 @@ class PrefillPass:
     cache: KeyValueCache
     rows: Sequence[int]
     """Rows of the B sequences in the cache."""
+    lengths: Sequence[int] | None = None
+    """Tokens of each sequence with the one that is read after the pass; None for S."""
 
     documents: None = None
     wants_logits = False
@@ -100,6 +102,7 @@ class DecodePass:
         """`columns[b]` is the position of row b's token; `dtype` is the activations'."""
         self.cache, self.count, self.columns = cache, len(columns), max(columns) + 1
         self._positions, self._dtype = torch.tensor(columns, device=device), dtype  # [B]
+        self.lengths = [column + 1 for column in columns]
         self.documents = Documents(positions=self._positions.unsqueeze(1), spans=None)
         self._biases: dict[int, Tensor | None] = {}
         self._entries: tuple[Tensor | slice, slice, Tensor | int]

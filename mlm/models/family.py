@@ -63,6 +63,8 @@ class Architecture:
     """Bound of attention's scores; 0 for none."""
     embedding_multiplier: float = 1.0
     """Factor of the token table's rows as they enter the first layer."""
+    changes_positions_after: int = 0
+    """Tokens beyond which all positions of a text are encoded otherwise (longrope); 0 if they never are."""
     residual_multiplier: float = 1.0
     """Factor of the outputs of attention and MLP as they join the residual stream."""
     logit_multiplier: float = 1.0

@@ -292,9 +292,9 @@ class TestHub:
             assert not any(fnmatch("model.safetensors", pattern) for pattern in allow_patterns)
             return str(folder)
 
-        edit_config(folder, model_type="gemma2")
+        edit_config(folder, model_type="phimoe")
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-        with pytest.raises(UserError, match="model_type=gemma2"):
+        with pytest.raises(UserError, match="model_type=phimoe"):
             import_model(self.ID, tmp_path / "run", verify=False)
 
     def test_hub_that_does_not_answer_is_one_line_with_a_remedy(

@@ -107,6 +107,21 @@ def test_a_folder_is_read_and_continued_at_any_layout(tmp_path: Path, name: str,
     assert run_on_ranks(greedy, tmp_path, prompts, 9, tp=tp, pp=pp) == [want] * 4
 
 
+def test_texts_change_their_positions_where_those_of_transformers_do(tmp_path: Path) -> None:
+    """Of longrope, beyond the original context: prompts before, at and after it, read side by side."""
+    folder_of("phi3 with longrope", tmp_path)
+    edit_config(tmp_path, original_max_position_embeddings=10)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    prompts = [[3, 14, 15, 92, 65, 35, 89], [32, 38, 46, 26, 4, 33, 83, 27, 95, 2], [*range(13)], [9]]
+    want = []
+    for prompt in prompts:
+        tokens = torch.tensor([prompt])
+        for _ in range(14):  # without its cache
+            tokens = torch.cat([tokens, model(tokens, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+        want.append(tokens[0, len(prompt) :].tolist())
+    assert run_on_ranks(greedy, tmp_path, prompts, 14) == [want]
+
+
 def test_a_tied_output_layer_that_is_stored_is_compared_and_read_once(tmp_path: Path) -> None:
     model = their_model("qwen2")
     state = {**model.state_dict(), "lm_head.weight": model.model.embed_tokens.weight.clone()}
@@ -239,7 +254,28 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a scalar of nothing": ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
     "both ways": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
     "half a layer": ("qwen3", {"max_window_layers": 0.5}, "max_window_layers=0.5 must be a whole number"),
-    "another family": ("llama", {"model_type": "phimoe"}, "model_type=phimoe"),
+    "another family": ("llama", {"model_type": "phimoe"}, "model_type=phimoe is not a model of ours; supp"),
+    "a state-space model": ("llama", {"model_type": "mamba2"}, "mamba2 has state-space layers, which"),
+    "linear attention": ("llama", {"model_type": "qwen3_next"}, "qwen3_next has linear attention, which"),
+    "two stacks": ("llama", {"model_type": "t5"}, "model_type=t5 has an encoder and a decoder, which"),
+    "declared so": ("llama", {"model_type": "my_t5", "is_encoder_decoder": True}, "has an encoder and a dec"),
+    "pictures": ("llama", {"model_type": "llava", "vision_config": {}}, "model_type=llava reads pictures or"),
+    "one adapter's factors": (
+        "phi3 with longrope",
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0] * 3}},
+        "rope_short_factors=1.0 must be 4 numbers above 0",
+    ),
+    "factors in words": (
+        "phi3 with longrope",
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": "1", "long_factor": [2.0] * 3}},
+        "short_factor=1 must be a list of numbers above 0",
+    ),
+    "a fraction of nothing": (
+        "glm",
+        {"rope_parameters": None, "partial_rotary_factor": 0},
+        "partial_rotary_f",
+    ),
+    "no factor of logits": ("granite", {"logits_scaling": 0}, "logits_scaling=0 must be"),
 }
 """Model, changes of its config.json, what the error names."""
 

@@ -150,6 +150,8 @@ def model_problem(source: Source) -> str | None:
     ):
         given = f"model.options.attention_multiplier={settings.attention_multiplier:g}"
         return f"{given} is not supported; llama.cpp's {kind} has {scale:g}"
+    if settings.rope_scaling == "longrope":
+        return "model.options.rope_scaling=longrope is not supported: llama.cpp chooses its factors once"
     if settings.rope_scaling == "llama3" and target.name != "LLAMA":
         return f"llama.cpp has no {kind} with model.options.rope_scaling=llama3"
     if settings.rope_scaling == "yarn":

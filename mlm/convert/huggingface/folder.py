@@ -39,6 +39,27 @@ TOKENIZER = (
     *(TOKENIZER_SETTINGS, "added_tokens.json", "special_tokens_map.json"),
 )
 """Files of tokenizers; the last but one is read if there is no tokenizer.json."""
+MISSING_PARTS = {
+    "has state-space layers": (
+        *("mamba", "mamba2", "falcon_mamba", "falcon_h1", "jamba", "zamba", "zamba2", "bamba", "nemotron_h"),
+        "granitemoehybrid",
+    ),
+    "has linear attention": (
+        *(
+            "qwen3_next",
+            "qwen3_5_text",
+            "minimax",
+            "minimax_m1",
+            "kimi_linear",
+            "olmo_hybrid",
+            "rwkv",
+            "rwkv7",
+        ),
+    ),
+    "has recurrent or convolutional layers": ("recurrent_gemma", "lfm2", "lfm2_moe", "xlstm"),
+    "has an encoder and a decoder": ("t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian", "t5gemma"),
+}
+"""What model_types of transformers have that no model here has."""
 SMALL_FILES = (
     *(CONFIG, INDEX, *TOKENIZER, "generation_config.json"),
     *("chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
@@ -163,9 +184,21 @@ def read_settings(folder: Path) -> tuple[HuggingFaceMapping, dict[str, JSON], Mo
     if mapping is None:
         supported = ", ".join(by_type)
         given = f"model_type={show(raw.get('model_type'))}"
+        if part := missing_part(raw):
+            raise UserError(f"{path}: {given} {part}, which no model here computes; supported: {supported}")
         raise UserError(f"{path}: {given} is not a model of ours; supported: {supported}")
     config, notes = mapping.read(raw, path)
     return mapping, raw, config, tuple(map(Note, notes))
+
+
+def missing_part(config: Mapping[str, JSON]) -> str | None:
+    """Return what a model of a config.json has that none here has; None if unknown."""
+    if config.get("is_encoder_decoder") is True:
+        return "has an encoder and a decoder"
+    if config.keys() & {"vision_config", "audio_config"}:
+        return "reads pictures or sound"
+    model_type = str(config.get("model_type"))
+    return next((part for part, types in MISSING_PARTS.items() if model_type in types), None)
 
 
 def read_model(folder: Path) -> HFModel:

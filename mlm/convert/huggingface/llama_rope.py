@@ -31,9 +31,17 @@ _THEIRS = {
         "attention_factor": "rope_attention_factor",
         "truncate": "rope_truncate",
     },
+    "longrope": {
+        "factor": "rope_factor",
+        _ORIGINAL: "rope_original_positions",
+        "attention_factor": "rope_attention_factor",
+        "short_factor": "rope_short_factors",
+        "long_factor": "rope_long_factors",
+    },
 }
 """Scaling -> key of `transformers` -> our setting."""
-_REQUIRED = ("factor", "low_freq_factor", "high_freq_factor")
+_REQUIRED = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
+_LISTS = ("short_factor", "long_factor")
 _BETAS = ("beta_fast", "beta_slow")
 _MSCALES = ("mscale", "mscale_all_dim")
 """Of yarn: weights of the temperature's logarithm, whose ratio is an attention_factor (DeepSeek-V2)."""
@@ -66,6 +74,7 @@ def read_rope(
         key = f"{name}.{show(nested[0])}"
         raise ConfigError([f"{path}: {key}: settings of some layers alone are not supported"])
     scaling = given.get("rope_type", given.get("type", "default"))
+    scaling = "longrope" if scaling == "su" else scaling  # its first name
     if scaling not in ROPE_TYPES:
         listed, key = ", ".join(ROPE_TYPES), f"{name}.rope_type={show(scaling)}"
         raise ConfigError([f"{path}: {key} is not supported; supported: {listed}"])
@@ -127,6 +136,8 @@ def _resolved(
         inside = given.get(_ORIGINAL, positions)
         resolved[_ORIGINAL] = config.get(_ORIGINAL, inside) if _is_number(inside) else inside
     original: Any = resolved.get(_ORIGINAL)
+    if scaling == "longrope" and resolved.get("factor") is None and _is_number(original):
+        resolved["factor"] = max(positions / original, 1.0)
     if scaling != "yarn" or not _is_number(original):
         return resolved
     if "factor" in resolved and resolved["factor"] is None:
@@ -152,11 +163,15 @@ def _read_scaling(scaling: str, given: Mapping[str, JSON], place: str) -> Option
     for key, ours in known.items():
         value: Any = given.get(key)
         is_left_out = key not in given or (key in _BETAS and not value)
-        if key == "truncate" and (is_left_out or value is None or type(value) is bool):
+        if key in _LISTS and isinstance(value, list) and value and all(map(_is_number, value)):
+            options[ours] = " ".join(repr(float(number)) for number in value)
+        elif key == "truncate" and (is_left_out or value is None or type(value) is bool):
             options[ours] = is_left_out or value is True  # null is false in `transformers`
         elif is_left_out or (key == "attention_factor" and value is None):
             if key in _REQUIRED:
                 problems.append(f"{place}.{key} is missing, which {scaling} needs")
+        elif key in _LISTS:
+            problems.append(f"{place}.{key}={show(value)} must be a list of numbers above 0")
         elif not _is_number(value) or (key == _ORIGINAL and value != int(value)):
             kind = "a whole number" if key == _ORIGINAL else "a number"
             problems.append(f"{place}.{key}={show(value)} must be {kind} above 0")
@@ -193,10 +208,14 @@ def write_rope(
     values: dict[str, JSON] = {"rope_type": scaling}
     for key, ours in _THEIRS[scaling].items():
         value = getattr(settings, ours)
+        if key in _LISTS:
+            value = [float(number) for number in value.split()]
         if ours != "rope_attention_factor" or value:
             values[key] = value
     if settings.rope_mscale:
         values["mscale_all_dim"] = settings.rope_mscale
         if settings.rope_attention_factor == 1:  # of equal ones
             values["mscale"] = values.pop("attention_factor") * settings.rope_mscale
+    if scaling == "longrope":  # read beside it, too
+        keys[_ORIGINAL] = settings.rope_original_positions
     return {**keys, "rope_scaling": values}

@@ -247,6 +247,7 @@ VARIANTS = {
     "phi3": Variant(
         classes="Phi3",
         defaults=Defaults(3072, 8192, 32, 32, None, 4096, 32064, rotary_fraction=1.0, eps=1e-5),
+        absent={"original_max_position_embeddings": 4096},
         window_keys=_ALL_SLIDE,
         writes_head_dim="unusual",
         fuses_qkv=True,

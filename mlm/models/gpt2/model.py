@@ -181,7 +181,7 @@ class GPT2(Transformer):
         positions = None if reading.documents is None else reading.documents.positions
         if x is None:
             x = self.embed(tokens, None, positions)
-        rotary = self.rotary(x, positions)
+        rotary = self.rotary(x, positions, reading.lengths)
         angles = () if rotary is None else (rotary,)
         for layer in self.layers.values():
             x = layer(x, None, None, reading, *angles)

@@ -3,6 +3,7 @@
 Shapes: S sequence, B micro-batch, H hidden, t = tensor-parallel size.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -86,10 +87,10 @@ class Llama(GPT2):
     def vocabulary(self) -> VocabParallelEmbedding:
         return self.output if hasattr(self, "output") else self.token
 
-    def rotary(self, x: Tensor, positions: Tensor | None) -> Rotary:
+    def rotary(self, x: Tensor, positions: Tensor | None, lengths: Sequence[int] | None = None) -> Rotary:
         """Return the tables for all of S, of which `x` holds a part with sequence parallelism."""
+        length = x.shape[0] * (self.tp.size if self.sequence_parallel else 1)
         if positions is None:
-            length = x.shape[0] * (self.tp.size if self.sequence_parallel else 1)
             positions = torch.arange(length, device=x.device).unsqueeze(0)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         settings = LlamaSettings.of(self.config)
@@ -97,6 +98,12 @@ class Llama(GPT2):
         def angles(settings: LlamaSettings) -> Rotary:
             return Rotary.of(positions.t(), *frequencies(settings, dtype, x.device), x.dtype)
 
+        if settings.rope_scaling == "longrope":
+            shown = [length * self.cp.size] if lengths is None else lengths
+            choices = [frequencies(settings, dtype, x.device, is_long=is_long) for is_long in (False, True)]
+            is_long = [each > settings.rope_original_positions for each in shown]
+            chosen = torch.stack([choices[flag][0] for flag in is_long])  # [B or 1, R/2]
+            return Rotary.of(positions.t(), chosen.unsqueeze(1), choices[0][1], x.dtype)
         if settings.window and settings.window_rope_theta:
             plain = replace(settings, rope_theta=settings.window_rope_theta, rope_scaling="default")
             return replace(angles(settings), sliding=angles(plain))

@@ -7,6 +7,7 @@ by s lets positions s times as far apart look like pretraining's:
     llama3  long wavelengths only, with a ramp between (arXiv:2407.21783, section 3.4.2)
     yarn    by a dimension's rotations in the original context, with a ramp, and attention's temperature by a
             factor on queries and keys (arXiv:2309.00071, sections 3.2 and 3.4)
+    longrope  by searched factors, of short texts and of long ones (arXiv:2402.13753, section 3)
 
 Computed in float32, as the models were trained, unless activations are float64.
 """
@@ -19,8 +20,13 @@ from torch import Tensor
 from mlm.models.llama.settings import LlamaSettings
 
 
-def frequencies(settings: LlamaSettings, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float]:
-    """Return the frequencies [R/2] in radians a token, and the factor of cosines and sines."""
+def frequencies(
+    settings: LlamaSettings, dtype: torch.dtype, device: torch.device, *, is_long: bool = False
+) -> tuple[Tensor, float]:
+    """Return the frequencies [R/2] in radians a token, and the factor of cosines and sines.
+
+    `is_long`: of a text that is longer than the original context.
+    """
     size, scale = settings.rotary_dim, settings.rope_factor
     plain = 1.0 / settings.rope_theta ** (torch.arange(0, size, 2, dtype=dtype, device=device) / size)
     match settings.rope_scaling:
@@ -35,6 +41,11 @@ def frequencies(settings: LlamaSettings, dtype: torch.dtype, device: torch.devic
             factor = settings.rope_attention_factor or 0.1 * math.log(scale) + 1.0
             scaled = _yarn_ramp(plain, settings)
             return (1 - scaled) * plain + scaled * plain / scale, factor
+        case "longrope":
+            listed = settings.rope_long_factors if is_long else settings.rope_short_factors
+            factors = torch.tensor([float(n) for n in listed.split()], dtype=dtype, device=device)
+            usual = math.sqrt(1 + math.log(scale) / math.log(settings.rope_original_positions))
+            return plain / factors, settings.rope_attention_factor or usual
         case _:
             return plain, 1.0
 

@@ -12,9 +12,10 @@ from mlm.models.gpt2.family import decoder_problem
 from mlm.parallel.config import EXPERTS, RouterSettings
 from mlm.util.errors import ConfigError, Problem, format_value
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 SCALED = OnlyIf("rope_scaling", *ROPE_TYPES[1:])
 LLAMA3, YARN = OnlyIf("rope_scaling", "llama3"), OnlyIf("rope_scaling", "yarn")
+LONGROPE = OnlyIf("rope_scaling", "longrope")
 LATENT = OnlyIf("kv_lora_rank")
 
 
@@ -33,11 +34,11 @@ class LlamaSettings(RouterSettings):
     """Share of a head's dimensions that are turned, the first ones."""
     rope_scaling: str = "default"
     """Scaling of the frequencies for longer contexts: default (none), linear (arXiv:2306.15595), llama3
-    (arXiv:2407.21783, section 3.4.2) or yarn (arXiv:2309.00071)."""
+    (arXiv:2407.21783, section 3.4.2), yarn (arXiv:2309.00071) or longrope (arXiv:2402.13753)."""
     rope_factor: Annotated[float, SCALED] = 1.0
     """Factor by which the context becomes longer."""
-    rope_original_positions: Annotated[int, OnlyIf("rope_scaling", "llama3", "yarn")] = 0
-    """Context before scaling, in tokens, of llama3 and yarn; 0 means max_positions."""
+    rope_original_positions: Annotated[int, OnlyIf("rope_scaling", "llama3", "yarn", "longrope")] = 0
+    """Context before scaling, in tokens, of llama3, yarn and longrope; 0 means max_positions."""
     rope_low_freq_factor: Annotated[float, LLAMA3] = 1.0
     """Of llama3: wavelengths beyond the original context over this are scaled in full."""
     rope_high_freq_factor: Annotated[float, LLAMA3] = 4.0
@@ -46,8 +47,13 @@ class LlamaSettings(RouterSettings):
     """Of yarn: dimensions that turn more often in the original context stay."""
     rope_beta_slow: Annotated[float, YARN] = 1.0
     """Of yarn: dimensions that turn less often are scaled in full."""
-    rope_attention_factor: Annotated[float, YARN] = 0.0
-    """Of yarn: factor of cosines and sines; 0 means 0.1 ln(rope_factor) + 1."""
+    rope_short_factors: Annotated[str, LONGROPE] = ""
+    """Of longrope: a divisor of each frequency, separated by spaces, in passes up to the original context."""
+    rope_long_factors: Annotated[str, LONGROPE] = ""
+    """Of longrope: the same in longer passes."""
+    rope_attention_factor: Annotated[float, OnlyIf("rope_scaling", "yarn", "longrope")] = 0.0
+    """Of yarn and longrope: factor of cosines and sines; 0 means yarn's 0.1 ln(rope_factor) + 1 or
+    longrope's sqrt(1 + ln(rope_factor) / ln(rope_original_positions))."""
     rope_truncate: Annotated[bool, YARN] = True
     """Of yarn: round the dimensions where its ramp begins and ends to whole ones."""
     rope_mscale: Annotated[float, YARN] = 0.0
@@ -216,6 +222,9 @@ def architecture(model: ModelConfig) -> Architecture:
         attention_scale=settings.attention_multiplier or None,
         attention_softcap=settings.attention_softcap,
         embedding_multiplier=settings.embedding_multiplier,
+        changes_positions_after=(
+            settings.rope_original_positions if settings.rope_scaling == "longrope" else 0
+        ),
         residual_multiplier=settings.residual_multiplier,
         logit_multiplier=settings.logit_multiplier,
         is_parallel=settings.parallel,
@@ -331,6 +340,8 @@ def _problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
         yield "rope_theta", "must be greater than 1", "use 10000.0"
     if settings.rope_factor < 1:
         yield "rope_factor", "must be 1 or more", "use 1.0 for none"
+    if settings.rope_scaling == "longrope":
+        yield from _longrope_problems(settings)
     low, high = settings.rope_low_freq_factor, settings.rope_high_freq_factor
     if settings.rope_scaling == "llama3" and not 0 < low < high:
         why = f"must be greater than rope_low_freq_factor={low:g}, and that greater than 0"
@@ -339,6 +350,20 @@ def _problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
         why = f"must be at least rope_beta_slow={settings.rope_beta_slow:g}, and that greater than 0"
         yield "rope_beta_fast", why, "use 32.0 and 1.0"
     yield from _mixture_problems(model, settings)
+
+
+def _longrope_problems(settings: LlamaSettings) -> Problems:
+    count = settings.rotary_dim // 2
+    for name in ("rope_short_factors", "rope_long_factors"):
+        numbers = getattr(settings, name).split()
+        try:
+            is_valid = len(numbers) == count and all(0 < float(n) < math.inf for n in numbers)
+        except ValueError:
+            is_valid = False
+        if not is_valid:
+            yield name, f"must be {count} numbers above 0", "separate them by spaces"
+    if settings.rope_original_positions < 2:
+        yield "rope_original_positions", "must be 2 or more", "use the context of pretraining"
 
 
 def _pattern_problems(settings: LlamaSettings) -> Problems:

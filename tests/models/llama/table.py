@@ -106,6 +106,15 @@ _HIDDEN_IS_HEADS = {
     n: {"hidden_size": shape.num_attention_heads * shape.head_dim} for n, shape in enumerate(SHAPES)
 }
 _WIDE_HEADS = {n: {"hidden_size": 8 * shape.num_attention_heads} for n, shape in enumerate(SHAPES)}
+
+
+def _longrope(count: int) -> dict[str, Any]:
+    factors = [1 + 0.3 * n for n in range(count)]
+    long = [2 * factor for factor in factors]
+    shared = {"rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.75}
+    return {**shared, "short_factor": factors, "long_factor": long}
+
+
 ROWS: dict[str, Row] = {
     "llama": Row("Llama"),
     "llama tied, one kv head, geglu": Row(
@@ -156,6 +165,16 @@ ROWS: dict[str, Row] = {
         "Phi3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.75}},
         by_shape={0: {"hidden_size": 64}, 1: {"sliding_window": 7}, 2: {"sliding_window": 3}},
+        has_head_dim=False,
+    ),
+    "phi3 with longrope": Row(
+        "Phi3",
+        {"rope_parameters": _longrope(3), "hidden_act": "gelu"},
+        by_shape={
+            0: {"hidden_size": 32, "original_max_position_embeddings": 30},
+            1: {"original_max_position_embeddings": 4, "rope_parameters": _longrope(3)},
+            2: {"original_max_position_embeddings": 2, "rope_parameters": _longrope(5)},
+        },
         has_head_dim=False,
     ),
     "seed_oss": Row("SeedOss", {"attention_dropout": 0.0, "residual_dropout": 0.0}),
