@@ -102,6 +102,17 @@ RELEASED = {  # parameters of the released models, as their model cards and safe
     "granite3_1b_a400m": 1_334_628_352,
     "glm45_air": 106_852_245_504,
     "ernie45_21b_a3b": 21_825_436_160,
+    "phi4_mini": 3_836_021_760,
+    "phi4_14b": 14_659_507_200,
+    "granite3_2b": 2_533_539_840,
+    "granite3_8b": 8_170_864_640,
+    "glm4_9b": 9_400_279_040,
+    "seed_oss_36b": 36_151_104_512,
+    "ernie4_5_0_3b": 360_748_032,
+    "starcoder2_3b": 3_030_371_328,
+    "stablelm2_1_6b": 1_644_515_328,
+    "command_r_35b": 34_980_831_232,
+    "helium_2b": 2_172_643_840,
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
 }
@@ -157,7 +168,55 @@ _GPT_OSS = {
 }
 _OLMO2 = {"model_type": "olmo2", "rms_norm_eps": 1e-6, "rope_theta": 500_000, "vocab_size": 100_352}
 _OLMO2 |= {"max_position_embeddings": 4096}
+_GRANITE = {
+    **{"model_type": "granite", "vocab_size": 49_159, "num_hidden_layers": 40, "num_key_value_heads": 8},
+    **{"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 1e7},
+    **{"tie_word_embeddings": True, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
+}
+_PHI4_FACTORS = [
+    *(1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649),
+    *(2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845),
+    *(5.351743533, 5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158),
+    *(11.70738129, 13.09260651, 14.64173252, 16.37415215, 18.31155283, 20.47818807, 22.90118105),
+    *(25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71),
+    *(32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77),
+]
 CONFIGS: dict[str, dict[str, Any]] = {
+    "phi4_mini": {
+        **{"model_type": "phi3", "vocab_size": 200_064, "num_attention_heads": 24, "num_key_value_heads": 8},
+        **{"max_position_embeddings": 131_072, "partial_rotary_factor": 0.75, "sliding_window": 262_144},
+        **{"original_max_position_embeddings": 4096, "tie_word_embeddings": True},
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": _PHI4_FACTORS},
+    },
+    "phi4_14b": {
+        **{"model_type": "phi3", "vocab_size": 100_352, "hidden_size": 5120, "intermediate_size": 17_920},
+        **{"num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 10},
+        **{"max_position_embeddings": 16_384, "rope_theta": 250_000},
+    },
+    "granite3_2b": {
+        **_GRANITE,
+        **{"hidden_size": 2048, "intermediate_size": 8192},
+        **{"attention_multiplier": 0.015625, "logits_scaling": 8.0},
+    },
+    "granite3_8b": {
+        **_GRANITE,
+        **{"intermediate_size": 12_800, "attention_multiplier": 0.0078125, "logits_scaling": 16.0},
+    },
+    "glm4_9b": {"model_type": "glm4", "max_position_embeddings": 32_768, "rms_norm_eps": 1e-5},
+    "seed_oss_36b": {
+        **{"model_type": "seed_oss", "hidden_size": 5120, "rope_theta": 1e7, "attention_dropout": 0.0},
+    },
+    "ernie4_5_0_3b": {"model_type": "ernie4_5"},
+    "helium_2b": {"model_type": "helium"},
+    "starcoder2_3b": {
+        **{"model_type": "starcoder2", "max_position_embeddings": 16_384, "sliding_window": 4096},
+        "rope_theta": 999_999.4420358813,
+    },
+    "stablelm2_1_6b": {
+        **{"model_type": "stablelm", "vocab_size": 100_352, "hidden_size": 2048, "use_qkv_bias": True},
+        **{"intermediate_size": 5632, "num_hidden_layers": 24},
+    },
+    "command_r_35b": {"model_type": "cohere", "rope_theta": 8e6},
     "qwen15_moe_a2_7b": {
         **{"model_type": "qwen2_moe", "max_position_embeddings": 8192, "rope_theta": 1_000_000.0},
         **{"sliding_window": 32_768, "use_sliding_window": False, "max_window_layers": 21},
@@ -324,7 +383,8 @@ def test_llamas_have_the_settings_of_their_config_json(name: str) -> None:
 def test_presets_are_what_their_config_json_is_read_as(name: str) -> None:
     """From the keys that their releases hold, and the defaults of transformers for the others."""
     config = MAPPING.read(CONFIGS[name], "config.json")[0]
-    settings, usual = LlamaSettings.of(preset(name)), {name: DEFAULTS[name] for name in NOT_COMPUTED}
+    settings = LlamaSettings.of(preset(name))
+    usual = {name: DEFAULTS[name] for name in NOT_COMPUTED if name != "model_type"}
     assert replace(settings, **usual) == LlamaSettings.of(config)  # type: ignore[arg-type]
     assert replace(preset(name), options={}) == replace(config, options={})
 
