@@ -56,6 +56,7 @@ MODULES = {
     "mlm/parallel/pipeline/schedules.py": "api/pipeline.md",
     "mlm/parallel/pipeline/lower.py": "api/pipeline.md",
     "mlm/parallel/pipeline/engine.py": "api/pipeline.md",
+    "mlm/convert/huggingface/llama_variants.py": "reference/families.md",
     "mlm/models/backbone.py": "api/models.md",
     "mlm/models/gpt2/model.py": "api/models.md",
     "mlm/models/gpt2/family.py": "api/models.md",

@@ -9,6 +9,8 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
+import yaml
+
 from mlm.cli.command import Command
 from mlm.cli.commands import COMMANDS
 from mlm.cli.compose.command_help import composed_leaves
@@ -17,6 +19,9 @@ from mlm.cli.compose.help import EXIT_CODES, FLAGS, SPELLINGS
 from mlm.config.fields import Role
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.tree import MISSING_VALUE, Leaf, choices, describe_values
+from mlm.convert.huggingface.llama_variants import VARIANTS, Variant, model_type
+from mlm.models.config import ModelConfig
+from mlm.models.llama.settings import DEFAULTS
 from mlm.util.errors import format_value
 
 GROUPS = sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir())
@@ -126,6 +131,50 @@ def groups_index_page(groups: Iterable[str]) -> str:
     )
 
 
+def families_page() -> str:
+    """Models of `transformers` that model.kind=llama computes, from the table of its variants."""
+    presets: dict[str, list[str]] = {kind: [] for kind in VARIANTS}
+    folder = CONFIG_DIR / "model"
+    base = yaml.safe_load((folder / "llama.yaml").read_text("utf-8"))
+    for path in sorted(folder.glob("*.yaml")):
+        keys = yaml.safe_load(path.read_text("utf-8"))
+        if "llama" in keys.pop("defaults", []):
+            presets[model_type(ModelConfig(**(base | keys)))].append(path.stem)
+    rows = (
+        (f"`{kind}`", f"{row.classes}ForCausalLM", needs(row), listed(presets[kind]))
+        for kind, row in VARIANTS.items()
+    )
+    return (
+        "# Model families\n\nModels of `transformers` that `model.kind=llama` computes, generated from the "
+        "table that reads and writes them. Settings are `model.options.NAME`. Yi, TinyLlama, SmolLM 2, "
+        "Falcon 3 and other Llamas by another name declare `model_type=llama`.\n\n"
+        + table(("model_type", "class", "settings beside a Llama's", "presets"), rows)
+        + "\n"
+    )
+
+
+def needs(row: Variant) -> str:
+    """Options of a variant, and how its tensors lie otherwise."""
+    fields = (ours for ours, _ in row.fields.values() if ours in DEFAULTS)
+    layers = ("window_layers",) if row.sliding_layers or "layer_types" in row.layer_keys else ()
+    options = dict.fromkeys(
+        (
+            *(name for name, value in row.options.items() if value != DEFAULTS[name]),
+            *fields,
+            *(("window",) if row.window_keys else ()),
+            *layers,
+            *(("rotary_fraction",) if row.defaults.rotary_fraction is not None else ()),
+            *(("embedding_multiplier",) if row.scales_embedding else ()),
+            *(("tied",) if row.tied else ()),
+        )
+    )
+    stored = (
+        (row.rotates_neighbours, "rows of heads reordered, as neighbours turn together"),
+        (row.fuses_qkv or row.fuses_gate, "fused projections split"),
+    )
+    return "; ".join(filter(None, (listed(options), *(words for is_so, words in stored if is_so))))
+
+
 def listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
@@ -148,6 +197,7 @@ def pages() -> dict[str, str]:
     """Every page of the reference; composing all commands takes seconds."""
     return {
         "reference/index.md": index_page(),
+        "reference/families.md": families_page(),
         **{command_uri(command): command_page(command) for command in COMMANDS},
         "reference/groups/index.md": groups_index_page(GROUPS),
         **{group_uri(group): group_page(group) for group in GROUPS},
@@ -156,6 +206,7 @@ def pages() -> dict[str, str]:
 
 NAV: list[Any] = [
     "reference/index.md",
+    {"Model families": "reference/families.md"},
     {"Commands": [{f"mlm {command.name}": command_uri(command)} for command in COMMANDS]},
     {
         "Config groups": [

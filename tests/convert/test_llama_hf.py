@@ -324,7 +324,15 @@ def test_a_row_of_the_table_is_found_by_its_marks(kind: str) -> None:
     config = transformers.CONFIG_MAPPING[kind](**given)
     assert MAPPING.read(config.to_dict(), "config.json")[0] == model
     assert model_type(model) == kind
+    named = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "deepseek_v3", "olmo2", "gemma2"}
+    assert kind not in named or "model_type" not in model.options
     assert MAPPING.problem(model) is None
+
+
+def test_the_guide_shows_a_row_as_it_is() -> None:
+    guide = Path("scripts/docs/pages/guides/models.md").read_text()
+    (shown,) = re.findall(r"```python\n(    .granite.*?)```", guide, re.DOTALL)
+    assert shown in Path("mlm/convert/huggingface/llama_variants.py").read_text()
 
 
 NOT_EXPORTED: dict[str, tuple[dict[str, Any], str]] = {

@@ -1,7 +1,6 @@
 """The models of `transformers` that our Llama computes: a row of VARIANTS for each model_type.
 
-Keys of config.json and their defaults: the documentation of LlamaConfig, MistralConfig, Qwen2Config,
-Qwen3Config, MixtralConfig, Qwen3MoeConfig, OlmoeConfig and DeepseekV3Config
+Keys of config.json and their defaults: the documentation of LlamaConfig, MistralConfig and the others
 (https://huggingface.co/docs/transformers/model_doc/llama, …/mistral, …).
 """
 
@@ -62,7 +61,7 @@ class Variant:
     """Prefix of its classes."""
     marks: tuple[str, ...] = ()
     """Our options that such a model sets, maybe to a value (name=value), and of which no model of a row below
-    sets all."""
+    sets all. Without any a model is of this type only if model_type says so."""
     options: Mapping[str, bool | int | str] = field(default_factory=dict)
     """Options that all its models have, where ours have another default."""
     defaults: Defaults
@@ -680,4 +679,5 @@ def model_type(model: ModelConfig) -> str:
         found = getattr(settings, name)
         return found == value if value else bool(found)
 
-    return next(kind for kind, row in rows if all(map(has, row.marks)))
+    found = (kind for kind, row in rows if row.marks and all(map(has, row.marks)))
+    return next(found, "llama")
