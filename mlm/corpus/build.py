@@ -26,6 +26,7 @@ from mlm.util.errors import UserError, writing_to
 from mlm.util.files import digest_bytes, write_atomic
 from mlm.util.lock import Lock
 from mlm.util.ownership import claim_folder, claim_problems, delete_owned
+from mlm.util.system import available_cores
 from mlm.util.terminal import console, one_line
 
 WORK = "work"
@@ -129,7 +130,7 @@ def build(
     out: Path,
     screen: Console,
 ) -> Receipt:
-    run_stages(plan, plan.config.workers or len(os.sched_getaffinity(0)))
+    run_stages(plan, plan.config.workers or available_cores())
     facts = count_documents(plan) | {"not_read": not_read}
     reject_empty_parts(plan, facts)
     names = publish(plan, out)

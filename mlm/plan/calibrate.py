@@ -44,7 +44,7 @@ from mlm.training.memory import reuse_large_blocks
 from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
 from mlm.util.results import CALIBRATION_MARK, save_result
-from mlm.util.system import host_memory
+from mlm.util.system import available_cores, host_memory
 from mlm.util.terminal import console
 
 MOST_RANKS = 8
@@ -100,7 +100,7 @@ def run(config: PlanCalibrateConfig) -> int:
     elif device_kind(config.dist) == "cuda":
         local = config.ranks or max(1, torch.cuda.device_count())
     else:
-        local = config.ranks or min(len(os.sched_getaffinity(0)), MOST_RANKS)
+        local = config.ranks or min(available_cores(), MOST_RANKS)
     hosts = 1 if place is None else place.world_size // place.local_world_size
     parallel = ParallelConfig(tp=local, dp=hosts)
     job = CalibrationJob(out=config.out, max_waiting=config.max_waiting, dist=config.dist, parallel=parallel)

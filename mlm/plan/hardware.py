@@ -177,7 +177,8 @@ def calibrated() -> HardwareConfig | None:
 
 
 def cpu_name() -> str:
-    text = Path("/proc/cpuinfo").read_text("utf-8", errors="replace")
+    info = Path("/proc/cpuinfo")
+    text = info.read_text("utf-8", errors="replace") if info.exists() else ""
     match = re.search(r"^model name\s*:\s*(.+)", text, re.MULTILINE)
     return match[1].strip() if match else "CPU"
 

@@ -107,8 +107,13 @@ def measure_matmul(dtype: str, threads: int) -> float:
     return 2 * size**3 / best
 
 
+STATM = Path("/proc/self/statm")
+
+
 def memory_bytes(device: torch.device) -> int:
     """Return the peak bytes that this process allocated on a CUDA device; on CPU its resident set now."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    if not STATM.exists():  # macOS, which counts the peak in bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(STATM.read_text().split()[1]) * resource.getpagesize()

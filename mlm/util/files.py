@@ -131,9 +131,9 @@ def copy_bytes(source: Path, target: BinaryIO, count: int) -> None:
     """
     target.flush()
     with open(source, "rb", buffering=0) as f:
-        left = count
+        left, copies = count, hasattr(os, "copy_file_range")  # not on macOS
         try:
-            while left and (done := os.copy_file_range(f.fileno(), target.fileno(), left)):
+            while copies and left and (done := os.copy_file_range(f.fileno(), target.fileno(), left)):
                 left -= done
         except OSError:  # not supported between these files: the rest is copied below
             pass

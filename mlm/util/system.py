@@ -27,7 +27,8 @@ def host_memory() -> int:
 
 def available_memory() -> int:
     """Bytes of memory that this host's programs can still have, or less in a container."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf(pages)
     for line in MEMINFO.read_text().splitlines() if MEMINFO.exists() else ():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) << 10
@@ -45,13 +46,17 @@ def _cgroup_bytes(name: str) -> int | None:
 
 
 def available_cores() -> int:
-    return len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread of `parent` that started it ends, even by SIGKILL."""
-    pr_set_pdeathsig = 1  # linux/prctl.h
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    """Have the kernel kill this process when the thread of `parent` that started it ends, even by SIGKILL.
+
+    Linux alone does.
+    """
+    pr_set_pdeathsig, library = 1, ctypes.CDLL(None, use_errno=True)  # linux/prctl.h
+    if hasattr(library, "prctl"):
+        library.prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
 

@@ -84,7 +84,7 @@ class StagedFile:
         assert self._size, "nothing is staged"
         try:
             try:
-                return self._write(path, os.O_DIRECT)
+                return self._write(path, getattr(os, "O_DIRECT", 0))
             except OSError as e:
                 if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
@@ -100,7 +100,7 @@ class StagedFile:
                 torch.cuda.cudart().cudaHostUnregister(self._locked)
             self._memory = self._locked = None  # given back before the new one is taken
             self._memory = mmap.mmap(-1, padded)  # begins at a page
-            with suppress(OSError):  # a kernel without them
+            with suppress(OSError, AttributeError):  # a kernel without them
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
             if page_locked:
                 address = np.frombuffer(self._memory, np.uint8).ctypes.data
