@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from mlm.checkpoint.native.folders import locate
@@ -47,9 +48,11 @@ from mlm.data.chat_template import ChatTemplate
 from mlm.data.files_present import hub_id
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
-from mlm.models.lora import adapter_shards, merged_changes
+from mlm.models.lora import adapted_on_meta, adapter_shards, merged_changes, quantized_layers
+from mlm.optim.precision import DTYPES
 from mlm.parallel.low_rank import WeightChange
 from mlm.parallel.mesh import Axis
+from mlm.parallel.nf4 import rounded
 from mlm.runs.config import PretrainConfig
 from mlm.runs.folder import run_config
 from mlm.runs.saved import check_stored_parameters, trained_config
@@ -395,10 +398,25 @@ class Checkpoint(Source):
     def read(self, name: str, region: Region) -> Tensor:
         if self.base is None or f"model.{name}" in self.manifest.tensors:
             return self._read_stored("model", name, region)
-        change, value = self._change_of(name), self.base.read(name, region)
+        change = self._change_of(name)
+        if name in self.quantized:
+            slices = tuple(slice(o, o + n) for o, n in zip(region.offset, region.size, strict=True))
+            value = rounded(self.base.whole(name), self.trained_dtype)[slices]
+        else:
+            value = self.base.read(name, region)
         if change is None:
             return value
         return change.apply_to(value, region.within(Region.whole(region.size)), Axis("tp"))
+
+    @cached_property
+    def quantized(self) -> frozenset[str]:
+        """Weights of the base that the adapters were trained beside in 4 bits."""
+        chunk = adapted_on_meta(self.model, self.config.lora, layer_names(self.model))
+        return frozenset(f"{name}.weight" for name in quantized_layers(chunk, self.config.lora))
+
+    @property
+    def trained_dtype(self) -> torch.dtype:
+        return DTYPES[self.config.precision.dtype]
 
     def _read_stored(self, kind: str, name: str, region: Region) -> Tensor:
         if f"{kind}.{name}" not in self.manifest.tensors:

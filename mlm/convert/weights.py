@@ -1,9 +1,11 @@
 """The parameters of a live model from what a name holds: a checkpoint, a model folder, adapters on a base."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.format import CheckpointError, Manifest
@@ -15,6 +17,7 @@ from mlm.convert.huggingface.folder import SAVE_AGAIN, commit_of
 from mlm.convert.source import Checkpoint, ModelFolder, Source, digest_of_files
 from mlm.models.lora import adapter_shards, merged_changes
 from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.nf4 import NF4Weight, rounded
 from mlm.parallel.random import init_shard
 from mlm.parallel.sharding import ParameterShard
 from mlm.runs.folder import imported_state
@@ -38,6 +41,24 @@ def fill_parameters(
     Collective over all ranks. Raises UserError, also if the base is not the one of the adapters, and
     CorruptFileError; an error of one rank is raised on all.
     """
+    # of weights in 4 bits, plain ones on the host, rounded at the end
+    plain = {
+        shard.name: replace(
+            shard, parameter=nn.Parameter(torch.empty(weight.shape, dtype=weight.plain_dtype))
+        )
+        for shard in shards
+        if isinstance(weight := shard.parameter, NF4Weight)
+    }
+    manifest = _fill([plain.get(shard.name, shard) for shard in shards], source, ctx, initialize=initialize)
+    for shard in shards:
+        if isinstance(weight := shard.parameter, NF4Weight):
+            weight.fill(plain.pop(shard.name).parameter)
+    return manifest
+
+
+def _fill(
+    shards: Sequence[ParameterShard], source: Source, ctx: ParallelContext, *, initialize: bool
+) -> Manifest:
     if isinstance(source, ModelFolder):
         return _fill_from_folder(shards, source, ctx, initialize=initialize)
     assert isinstance(source, Checkpoint), "other formats are converted first"
@@ -46,7 +67,7 @@ def fill_parameters(
         held = [s for s in shards if f"model.{s.name}" in stored or not s.name.startswith("pooler.")]
         return _load(source, model_shards(held), ctx)
     rest = [s for s in shards if f"model.{s.name}" not in stored]
-    below = fill_parameters(rest, source.base, ctx, initialize=initialize)
+    below = _fill(rest, source.base, ctx, initialize=initialize)
     if below.digest != source.base_digest:
         raise UserError(
             f"{source.path}: its adapters are of the base {source.base_digest}, and {source.base_name} is "
@@ -79,6 +100,9 @@ def _add_adapters(
     wanted = {f"model.{name}": TensorShard.whole(x) for name, x in adapters.items()}
     manifest = _load(source, wanted | model_shards(head), ctx)
     by_name = {shard.name: shard for shard in shards}
+    for name in source.quantized:
+        if (shard := by_name.get(name)) is not None:
+            shard.parameter.copy_(rounded(shard.parameter, source.trained_dtype))
     for name, change_of in merged_changes(model, lora, names, adapters).items():
         if (shard := by_name.get(name)) is not None:
             change = change_of()

@@ -31,6 +31,9 @@ class LoraConfig:
     """Dropout on the inputs of adapters, but those of routed experts."""
     rslora: Annotated[bool, ADAPTED, Aliases("use_rslora")] = False
     """Scale by alpha / sqrt(rank), which keeps large ranks as strong (arXiv:2312.03732)."""
+    quantize: Annotated[Literal["none", "nf4"], ADAPTED, Aliases("load_in_4bit")] = "none"
+    """Numbers that the frozen weights of the transformer layers' linear layers are held in, but of routed
+    experts: nf4 takes 4.5 bits each (arXiv:2305.14314), none the compute dtype's."""
     dora: Annotated[bool, ADAPTED, Aliases("use_dora")] = False
     """Train norms of a weight's rows, but of routed experts, apart from directions (arXiv:2402.09353)."""
 

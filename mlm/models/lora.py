@@ -53,6 +53,12 @@ def add_adapters(chunk: Transformer, lora: LoraConfig, names: LayerNames) -> Non
             layer.register_forward_pre_hook(partial(_set_stream, adapters))
 
 
+def quantized_layers(chunk: Transformer, lora: LoraConfig) -> dict[str, nn.Module]:
+    """Return the layers whose weights `lora` holds in 4 bits, by name."""
+    kinds = (ColumnParallelLinear, RowParallelLinear) if lora.quantize == "nf4" else ()
+    return {name: m for name, m in chunk.layers.named_modules(prefix="layers") if isinstance(m, kinds)}
+
+
 def _is_named(name: str, targets: Iterable[str]) -> bool:
     return any(name == target or name.endswith(f".{target}") for target in targets)
 

@@ -113,7 +113,7 @@ class CachedHalfParams:
             if isinstance(module, ComputesInHalf):
                 for name, passes_grad in module.cached_half_params(dtype).items():
                     parameter = getattr(module, name, None)
-                    if parameter is not None and parameter.dtype != dtype:
+                    if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
                         self.reads.append((module, name, passes_grad))
         self.dtype = dtype
         self.copies: list[Tensor] = []

@@ -20,6 +20,7 @@ from mlm.parallel.collectives import reduce_from_tp, scatter_sequence
 from mlm.parallel.compute_state import ComputesInHalf, choose_copy
 from mlm.parallel.linear import column_parallel_linear, linear, row_parallel_linear
 from mlm.parallel.mesh import Axis
+from mlm.parallel.nf4 import linear_weight
 from mlm.parallel.random import init_parameters
 from mlm.util.errors import type_of
 
@@ -114,7 +115,7 @@ class ColumnParallelLinear(TensorParallelLayer):
         super().__init__(tp=tp, sequence_parallel=sequence_parallel, init_std=init_std)
         self.replicas = replicas
         shard_size = split(out_features * replicas, "out_features", self.tp)
-        self.weight = nn.Parameter(torch.empty(shard_size, in_features))  # [O r/t, I]
+        self.weight = linear_weight(shard_size, in_features)  # [O r/t, I]
         self.bias = nn.Parameter(torch.zeros(shard_size)) if bias else None  # [O r/t]
         self.initialise(init_seed)
 
@@ -152,7 +153,7 @@ class RowParallelLinear(TensorParallelLayer):
     ) -> None:
         super().__init__(tp=tp, sequence_parallel=sequence_parallel, init_std=init_std)
         shard_size = split(in_features, "in_features", self.tp)
-        self.weight = nn.Parameter(torch.empty(out_features, shard_size))  # [O, I/t]
+        self.weight = linear_weight(out_features, shard_size)  # [O, I/t]
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None  # [O], replicated
         self.initialise(init_seed)
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from mlm.data.sampler import MicroBatch, collate
 from mlm.optim.adamw import moments
 from mlm.parallel.matmul import prepare_products
 from mlm.parallel.mesh import ParallelContext, build_mesh
+from mlm.parallel.nf4 import held_tensors
 from mlm.parallel.pipeline.actions import SENDS_KEPT
 from mlm.parallel.pipeline.engine import NOTHING
 from mlm.plan.dry_run_memory import CASTS, GRADIENTS, STATE, TABLES, WEIGHTS, Log
@@ -186,7 +187,8 @@ def tag_state(trainer: Trainer[MicroBatch], meter: Meter) -> None:
     meter.tag([x for x in state if isinstance(x, Tensor)], STATE)
     for chunk in trainer.model.chunks:
         meter.tag(chunk.buffers(), TABLES)
-    meter.tag([shard.parameter for shard in trainer.shards], WEIGHTS)
+    held = [held_tensors(shard.parameter) for shard in trainer.shards]
+    meter.tag(chain.from_iterable(held), WEIGHTS)
     for reducer in trainer.reducers:
         meter.tag([bucket.flat for bucket in getattr(reducer, "buckets", ())], GRADIENTS)
 

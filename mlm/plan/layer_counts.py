@@ -47,7 +47,7 @@ class ShardSize:
 
     rows: int
     columns: int
-    weight_bytes: int
+    weight_bytes: float
     """Of an element."""
     state_bytes: int
     """Of an element: the optimizer's moments; 0 of a frozen one."""
@@ -61,6 +61,9 @@ class ShardSize:
     @property
     def size(self) -> int:
         return self.rows * self.columns
+
+    def held_bytes(self, elements: int) -> int:
+        return round(self.weight_bytes * elements)
 
     def share(self, rank: int, ranks: int) -> int:
         """Elements of one of `ranks` that shard the rows as torch.chunk does."""
@@ -144,7 +147,7 @@ class LayerCounts:
                 size = ShardSize(
                     rows=rows,
                     columns=p.numel() // max(rows, 1),
-                    weight_bytes=p.element_size(),
+                    weight_bytes=getattr(p, "element_bytes", p.element_size()),
                     state_bytes=sum(
                         state[name].element_size()
                         for name in moments(trainer.optimizer, shard)

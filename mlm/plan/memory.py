@@ -137,13 +137,13 @@ class MemoryModel:
                 else:
                     size = n * shard.share(rank, ranks)
                 parameters += size
-                weights += shard.weight_bytes * size
+                weights += shard.held_bytes(size)
                 optimizer += shard.state_bytes * size
                 cast += shard.cast_bytes * shard.size * n
                 gathered += shard.size * n * (not shard.is_whole)
                 if shard.is_trained:
-                    gradients += shard.weight_bytes * size
-                    full_gradients += shard.weight_bytes * shard.size * n
+                    gradients += shard.held_bytes(size)
+                    full_gradients += shard.held_bytes(shard.size * n)
         sizes = {home: self.counts.elements(split, home) for home in homes}
         layer = max((size for home, size in sizes.items() if home.isdigit()), default=0)
         ends = sum(size for home, size in sizes.items() if not home.isdigit())
@@ -234,7 +234,7 @@ class MemoryModel:
         if waits and layout.zero == 0 and layout.dp * layout.cp > 1:
             # losses add to the head's gradient, which joins the flat buffer in the first backward pass
             last = self.counts.state(layout.split, LAST)
-            waiting += sum(shard.weight_bytes * shard.size for shard in last if shard.is_trained)
+            waiting += sum(shard.held_bytes(shard.size) for shard in last if shard.is_trained)
         return waiting + max(usual - later, 0.0) + (max(first - usual, 0.0) if is_first else 0.0)
 
 

@@ -275,6 +275,20 @@ def _average_is_of_whole_weights(config: PretrainConfig, _: Launch) -> Problem |
     return Problem(("ema.decay", "lora.rank"), problem, "use ema.decay=0, or lora.rank=0")
 
 
+def four_bits_fit(config: Any, _: Launch) -> Problem | None:
+    """The problem of weights in 4 bits with what computes in, or shards, plain ones."""
+    if config.lora.quantize == "none":
+        return None
+    problem = f"lora.quantize={config.lora.quantize}: "
+    if config.parallel.zero:
+        fix = "use zero=0, or lora.quantize=none"
+        return Problem(("lora.quantize", "zero"), f"{problem}zero shards plain weights", fix)
+    if config.compile:
+        fix = "use compile=false"
+        return Problem(("lora.quantize", "compile"), f"{problem}torch.compile does not trace it", fix)
+    return None
+
+
 USER_CODE_RULES = (
     optimizer_works,
     lambda config, _: _user_code_problem(_check_patterns, config.optimizer, config.model),
@@ -307,6 +321,7 @@ PRETRAIN_RULES = (
     lambda config, _: present.checkpoint(config.ckpt),
     _adapters_have_a_base,
     _average_is_of_whole_weights,
+    four_bits_fit,
 )
 
 

@@ -42,7 +42,7 @@ IDENTITY = (
         "max_ngram eod_id",
     ),
     "optimizer.kind",
-    *_keys("lora.", "rank alpha targets rslora dora"),
+    *_keys("lora.", "rank alpha targets rslora dora quantize"),
 )
 """Keys that may not change: the run would be another one."""
 DATA = _keys("data.", "path train blend tokenizer")

@@ -23,6 +23,7 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.nf4 import frozen_in
 from mlm.parallel.pipeline.actions import Instruction
 from mlm.parallel.pipeline.engine import ChunkGradients, PlanObserver, Stages, run_plan
 from mlm.parallel.pipeline.lower import lower
@@ -64,7 +65,8 @@ class PipelinedModel:
         if stages is None:
             stages = split_layers(model.num_layers, ctx.pp.size * parallel.vp)[ctx.pp.rank :: ctx.pp.size]
         master_dtype = parameter_dtype(precision)
-        with torch.device(ctx.device), default_dtype(self.dtype if lora.rank else master_dtype):
+        dtype = self.dtype if lora.rank else master_dtype
+        with torch.device(ctx.device), default_dtype(dtype), frozen_in(lora.quantize):
             self.chunks = [
                 family_of(model.kind)
                 .model(
@@ -77,7 +79,7 @@ class PipelinedModel:
                     cp=ctx.cp,
                     experts=ctx.experts,
                 )
-                .to(self.dtype if lora.rank else master_dtype)
+                .to(dtype)
                 for stage in stages
             ]
         if lora.rank:

@@ -13,6 +13,7 @@ from mlm.runs.corpora import corpus_problems, validation_prefixes
 from mlm.runs.tokenizer import corpus_tokenizer_errors, tokenizer_of, vocabulary_problem
 from mlm.tracking.config import missing_extras
 from mlm.util.errors import Problem, UserError
+from mlm.util.extras import load_extra
 from mlm.util.lock import LOCK, single_writer
 from mlm.util.ownership import CHECKPOINTS, claim_problems
 from mlm.util.system import resolve
@@ -55,6 +56,8 @@ def run_start_problems(config: PretrainConfig, *, compares: bool = True) -> list
         if config.lora.rank:
             names = resolve("mlm.convert.huggingface.families:layer_names")(config.model)
             resolve("mlm.models.lora:adapted_on_meta")(config.model, config.lora, names)
+            if config.lora.quantize != "none":
+                load_extra("bitsandbytes", f"lora.quantize={config.lora.quantize}", "nf4")
         if config.ckpt or config.checkpoint.from_run or _holds_saves(folder):
             problems += resolve("mlm.training.resume:start_problems")(config, compares=compares)
         if not problems and read_rank_place(os.environ) is None:

@@ -60,10 +60,13 @@ def build_model(
     """
     choose_kernels(config, device, one_shape=one_shape)
     model = PipelinedModel(config.model, config.parallel, config.precision, ctx, config.lora, stages)
-    is_compiled = should_compile(config.compile, device)
+    choice = (
+        config.compile if config.lora.quantize == "none" else False
+    )  # the compiler traces no weights in 4 bits
+    is_compiled = should_compile(choice, device)
     for chunk in model.chunks:
         init_parameters(chunk, config.seed, ctx.tp)
-        compile_layers(chunk.layers.values(), config.compile, device, graphs=bool(config.cuda_graphs))
+        compile_layers(chunk.layers.values(), choice, device, graphs=bool(config.cuda_graphs))
         if is_compiled:
             model.casts.exclude(chunk.layers.values())
         for module in chunk.modules():
