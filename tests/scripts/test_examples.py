@@ -139,6 +139,10 @@ def test_the_notebook_leads_from_a_base_to_merged_weights(
     cells = json.loads((EXAMPLES / "laptop_chat.ipynb").read_text())["cells"]
     source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     assert "STEPS = 300" in source
+    outputs = [output for cell in cells for output in cell.get("outputs", ())]
+    assert any("image/png" in output.get("data", ()) for output in outputs)
+    assert "tp=2 × pp=1" in "".join(line for output in outputs for line in output.get("text", ()))
+    monkeypatch.setenv("MPLBACKEND", "Agg")
     exec(source.replace("STEPS = 300", "STEPS = 2"), {})
     assert (tmp_path / "merged" / "model.safetensors").is_file()
     assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
