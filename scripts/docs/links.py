@@ -16,6 +16,7 @@ GATHERED = {
     "README.md": "index.md",
     "scripts/reproduce/README.md": "guides/reproduce.md",
     "scripts/slurm/README.md": "guides/slurm.md",
+    "scripts/docker/README.md": "guides/docker.md",
     "scripts/docs/design.md": "explanation/design.md",
     "scripts/docs/what-holds.md": "explanation/what-holds.md",
     "scripts/docs/measurements.md": "explanation/measurements.md",
