@@ -123,7 +123,7 @@ def test_a_resumed_average_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) 
         assert torch.equal(averages(second)[name], x), name
 
 
-@pytest.mark.parametrize(("before", "after"), [(0.0, DECAY), (DECAY, 0.0), (DECAY, 0.5)])
+@pytest.mark.parametrize(("before", "after"), slow_but({0}, [(0.0, DECAY), (DECAY, 0.0), (DECAY, 0.5)]))
 def test_an_average_may_begin_end_and_change_on_resume(tmp_path: Path, before: float, after: float) -> None:
     """One that begins is, after a step, that step's weights."""
     first = Trainer(averaged(before, out=str(tmp_path)), shape_context())
@@ -154,6 +154,7 @@ def test_reshard_writes_the_average_as_weights_of_their_own(tmp_path: Path) -> N
     assert not torch.equal(mean, last)
 
 
+@pytest.mark.slow
 def test_what_holds_no_average_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*TINY, "ema.decay=0", "train.steps=1", "train.validate_every=0", f"out={tmp_path / 'run'}"]
     assert main(["pretrain", *words]) == 0

@@ -15,12 +15,13 @@ from mlm.corpus.train_tokenizer import train_bpe
 from mlm.util.lock import single_writer
 from tests.data.corpora import write_corpus
 from tests.finetune.chats import write_chats, write_llama
+from tests.slow import slow, slow_but
 from tests.training.records import losses, records
 
 TINY = """
     model=gpt2_tiny model.vocab_size=400 data.seq_length=32 train.global_batch_size=4 train.micro_batch_size=4
-    train.validate_every=0 schedule=constant optimizer.lr=1e-3 log.every=1 log.live=off dist.device=cpu
-    checkpoint.save_every=2 checkpoint.keep_every=2
+    train.steps=1 train.validate_every=0 schedule=constant optimizer.lr=1e-3 log.every=1 log.live=off
+    dist.device=cpu checkpoint.save_every=2 checkpoint.keep_every=2
 """.split()  # noqa: SIM905
 
 
@@ -42,7 +43,7 @@ def begin(root: Path, out: str, *words: str) -> list[str]:
     return ["pretrain", *TINY, *words, f"out={root / out}"]
 
 
-@pytest.mark.parametrize("start", ["run", "step"])
+@pytest.mark.parametrize("start", slow_but({1}, ["run", "step"]))
 def test_resume_continues_in_another_folder_bit_for_bit(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], start: str
 ) -> None:
@@ -73,6 +74,7 @@ def test_ckpt_begins_a_new_run_at_step_0_with_other_settings(made: Path, tmp_pat
     assert fresh < losses(made / "run")[0] - 0.05  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_ckpt_of_adapters_begins_with_what_they_make_of_their_base(made: Path, tmp_path: Path) -> None:
     lora = begin(tmp_path, "lora", f"ckpt={made / 'run'}", "lora.rank=2", "train.steps=2", "optimizer.lr=0.1")
     assert main([*lora, f"data.path={made / 'a'}"]) == 0
@@ -205,9 +207,18 @@ REFUSALS: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     ),
 }
 """What a start rejects, and a part of the line."""
+SLOW = (
+    "folder of other tokens",
+    "base of other tokens",
+    "replaced corpus",
+    "other base",
+    "damage",
+    "finetuning with seeds",
+)
+"""Cases that train first, or whose check another case has."""
 
 
-@pytest.mark.parametrize("case", REFUSALS)
+@pytest.mark.parametrize("case", [slow(case) if case in SLOW else case for case in REFUSALS])
 def test_check_says_what_the_start_says(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
@@ -239,6 +250,7 @@ def test_check_of_a_folder_that_another_run_writes_says_so_and_makes_nothing(
     assert "in use by process" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_other_tokens_may_be_wanted(made: Path, tmp_path: Path) -> None:
     words = [*other_tokens(made, tmp_path), "data.change=true", "train.steps=1"]
     assert main(words) == 0

@@ -55,7 +55,7 @@ def test_a_run_ends_after_so_many_validations_without_a_lower_loss(run: Path) ->
     assert "best checkpoint" in (run / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["best", "."])
+@pytest.mark.parametrize("name", slow_but({1}, ["best", "."]))
 def test_the_best_weights_score_what_their_validation_did(
     run: Path, corpus: Path, tmp_path: Path, name: str
 ) -> None:
