@@ -168,8 +168,8 @@ class _Fp8Linear(torch.autograd.Function):
         deferred: DeferredWeightGrads | None,
         fused_grad: Tensor | None,
     ) -> Tensor:
-        x8, saved = in_fp8.cast(x.reshape(-1, x.shape[-1]), in_fp8.NARROW), list[Tensor]()
-        w8 = weight_8
+        x8, w8 = in_fp8.cast(x.reshape(-1, x.shape[-1]), in_fp8.NARROW), weight_8
+        saved: list[Tensor] = []
         if w8 is None:
             saved = [choose_copy(weight_copy, weight, x.dtype)]  # cast again in backward, not kept
             w8 = in_fp8.cast(saved[0].to(x.dtype), in_fp8.NARROW)

@@ -184,6 +184,23 @@ def test_a_linear_layer_casts_each_operand_once(
         assert torch.equal(ours, theirs)
 
 
+def test_an_8_bit_layer_is_one_graph_for_the_compiler() -> None:
+    """Bits of the layer as it is, with the weights of this step and of the next."""
+    x, weight = operand(R, 2, IN).requires_grad_(), operand(OUT, IN, seed=1).float().requires_grad_()
+    dy, compute = operand(R, 2, OUT, seed=2), ComputeState(fp8=True)
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        return linear(x, weight, compute=compute)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for scale in (1, 2):
+        compute.weight_8 = fp8.cast(scale * weight.detach().bfloat16(), NARROW)
+        ours, theirs = (
+            (y := f(x, weight), *torch.autograd.grad(y, (x, weight), dy)) for f in (run, compiled)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 @pytest.mark.parametrize("outputs", [OUT, 24])
 def test_8_bit_layers_are_those_of_torchao(outputs: int) -> None:
     """Scales of whole tensors taken from them, E4M3 forward and E5M2 gradients; 24 outputs stay bfloat16."""
