@@ -184,6 +184,7 @@ def test_a_linear_layer_casts_each_operand_once(
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_an_8_bit_layer_is_one_graph_for_the_compiler() -> None:
     """Bits of the layer as it is, with the weights of this step and of the next."""
     x, weight = operand(R, 2, IN).requires_grad_(), operand(OUT, IN, seed=1).float().requires_grad_()
