@@ -295,6 +295,8 @@ def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
     is_usual = settings.head_dim == model.hidden_size // model.num_heads
     if row.writes_head_dim == "never" or (row.writes_head_dim == "unusual" and is_usual):
         del config["head_dim"]
+    if "rope_parameters" in row.absent and settings.rope_scaling == "default":
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": settings.rope_theta}
     if settings.kv_lora_rank:
         config["qk_nope_head_dim"] = settings.head_dim - settings.rope_head_dim
     names = hf.ACTIVATIONS[model.activation]

@@ -321,6 +321,14 @@ ROWS: dict[str, Row] = {
         },
         has_head_dim=False,
     ),
+    "gpt_oss without scaling": Row(
+        "GptOss",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 3, "intermediate_size": 8},
+            "layer_types": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
+        },
+    ),
     "gpt_oss": Row(
         "GptOss",
         {
