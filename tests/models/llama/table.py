@@ -326,7 +326,7 @@ ROWS: dict[str, Row] = {
         {
             **{"num_local_experts": 4, "num_experts_per_tok": 3, "intermediate_size": 8},
             "layer_types": None,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
     "gpt_oss": Row(
