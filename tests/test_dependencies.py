@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
-COMES_WITH = {"tqdm": "lm-eval"}
-"""Modules that are imported only beside a library that brings them."""
+COMES_WITH = {"tqdm": "lm-eval", "triton": "torch"}
+"""Modules that are imported only beside a library that brings them: triton with torch for a GPU."""
 
 
 def distribution(requirement: str) -> str:
