@@ -159,6 +159,33 @@ def test_adapters_of_a_wrapped_model_are_read(
     torch.testing.assert_close(ours(tmp_path / "run"), want)
 
 
+FUSED = {
+    "of all, with magnitudes": LoraConfig(rank=3, dora=True),
+    "of queries, by the square root": LoraConfig(rank=3, targets=("query", "down"), rslora=True),
+    "of keys and values, with magnitudes": LoraConfig(rank=3, targets=("kv",), dora=True),
+}
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_adapters_of_parts_of_a_fused_weight_are_one_adapter_of_peft(tmp_path: Path, case: str) -> None:
+    """Phi-3's qkv_proj is two layers here: their ranks are stacked, and stay so when read again."""
+    write_llama(tmp_path / "llama", kind="Phi3")
+    write_chats(tmp_path / "chat", train=4, validation=2)
+    training.run(replace(chatting(tmp_path), lora=FUSED[case], out=str(tmp_path / "run")), ParallelContext())
+    export_hf(tmp_path / "run", tmp_path / "peft")
+    want = ours(tmp_path / "run")
+    assert not torch.allclose(theirs(tmp_path / "llama"), want, atol=1e-3)
+    torch.testing.assert_close(theirs(tmp_path / "llama", tmp_path / "peft"), want)
+    run_import_hf(ImportHFConfig(source=str(tmp_path / "peft"), out=str(tmp_path / "again")))
+    torch.testing.assert_close(ours(tmp_path / "again"), want)
+    export_hf(tmp_path / "again", tmp_path / "peft2")
+    ranks = {
+        len(v) for n, v in load_file(tmp_path / "peft2" / "adapter_model.safetensors").items() if "_A" in n
+    }
+    assert ranks == {6 if "of all" in case else 3}
+    torch.testing.assert_close(theirs(tmp_path / "llama", tmp_path / "peft2"), want)
+
+
 @pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
 def test_adapters_outside_the_layers_are_named(folder: Path, tmp_path: Path, module: str) -> None:
     write_adapter(folder / "llama", tmp_path / "peft", target_modules=["q_proj", module])

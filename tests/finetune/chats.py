@@ -17,12 +17,18 @@ POSITIONS = 96
 
 
 def write_llama(folder: Path, template: str | None = MARKED, seed: int = 0, *, kind: str = "Llama") -> Path:
-    """A Llama, or a Mixtral, of random weights and the tokenizer in the style of Qwen's."""
+    """A Llama, a Mixtral or a Phi3, of random weights and the tokenizer in the style of Qwen's."""
     write_tokenizer(folder, "qwen2", template)
     torch.manual_seed(seed)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     shape |= {"vocab_size": 340, "num_key_value_heads": 2, "max_position_embeddings": POSITIONS}
-    shape |= {} if kind == "Llama" else {"num_local_experts": 4}
+    own: dict[str, dict[str, Any]] = {"Mixtral": {"num_local_experts": 4}, "Phi3": {"pad_token_id": None}}
+    shape |= own.get(kind, {})
     settings = getattr(transformers, f"{kind}Config")(
         **shape, bos_token_id=None, eos_token_id=None, initializer_range=0.1
     )

@@ -117,11 +117,7 @@ def write_adapters(source: Checkpoint, base: Source, folder: Path, base_name: st
     def read(name: str) -> Tensor:
         return source.read(name, Region.whole(source.manifest.tensors[f"model.{name}"].shape))
 
-    tensors = {
-        name: value.contiguous()
-        for adapter in peft.stored_adapters(source.model, lora)
-        for name, value in adapter.to_theirs(read, base.whole)
-    }
+    tensors = peft.stored_tensors(source.model, lora, read, base.whole)
     head = {name.removeprefix("model.") for name in source.manifest.tensors if ".lora." not in name}
     locations = {ours: location for ours, location in mapping.locations(source.model) if ours in head}
     trained = [mapping.stored_name(location.names[0], source.model) for location in locations.values()]
@@ -130,11 +126,13 @@ def write_adapters(source: Checkpoint, base: Source, folder: Path, base_name: st
             f"{source.path}: {mapping.architecture(source.model)} has no bias in its classifier, which these "
             "adapters were trained with; use mlm export hf merge=true"
         )
+    settings = peft.write_config(source.model, lora, base_name, tensors, trained)
     for name, (ours, location) in zip(trained, locations.items(), strict=True):
-        tensors[f"{peft.PREFIX}{name}"] = location.to_theirs(read(ours))[0].contiguous()
+        tensors[f"{peft.PREFIX}{name}"] = location.to_theirs(read(ours))[0]
+    tensors = {name: value.contiguous() for name, value in tensors.items()}
     forms = {name: Form(torch.float32, tuple(value.shape)) for name, value in tensors.items()}
     write_stream(folder / peft.WEIGHTS, forms, tensors.__getitem__, SAFETENSORS_FOR)
-    write_json(folder / peft.CONFIG, peft.write_config(source.model, lora, base_name, trained))
+    write_json(folder / peft.CONFIG, settings)
     return lora.rank
 
 

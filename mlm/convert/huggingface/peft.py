@@ -4,6 +4,7 @@ Names and keys: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -100,11 +101,6 @@ def stored_adapters(model: ModelConfig, lora: LoraConfig) -> list[StoredAdapter]
             if name not in locations:
                 raise UserError(f"{name} has no counterpart in transformers; use lora.targets without it")
             location = locations[name]
-            if location.section is not None or adapter.rows.parts > len(location.names):
-                problem = (
-                    f"{name} is a part of {location.names[0]} in transformers, whose adapter is one for all"
-                )
-                raise UserError(f"{problem}; use lora.targets without it, or mlm export hf merge=true")
             names = tuple(location.names[part] for part in adapter.rows.adapted)
             modules = tuple(mapping.stored_name(n.removesuffix(".weight"), model) for n in names)
             # B has rows of the adapted parts alone, and is never transposed
@@ -114,12 +110,61 @@ def stored_adapters(model: ModelConfig, lora: LoraConfig) -> list[StoredAdapter]
     return stored
 
 
+def stored_tensors(model: ModelConfig, lora: LoraConfig, read: Read, base: Read) -> dict[str, Tensor]:
+    """Return all adapters as `peft` stores them; `read` and `base` return tensors by our names.
+
+    Raises UserError as `stored_adapters` does.
+    """
+    tensors, fused = dict[str, Tensor](), defaultdict[str, list[StoredAdapter]](list)
+    for adapter in stored_adapters(model, lora):
+        if adapter.rows.section is None:
+            tensors.update(adapter.to_theirs(read, base))
+        else:
+            fused[adapter.modules[0]].append(adapter)
+    for module, adapters in fused.items():
+        tensors.update(_fuse(module, adapters, layer_locations(model), read, base))
+    return tensors
+
+
+def _fuse(
+    module: str, adapters: list[StoredAdapter], locations: Mapping[str, Location], read: Read, base: Read
+) -> dict[str, Tensor]:
+    """Return the one adapter of a module whose rows are several of our layers, such as qkv_proj of Phi-3.
+
+    Ranks are stacked, each with its layer's rows of B alone, unless all have the same A.
+    """
+    names = [f"{PREFIX}{module}{end}" for end, _ in adapters[0].forms.values()]
+    stored = [dict(adapter.to_theirs(read, base)) for adapter in adapters]
+    a = [tensors[names[0]] for tensors in stored]
+    is_shared, rank = all(torch.equal(a[0], other) for other in a), len(a[0])
+    fused = {names[0]: a[0] if is_shared else torch.cat(a)}
+    rows = adapters[0].rows.shape(tuple(stored[0][names[1]].shape))[0]
+    fused[names[1]] = a[0].new_zeros(rows, len(fused[names[0]]))
+    if adapters[0].adapter.magnitude is not None:
+        (weight,) = {locations[adapter.name].names for adapter in adapters}
+        layers = {ours: at for ours, at in locations.items() if at.names == weight}
+        norms = {ours: torch.linalg.vector_norm(base(f"{ours}.weight"), dim=1) for ours in layers}
+        fused[names[2]] = torch.cat([at.to_theirs(norms[ours])[0] for ours, at in layers.items()])
+    for number, (adapter, tensors) in enumerate(zip(adapters, stored, strict=True)):
+        assert adapter.rows.section is not None
+        first, end, _ = adapter.rows.section
+        column = 0 if is_shared else number * rank
+        fused[names[1]][first:end, column : column + rank] = tensors[names[1]]
+        for name in names[2:]:
+            fused[name][first:end] = tensors[name]
+    return fused
+
+
 def write_config(
-    model: ModelConfig, lora: LoraConfig, base: str, trained: Sequence[str] = ()
+    model: ModelConfig,
+    lora: LoraConfig,
+    base: str,
+    tensors: Mapping[str, Tensor],
+    trained: Sequence[str] = (),
 ) -> dict[str, JSON]:
     """Return adapter_config.json; `base` is the name or folder of the base model.
 
-    `trained` are the names of a task's head, which is trained whole.
+    `tensors` are those of `stored_tensors`; `trained` are the names of a task's head, which is trained whole.
     """
     mapping = mapping_of(model)
     assert mapping is not None
@@ -127,7 +172,16 @@ def write_config(
     whole = sorted(
         {name[: name.find(".") if name.startswith(heads) else name.rfind(".")] for name in trained}
     )
-    adapted = [module for adapter in stored_adapters(model, lora) for module in adapter.modules]
+    suffix = ".lora_A.weight"
+    ranks = {
+        name.removeprefix(PREFIX).removesuffix(suffix): len(value)
+        for name, value in tensors.items()
+        if name.endswith(suffix)
+    }
+    stacked = {rank: [module for module in ranks if ranks[module] == rank] for rank in {*ranks.values()}}
+    stacked.pop(lora.rank, None)
+    rank_pattern = {n: rank for rank, modules in stacked.items() for n in short_names(model, modules)}
+    alphas = {n: lora.alpha * lora.scale / replace(lora, rank=rank).scale for n, rank in rank_pattern.items()}
     return {
         "peft_type": "LORA",
         "task_type": TASK_TYPES[model.head],
@@ -135,10 +189,11 @@ def write_config(
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
+        **({"rank_pattern": rank_pattern, "alpha_pattern": alphas} if rank_pattern else {}),
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
-        "target_modules": short_names(model, adapted),
+        "target_modules": short_names(model, list(ranks)),
         "fan_in_fan_out": any(location.transposed for location in layer_locations(model).values()),
         "bias": "none",
         "inference_mode": True,
