@@ -44,7 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape |= {"vocab_size": 340, "num_key_value_heads": 2, "max_position_embeddings": 96}
     settings = transformers.LlamaConfig(**shape, bos_token_id=None, eos_token_id=None, initializer_range=0.1)
-    transformers.LlamaForCausalLM(settings).save_pretrained(folder / "llama")
+    # in bf16 they are rounded to 4 bits alike
+    transformers.LlamaForCausalLM(settings).bfloat16().float().save_pretrained(folder / "llama")
     write_chats(folder / "chat")
     return folder
 
@@ -69,52 +70,66 @@ def filled(dtype: str, folder: Path) -> PipelinedModel:
     return model
 
 
+def adapted_by_peft(folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """Model of peft on the base in 4 bits, training, as the kernel of evaluation rounds; adapters by name."""
+    settings = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+    )
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "llama", quantization_config=settings, dtype=dtype, device_map="cpu"
+    )
+    stored = stored_adapters(open_source(str(folder / "llama")).model, LORA)
+    targets = [module for each in stored for module in each.modules]
+    model = get_peft_model(base, TheirConfig(r=4, lora_alpha=16, target_modules=targets)).train()
+    return model, {n.replace(".default", ""): p for n, p in model.named_parameters() if p.requires_grad}
+
+
 @pytest.mark.parametrize("dtype, rtol", [("fp32", 2e-6), ("bf16", 4e-3)])
 def test_losses_and_gradients_are_those_of_peft_on_a_base_in_4_bits(
     folder: Path, dtype: str, rtol: float
 ) -> None:
-    """At each of 20 steps. Not trained, their layers are packed for a kernel that rounds to bf16.
-
-    In bf16 the losses, within its rounding: gradients of whole models differ by more than that.
-    """
-    compute = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    settings = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute
-    )
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        folder / "llama", quantization_config=settings, dtype=compute, device_map="cpu"
-    )
-    ours = filled(dtype, folder).chunks[0]
+    """At each of 20 steps. In bf16 errors against peft in float32 are no larger than its own in bf16."""
+    torch.manual_seed(0)
     stored = stored_adapters(open_source(str(folder / "llama")).model, LORA)
-    targets = [module for each in stored for module in each.modules]
-    adapted = get_peft_model(theirs, TheirConfig(r=4, lora_alpha=16, target_modules=targets)).train()
-    values = {n.replace(".default", ""): p for n, p in adapted.named_parameters() if p.requires_grad}
-    mine = {name: p for name, p in ours.named_parameters() if p.requires_grad}
+    exact, values = adapted_by_peft(folder, torch.float32)
+    half, half_values = adapted_by_peft(folder, torch.bfloat16)
+    ours = filled(dtype, folder).chunks[0]
+    parameters = dict(ours.named_parameters())
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
     for p in values.values():
         torch.nn.init.normal_(p, std=0.1)
 
-    @torch.no_grad()
-    def take_theirs() -> None:
-        parameters = dict(ours.named_parameters())
-        for each in stored:
-            for name, value in each.to_ours(values.__getitem__, parameters.__getitem__):
-                mine[name].copy_(value)
+    def as_ours(read: Any) -> dict[str, torch.Tensor]:
+        return dict(pair for each in stored for pair in each.to_ours(read, parameters.__getitem__))
 
     optimizer = torch.optim.AdamW(values.values(), lr=1e-2)
+    errors, their_errors = [], []
     for batch in torch.randint(340, (STEPS, 2, 9)):
-        take_theirs()
-        optimizer.zero_grad()
-        ours.zero_grad()
+        with torch.no_grad():
+            for name, value in as_ours(values.__getitem__).items():
+                trained[name].copy_(value)
+            for name, value in values.items():
+                half_values[name].copy_(value)
+        for model in (exact, half, ours):
+            model.zero_grad()
         loss = ours(batch[:, :-1], batch[:, 1:])
-        their_loss = cross_entropy(adapted(batch[:, :-1]).logits.float().transpose(1, 2), batch[:, 1:])
         loss.backward()
-        their_loss.backward()
+        for model in (half, exact):
+            logits = model(batch[:, :-1]).logits.float().transpose(1, 2)
+            their_loss = cross_entropy(logits, batch[:, 1:])
+            their_loss.backward()
         torch.testing.assert_close(loss.float(), their_loss, rtol=rtol, atol=0)
-        for each in stored:
-            for name, grad in each.to_ours(lambda name: values[name].grad, mine.__getitem__):
-                error = (mine[name].grad - grad).norm() / grad.norm()
-                assert dtype == "bf16" or error < 10 * rtol, name
+        their_grads = as_ours(lambda name: half_values[name].grad)
+        for name, grad in as_ours(lambda name: values[name].grad).items():
+            errors.append(float((trained[name].grad - grad).norm() / grad.norm()))
+            their_errors.append(float((their_grads[name] - grad).norm() / grad.norm()))
         optimizer.step()
+    if dtype == "bf16":
+        assert sum(errors) < 1.2 * sum(their_errors)
+        assert max(errors) < 2 * max(their_errors)
+    else:
+        assert sum(errors) / len(errors) < 2 * rtol
+        assert max(errors) < 50 * rtol
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
