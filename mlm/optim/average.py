@@ -40,8 +40,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange weights and averages, in place."""
+        """Exchange weights and averages, in place; nothing before the first update."""
         for parameter, value in self.values.items():
             weights = parameter.detach().clone()
-            parameter.copy_(value)
-            value.copy_(weights)
+            parameter.copy_(torch.where(self.count > 0, value, weights))
+            value.copy_(torch.where(self.count > 0, weights, value))

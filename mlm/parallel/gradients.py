@@ -133,6 +133,9 @@ class GradientReducer:
                 torch._foreach_zero_(zeros)
         self.sync = self.sync_late = False
 
+    def drop_gathered(self) -> None:
+        """Do nothing: each rank holds whole weights."""
+
     def settle(self) -> None:
         """End a batch: gradients are added up where they are, in the parameters' dtype."""
         self.sync_late = False

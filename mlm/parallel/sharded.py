@@ -128,9 +128,12 @@ class ShardedReducer:
         self.replicated.start_step()
         for rows, dp_slice in self.slices:
             rows.grad = dp_slice.parameter.grad = None
+        self.drop_gathered()
+        self.sync, self._reduced = False, False
+
+    def drop_gathered(self) -> None:
         for unit in (*self.units, self.root):
             unit.reshard()
-        self.sync, self._reduced = False, False
 
     def settle(self) -> None:
         assert not self._reduced, "the step's gradients are already reduced"

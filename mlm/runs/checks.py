@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from mlm.config.imports import OwnCodeError, imported, is_path
@@ -34,6 +35,7 @@ from mlm.optim.user import check_decay, check_optimizer, layout_problem
 from mlm.parallel.config import ParallelConfig
 from mlm.runs.config import PretrainConfig
 from mlm.util.errors import Problem, escape_controls, format_value
+from mlm.util.ownership import CHECKPOINTS
 
 MOST_PROMPTS = 64
 MOST_PADDING = 1 << 16  # rows that a saved model.vocab_multiple may add to the token table
@@ -275,6 +277,12 @@ def _average_is_of_whole_weights(config: PretrainConfig, _: Launch) -> Problem |
     return Problem(("ema.decay", "lora.rank"), problem, "use ema.decay=0, or lora.rank=0")
 
 
+def _first_weights_exist(config: PretrainConfig, _: Launch) -> Problem | None:
+    """The problem of a missing `ckpt`, which a run that has saved no longer reads, unless as its base."""
+    has_saved = config.checkpoint.from_mirror or any(Path(config.out, CHECKPOINTS).glob("step-*"))
+    return None if has_saved and not config.lora.rank else present.checkpoint(config.ckpt)
+
+
 def four_bits_fit(config: Any, _: Launch) -> Problem | None:
     """The problem of weights in 4 bits with what computes in, or shards, plain ones."""
     if config.lora.quantize == "none":
@@ -318,7 +326,7 @@ PRETRAIN_RULES = (
     *SETTINGS_RULES,
     lambda config, _: present.corpus(config.data),
     lambda config, _: present.corpus_extras(config.data),
-    lambda config, _: present.checkpoint(config.ckpt),
+    _first_weights_exist,
     _adapters_have_a_base,
     _average_is_of_whole_weights,
     four_bits_fit,

@@ -157,17 +157,24 @@ class Uploads:
 
 def open_mirror(out: Path, settings: CheckpointConfig) -> "Mirror":
     """Claim the mirror of the run in `out`, which begins or continues it. Raises UserError, OSError."""
+    mirror, root = read_mirror(out, settings), out / CHECKPOINTS
+    if settings.from_mirror and (mirror.newest is not None or mirror.has_config):
+        mirror.download(root, folders.latest_checkpoint(root), settings.from_step)
+    mirror.write()
+    return mirror
+
+
+def read_mirror(out: Path, settings: CheckpointConfig) -> "Mirror":
+    """Return the mirror of the run in `out`. Raises UserError, as for one of another run; OSError."""
     mirror, root = Mirror(str(settings.mirror)), out / CHECKPOINTS
     own = folders.latest_checkpoint(root)
-    past = {name_of(save) for save in folders.ancestors_of(own)} if own else set()
-    here = {name_of(save) for save in folders.saves_in(root)} | past
+    here = {name_of(save) for save in (*folders.saves_in(root), *_past_of(own))}
     if not settings.from_mirror and mirror.newest not in (None, *here):
         problem = f"holds {mirror.newest} of another run, or of this one on another machine"
         fix = f"continue it by resume={mirror.url}, or name another prefix"
         raise UserError(f"checkpoint.mirror={mirror.url}: {problem}; {fix}")
-    if settings.from_mirror and (mirror.newest is not None or mirror.has_config):
-        mirror.download(root, own, settings.from_step)
-    mirror.write()
+    if settings.from_mirror and mirror.newest is not None:
+        mirror.choose_source(own, settings.from_step)
     return mirror
 
 
@@ -254,23 +261,27 @@ class Mirror:
         folders.publish(staging, self.root, manifest)
         move_latest(self.root, manifest.step)
 
+    def choose_source(self, own: Path | None, step: int | None) -> tuple[int, Path]:
+        """Return the step to continue from, and its checkpoint in `root`. Raises as `download`."""
+        chosen, past = self.choose_step(step, "checkpoint.from_step"), _past_of(own)
+        source = reachable(self.root)[chosen]
+        manifest = read_manifest_head(source)
+        if own is None or manifest.save in past or past[0] in Lineage.of(manifest.state).ancestors:
+            return chosen, source
+        out = own.parent.parent
+        raise UserError(f"out={out}: holds another run than {self.url}; set out=… to a new folder")
+
     def download(self, root: Path, own: Path | None, step: int | None = None) -> None:
         """Have the folder `root` of a run, whose newest is `own`, continue from the checkpoint of a step.
 
         `step` None is the newest good one, or `own` if it descends from that and the mirror has not gone back
         since. Raises CorruptFileError if none is good, UserError if `own` is of another run; OSError.
         """
-        past = () if own is None else (read_manifest_head(own).save, *folders.ancestors_of(own))
+        past = _past_of(own)
         while True:
-            chosen = self.choose_step(step, "checkpoint.from_step")
-            source = reachable(self.root)[chosen]
+            chosen, source = self.choose_source(own, step)
             manifest = read_manifest_head(source)
-            before = Lineage.of(manifest.state).ancestors
-            is_past = manifest.save in past
-            if past and not is_past and past[0] not in before:
-                raise UserError(
-                    f"out={root.parent}: holds another run than {self.url}; set out=… to a new folder"
-                )
+            before, is_past = Lineage.of(manifest.state).ancestors, manifest.save in past
             later = {name_of(save) for save in past if save not in (manifest.save, *before)}
             if is_past and step is None and not later & self.stored:
                 return
@@ -391,6 +402,11 @@ class Mirror:
         except UserError as error:
             self.stored |= now
             log.warning("old checkpoints are not deleted: %s", error)
+
+
+def _past_of(own: Path | None) -> tuple[Save, ...]:
+    """Return a checkpoint's save, then those that it descends from."""
+    return () if own is None else (read_manifest_head(own).save, *folders.ancestors_of(own))
 
 
 def name_of(save: "Save | Manifest") -> str:

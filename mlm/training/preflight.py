@@ -61,6 +61,8 @@ def run_start_problems(config: PretrainConfig, *, compares: bool = True) -> list
         if config.ckpt or config.checkpoint.from_run or _holds_saves(folder):
             problems += resolve("mlm.training.resume:start_problems")(config, compares=compares)
         if not problems and read_rank_place(os.environ) is None:
+            if config.checkpoint.mirror is not None:
+                resolve("mlm.training.mirror:read_mirror")(Path(config.out), config.checkpoint)
             with single_writer(folder, is_trial=True):
                 pass
     except UserError as error:

@@ -350,6 +350,14 @@ class Trainer(Generic[B]):
         """The minimised loss, mean over the global batch, in nats. Collective as `mean_parts`."""
         return sum(self.mean_parts(outcome)[: self.objective.num_losses])
 
+    def swap_average(self) -> None:
+        """Exchange the weights and their moving averages, in place."""
+        assert self.average is not None, "of ema.decay"
+        self.observers.before_weights_change()
+        self.average.swap()
+        for reducer in self.reducers:
+            reducer.drop_gathered()
+
     def validate(self, batches: Iterable[B]) -> list[float]:
         """Means of the objective's metrics over all ranks' batches, whatever the layout and batch size."""
         return evaluate(self.model, self.objective, batches)[0]

@@ -253,6 +253,7 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "a scalar of nothing": ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
     "both ways": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
+    "a window below 1": ("mistral", {"sliding_window": -4}, "supported: a whole number from 1, or null"),
     "half a layer": ("qwen3", {"max_window_layers": 0.5}, "max_window_layers=0.5 must be a whole number"),
     "another family": ("llama", {"model_type": "phimoe"}, "model_type=phimoe is not a model of ours; supp"),
     "a state-space model": ("llama", {"model_type": "mamba2"}, "mamba2 has state-space layers, which"),

@@ -14,6 +14,7 @@ from mlm.checkpoint.native.format import read_manifest
 from mlm.checkpoint.native.reader import Reader
 from mlm.checkpoint.native.slices import Region
 from mlm.cli import main
+from mlm.data.sampler import SyntheticDataset, eval_batches
 from mlm.optim.config import EmaConfig, PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
@@ -24,7 +25,7 @@ from tests.ranks import run_on_ranks
 from tests.slow import slow_but
 from tests.training.records import records
 from tests.training.saving import save
-from tests.training.test_trainer import config, steps_of
+from tests.training.test_trainer import SEQ, VOCAB, config, steps_of
 
 DECAY, STEPS = 0.9, 4
 TINY = """
@@ -68,6 +69,10 @@ def test_a_step_that_overflows_is_not_averaged() -> None:
     assert trainer.average is not None
     assert trainer.average.count.item() == 0
     assert not any(x.any() for x in averages(trainer).values())
+    weights = [shard.parameter.detach().clone() for shard in trainer.shards]
+    trainer.swap_average()  # of no update it is the weights, not zeros
+    assert all(torch.equal(s.parameter, x) for s, x in zip(trainer.shards, weights, strict=True))
+    assert not any(x.any() for x in averages(trainer).values())
 
 
 def saved(ctx: ParallelContext, spec: PretrainConfig, out: Path) -> None:
@@ -108,6 +113,31 @@ def test_every_layout_saves_the_average_of_one_process(tmp_path: Path, name: str
     assert len(one) > 20
     for key, x in one.items():
         torch.testing.assert_close(many[key], x, rtol=0, atol=1e-10)
+
+
+def validated(ctx: ParallelContext, spec: PretrainConfig) -> list[float]:
+    """Validation losses of the weights, of their average, and of the weights again."""
+    trainer, losses = Trainer(spec, ctx), list[float]()
+    steps_of(trainer, STEPS)
+    for _ in range(3):
+        windows = SyntheticDataset(VOCAB, SEQ, 8, 0)
+        losses += trainer.validate(
+            eval_batches(windows, micro_batch_size=2, rank=ctx.dp.rank, size=ctx.dp.size)
+        )
+        trainer.swap_average()
+    return losses
+
+
+@pytest.mark.parametrize("name", slow_but({2}, LAYOUTS))
+def test_every_layout_validates_the_average_of_one_process(name: str) -> None:
+    """Weights that a pass has gathered from shards are not taken for the average, nor the other way round."""
+    layout = LAYOUTS[name]
+    sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp or 1}
+    (one,) = run_on_ranks(validated, averaged())
+    for many in run_on_ranks(validated, replace(averaged(), parallel=layout), **sizes):
+        assert many == pytest.approx(one, abs=1e-9)
+    assert one[0] == one[2]
+    assert abs(one[0] - one[1]) > 1e-6
 
 
 def test_a_resumed_average_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
@@ -160,6 +190,10 @@ def test_what_holds_no_average_says_so(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["pretrain", *words]) == 0
     assert main(["reshard", str(tmp_path / "run"), "ema=true", f"out={tmp_path / 'mean'}"]) == 2
     assert "holds no average of its weights; train with ema.decay" in capsys.readouterr().err
+    overflown = [*TINY, "precision=fp16", "precision.initial_loss_scale=1e30", f"out={tmp_path / 'over'}"]
+    assert main(["pretrain", *overflown, "train.steps=1", "train.validate_every=0"]) == 0
+    assert main(["reshard", str(tmp_path / "over"), "ema=true", f"out={tmp_path / 'mean'}"]) == 2
+    assert "no update is in the average" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("layout", slow_but({0}, [[], ["tp=2"]]), ids=str)

@@ -68,6 +68,8 @@ def plan_reshard(
         tensors[name] = entry
     if average and not reads:
         raise UserError(f"ema=true: {path} holds no average of its weights; train with ema.decay=0.999")
+    if average and manifest.state.get(EMA) == 0:
+        raise UserError(f"ema=true: no update is in the average of {path}, as all overflowed; train on")
     if weights_only:
         state = {key: value for key, value in state.items() if key not in TRAINING_STATE}
         state["weights_only"] = True

@@ -334,22 +334,21 @@ class PretrainLoop(Loop):
 
     def score(self) -> None:
         """Mean loss over the validation windows; of a blend, the mean over its corpora by weight."""
-        trainer, average = self.trainer, self.trainer.average
+        trainer = self.trainer
         losses, means = self.validation_losses()
         weights = normalize_weights([part.weight for part in self.validation])
         self.last_validation = loss = math.fsum(map(operator.mul, weights, losses))
         by_corpus = {part.name: loss for part, loss in zip(self.validation, losses, strict=True) if part.name}
         perplexity = math.exp(min(means[0], 700.0))  # per token; of a BERT per masked token
         named = {**by_corpus, **self.parts(means)}
-        if average is not None and trainer.config.ema.validate:
-            trainer.observers.before_weights_change()
-            average.swap()
+        if trainer.average is not None and trainer.config.ema.validate:
+            trainer.swap_average()
             try:
                 losses, _ = self.validation_losses()
                 self.last_validation = named["ema_loss"] = math.fsum(map(operator.mul, weights, losses))
                 self.keep_best(self.last_validation)
             finally:  # also of a stop between batches
-                average.swap()
+                trainer.swap_average()
         else:
             self.keep_best(loss)
         self.reporter.validation(trainer.step, loss, perplexity, named)

@@ -60,7 +60,8 @@ def _read_window(config: Mapping[str, JSON], layers: int, rotary: str, row: Vari
         size = None
     if size is not None and (type(size) is not int or size < 1 or not row.window_keys):
         given = f"sliding_window={show(size)}"
-        raise ConfigError([f"{path}: {given} is not what our {row.classes} computes; supported: null"])
+        meant = "a whole number from 1, or null" if row.window_keys else "null"
+        raise ConfigError([f"{path}: {given} is not what our {row.classes} computes; supported: {meant}"])
     usual = _usual_types(config, layers, size, rotary, row, path)
     types, listed = usual, config.get("layer_types")
     if listed is not None:

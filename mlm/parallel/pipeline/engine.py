@@ -56,6 +56,9 @@ class Reducer(Protocol):
     def start_step(self) -> None:
         """Clear the gradients."""
 
+    def drop_gathered(self) -> None:
+        """Drop whole weights that were gathered from shards, which have changed since."""
+
     def settle(self) -> None:
         """Take in gradients that arrived outside a backward pass; worth calling after each batch of them.
 

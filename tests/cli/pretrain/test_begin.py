@@ -74,6 +74,40 @@ def test_ckpt_begins_a_new_run_at_step_0_with_other_settings(made: Path, tmp_pat
     assert fresh < losses(made / "run")[0] - 0.05  # type: ignore[operator]
 
 
+def test_a_run_that_has_saved_no_longer_reads_the_weights_that_it_began_with(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = copied(made, tmp_path)
+    words = [*begin(tmp_path, "new", f"ckpt={first}"), f"data.path={made / 'a'}"]
+    assert main(words) == 0
+    shutil.rmtree(first)
+    assert main(["pretrain", f"resume={tmp_path / 'new'}", "train.steps=2"]) == 0
+    assert main([*words, "train.steps=3"]) == 0
+    assert [record["step"] for record in records(tmp_path / "new", "step")] == [1, 2, 3]
+    capsys.readouterr()
+    shutil.rmtree(tmp_path / "new")
+    assert main(words) == 2
+    assert f"ckpt={first}: no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("start", slow_but({0}, ["ckpt", "resume"]))
+def test_damage_ends_a_start_with_weights_and_a_run_continues_before_it(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], start: str
+) -> None:
+    (shard,) = copied(made, tmp_path).glob("checkpoints/step-00000006/rank-*")
+    flipped = bytearray(shard.read_bytes())
+    flipped[-1] ^= 1
+    shard.write_bytes(flipped)
+    data = f"data.path={made / 'a'}"
+    if start == "ckpt":
+        assert main([*begin(tmp_path, "new", f"ckpt={tmp_path / 'run'}"), data]) == 1
+        assert "step-00000006/rank-00000.safetensors: damaged" in capsys.readouterr().err
+        assert not [*tmp_path.glob("new/checkpoints/step-*")]
+    else:
+        assert main(["pretrain", f"resume={tmp_path / 'run'}", f"out={tmp_path / 'new'}"]) == 0
+        assert losses(tmp_path / "new") == losses(made / "run")[4:]
+
+
 @pytest.mark.slow
 def test_ckpt_of_adapters_begins_with_what_they_make_of_their_base(made: Path, tmp_path: Path) -> None:
     lora = begin(tmp_path, "lora", f"ckpt={made / 'run'}", "lora.rank=2", "train.steps=2", "optimizer.lr=0.1")

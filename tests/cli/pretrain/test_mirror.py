@@ -263,8 +263,13 @@ def test_a_second_run_is_rejected_unless_it_resumes(
     store: Store, mirrored: tuple[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     url, out = mirrored
-    assert pretrain(*WORDS, f"checkpoint.mirror={url}", f"out={tmp_path / 'b'}") == 2
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if "checkpoint.mirror" in line]
+    told = []
+    for flags in (["--check"], []):
+        assert pretrain(*WORDS, f"checkpoint.mirror={url}", f"out={tmp_path / 'b'}", *flags) == 2
+        told.append([x for x in capfd.readouterr().err.splitlines() if "checkpoint.mirror" in x])
+    (line,) = told[0]
+    assert told[1] == told[0]
+    assert not (tmp_path / "b").exists()
     assert re.search(r"holds step-00000004-\w+ of another run, .*; continue it by resume=", line)
     assert pretrain(*WORDS, f"checkpoint.mirror={url}", f"out={out}", "train.steps=4") == 0
     first = Mirror(url)
@@ -281,8 +286,9 @@ def test_a_folder_of_another_run_is_rejected(
     store: Store, mirrored: tuple[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert pretrain(*WORDS, f"out={tmp_path}", "train.steps=2") == 0
-    assert pretrain(f"resume={mirrored[0]}", f"out={tmp_path}") == 2
-    assert f"out={tmp_path}: holds another run than {mirrored[0]}; set out=" in capfd.readouterr().err
+    for flags in (["--check"], []):
+        assert pretrain(f"resume={mirrored[0]}", f"out={tmp_path}", *flags) == 2
+        assert f"out={tmp_path}: holds another run than {mirrored[0]}; set out=" in capfd.readouterr().err
     kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("[!.]*"))
     assert kept == ["latest", "step-00000002"]
 
