@@ -113,7 +113,7 @@ def test_sound_config_has_no_problem(words: list[str]) -> None:
             (
                 ["model=llama_tiny", "model.options.rope_scaling=dynamic"],
                 "model.options.rope_scaling=dynamic is no scaling of ours; "
-                "use default, linear, llama3 or yarn",
+                "use default, linear, llama3, yarn or longrope",
             ),
             (
                 ["model=llama_tiny", "model.options.num_kv_heads=3"],
