@@ -253,7 +253,9 @@ def experts(flags: Flags) -> Rule:
         width = int(first(flags, "moe_ffn_hidden_size") or first(flags, "ffn_hidden_size") or shared)
         if int(shared) % width == 0:
             settings["model.options.shared_experts"] = str(int(shared) // width)
-            read.add("moe_shared_expert_intermediate_size")
+            read |= {"moe_shared_expert_intermediate_size", "moe_shared_expert_gate"}
+            if "moe_shared_expert_gate" in flags:
+                settings["model.options.shared_gate"] = "true"
     if match := re.fullmatch(
         r"\(?\[0\]\s*\*\s*(\d+)\s*\+\s*\[1\]\s*\*\s*\d+\)?", first(flags, "moe_layer_freq") or ""
     ):

@@ -112,6 +112,14 @@ def test_script_is_translated_whole(tmp_path: Path) -> None:
     assert not found.unknown
 
 
+def test_gate_of_shared_experts_is_translated() -> None:
+    line = UNTIED + "--num-experts 60 --moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 5632"
+    found = of(f"{line} --moe-shared-expert-gate")
+    assert found.settings["model.options.shared_experts"] == "4"
+    assert found.settings["model.options.shared_gate"] == "true"
+    assert "model.options.shared_gate" not in of(line).settings
+
+
 def test_translation_is_a_command_that_passes_its_check(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from mlm.convert.huggingface.folder import read_model
 from mlm.convert.huggingface.llama import MAPPING
 from mlm.convert.huggingface.llama_variants import VARIANTS, model_type
 from mlm.convert.huggingface.tensors import HFTensors
+from mlm.models.llama.settings import MODEL_TYPES
 from mlm.util.errors import UserError
 from tests.convert.hf_models import (
     add_tokenizer,
@@ -255,7 +256,7 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "both ways": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
     "a window below 1": ("mistral", {"sliding_window": -4}, "supported: a whole number from 1, or null"),
     "half a layer": ("qwen3", {"max_window_layers": 0.5}, "max_window_layers=0.5 must be a whole number"),
-    "another family": ("llama", {"model_type": "phimoe"}, "model_type=phimoe is not a model of ours; supp"),
+    "another family": ("llama", {"model_type": "phimoe"}, "phimoe is not a model of ours; the reference"),
     "a state-space model": ("llama", {"model_type": "mamba2"}, "mamba2 has state-space layers, which"),
     "linear attention": ("llama", {"model_type": "qwen3_next"}, "qwen3_next has linear attention, which"),
     "two stacks": ("llama", {"model_type": "t5"}, "model_type=t5 has an encoder and a decoder, which"),
@@ -328,6 +329,10 @@ def test_a_row_of_the_table_is_found_by_its_marks(kind: str) -> None:
     named = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "deepseek_v3", "olmo2", "gemma2"}
     assert kind not in named or "model_type" not in model.options
     assert MAPPING.problem(model) is None
+
+
+def test_settings_know_the_rows_of_the_table() -> None:
+    assert tuple(VARIANTS) == MODEL_TYPES
 
 
 def test_the_guide_shows_a_row_as_it_is() -> None:

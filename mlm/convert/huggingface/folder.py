@@ -16,6 +16,7 @@ from typing import Any
 
 from mlm.checkpoint.native.format import JSON
 from mlm.checkpoint.native.shard_file import Stored, read_safetensors_header
+from mlm.config.suggest import nearest
 from mlm.convert.huggingface.families import mapping_of_kind
 from mlm.convert.huggingface.mapping import (
     FolderContent,
@@ -182,11 +183,13 @@ def read_settings(folder: Path) -> tuple[HuggingFaceMapping, dict[str, JSON], Mo
     by_type = {model_type: mapping for mapping in mappings for model_type in mapping.model_types}
     mapping = by_type.get(str(raw.get("model_type")))
     if mapping is None:
-        supported = ", ".join(by_type)
-        given = f"model_type={show(raw.get('model_type'))}"
-        if part := missing_part(raw):
-            raise UserError(f"{path}: {given} {part}, which no model here computes; supported: {supported}")
-        raise UserError(f"{path}: {given} is not a model of ours; supported: {supported}")
+        part, given = missing_part(raw), raw.get("model_type")
+        why = f"{part}, which no model here computes" if part else "is not a model of ours"
+        near = None if part else nearest(str(given), by_type)
+        fix = "the reference's page Model families lists those that are" + (
+            f", such as {near}" if near else ""
+        )
+        raise UserError(f"{path}: model_type={show(given)} {why}; {fix}")
     config, notes = mapping.read(raw, path)
     return mapping, raw, config, tuple(map(Note, notes))
 

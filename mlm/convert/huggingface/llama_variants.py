@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple
 from mlm.convert.huggingface import mapping as hf
 from mlm.models.config import ModelConfig
 from mlm.models.llama.settings import LlamaSettings
-from mlm.util.errors import UserError
 
 _FIXED = hf.UNSUPPORTED | {
     "is_causal": (True,),
@@ -662,16 +661,10 @@ VARIANTS = {
 
 
 def model_type(model: ModelConfig) -> str:
-    """Return the model_type that computes a model: the named one, or the last whose marks it has.
-
-    Raises UserError for a name that is none.
-    """
+    """Return the model_type that computes a model: the named one, or the last whose marks it has."""
     settings = LlamaSettings.of(model)
-    if named := settings.model_type:
-        if named not in VARIANTS:
-            problem = f"model.options.model_type={named} is none that is known; use {', '.join(VARIANTS)}"
-            raise UserError(problem)
-        return named
+    if settings.model_type:
+        return settings.model_type
     rows = reversed(VARIANTS.items())
 
     def has(mark: str) -> bool:

@@ -6,12 +6,21 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
 from mlm.config.fields import OnlyIf, exact
+from mlm.config.suggest import nearest
 from mlm.models.config import ModelConfig
 from mlm.models.family import Architecture, option_problem
 from mlm.models.gpt2.family import decoder_problem
 from mlm.parallel.config import EXPERTS, RouterSettings
 from mlm.util.errors import ConfigError, Problem, format_value
 
+MODEL_TYPES = (
+    *("llama", "arcee", "ernie4_5", "glm", "helium", "phi3", "seed_oss", "glm4", "granite"),
+    *("starcoder2", "stablelm", "nemotron", "cohere", "cohere2", "internlm3", "mistral", "ministral"),
+    *("smollm3", "qwen2", "qwen3", "mixtral", "granitemoe", "ernie4_5_moe", "glm4_moe", "qwen3_moe"),
+    *("qwen2_moe", "olmoe", "deepseek_v3", "deepseek_v2", "gpt_oss", "olmo2", "olmo3", "gemma"),
+    *("gemma2", "gemma3_text"),
+)
+"""What model_type may be: the rows of VARIANTS (mlm/convert/huggingface/llama_variants.py)."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 SCALED = OnlyIf("rope_scaling", *ROPE_TYPES[1:])
 LLAMA3, YARN = OnlyIf("rope_scaling", "llama3"), OnlyIf("rope_scaling", "yarn")
@@ -193,9 +202,10 @@ EXPERT_OPTIONS = {
 
 
 LLAMA_FORMS = (
-    *("rotary_layers", "attention_multiplier", "attention_softcap", "logit_softcap"),
+    *("rotary_layers", "attention_multiplier", "attention_softcap", "attention_sinks", "logit_softcap"),
     *("embedding_multiplier", "input_norms", "output_norms", "zero_centered_norms"),
     *("bias", "gated", "residual_multiplier", "logit_multiplier", "parallel", "layer_norm"),
+    "swiglu_limit",
 )
 """Options that a program of plain Llamas does not compute, of which a converter rejects the unusual ones."""
 
@@ -278,6 +288,11 @@ def model_problem(model: ModelConfig) -> Problem | None:
     if first := next(filter(None, (decoder_problem(model), *type_problems)), None):
         return first
     settings = LlamaSettings.of(model)
+    if settings.model_type not in ("", *MODEL_TYPES):
+        near = nearest(settings.model_type, MODEL_TYPES)
+        problem = f"model.options.model_type={format_value(settings.model_type)} is none that is known"
+        fix = f"use {near}" if near else "see the reference's page Model families, or remove it"
+        return Problem(("model.options.model_type",), problem, fix)
     if model.activation == "relu2" and settings.gated:
         problem = "model.activation=relu2 has no gate, and model.options.gated=true gates SiLU or GELU"
         return Problem(("model.activation", "model.options.gated"), problem, "use model.options.gated=false")
