@@ -51,6 +51,7 @@ VARIANTS = {
     "compiled": "mlm: each layer (compile=true); transformers, nanogpt: the model",
     "graphs": "mlm: each compiled layer replayed as a CUDA graph (cuda_graphs=true)",
     "stock": "as its README starts it: its own optimizer, the allocator as the system sets it",
+    "erf": "nanogpt: its exact GELU, as it comes; else the tanh form, which all others compute",
     "mkl": "float32 products by torch.mm's library, so that the library's gain shows apart",
     "fp32": "in place of the first --dtype",
     "bf16": "the same; peers under torch.autocast, as nanogpt's users must add on a CPU",
@@ -59,7 +60,7 @@ DTYPES = {"fp32", "bf16"}
 VARIANTS_OF = {
     "mlm": {"compiled", "graphs", "mkl", *DTYPES},
     "transformers": {"compiled", "stock", *DTYPES},
-    "nanogpt": {"compiled", "stock", *DTYPES},
+    "nanogpt": {"compiled", "stock", "erf", *DTYPES},
     "megatron": set(),
 }
 

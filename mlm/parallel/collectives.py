@@ -101,10 +101,9 @@ def _start_message(
 ) -> Message | None:
     """Begin to send `sent` to the other of two ranks, and to `take` into `target` what it sends.
 
-    None where gloo is to send it.
+    None where gloo is to do it.
     """
-    number = axis.mailbox.send(sent) if axis.swaps and axis.mailbox is not None else None
-    return None if number is None or axis.mailbox is None else Message(axis.mailbox, number, target, take)
+    return axis.mailbox.start(sent, target, take) if axis.swaps and axis.mailbox is not None else None
 
 
 class _Swap:
@@ -126,25 +125,29 @@ class _Swap:
         self.x.add_(self.other)
 
 
-def start_all_gather(x: Tensor, axis: Axis) -> Pending:
-    """Begin to gather […] of each rank into [size, …] in rank order, on every rank."""
-    out = x.new_empty((axis.size, *x.shape))
+def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
+    """Begin to gather […] of each rank into `out` [size, …] in rank order, on every rank.
+
+    `x` may be this rank's part of `out`.
+    """
+    out = x.new_empty((axis.size, *x.shape)) if out is None else out
     if axis.group is None:
         return Pending("all_gather", axis, out.copy_(x), None)
     record(x, axis, is_sent=True)
     held, given = for_transport(out, axis), for_transport(x.contiguous(), axis)
     with _watched("all_gather", axis):
         if axis.swaps and (swap := _start_message(given, axis, held[1 - axis.rank], Tensor.copy_)):
-            held[axis.rank] = given
+            if held[axis.rank].data_ptr() != given.data_ptr():
+                held[axis.rank] = given
             return Pending("all_gather", axis, out, swap, held=held)
         work = gather_flat(held.view(-1), given.view(-1), group=axis.group, async_op=True)
     return Pending("all_gather", axis, out, work, held=held)
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
-    """Begin to sum `x` [n, …] over the axis and keep this rank's [n/size, …]."""
+def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
+    """Begin to sum `x` [n, …] over the axis and keep this rank's [n/size, …], in `out`."""
     assert x.shape[0] % axis.size == 0, f"{x.shape[0]} rows over {axis.name}={axis.size}"
-    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if out is None else out
     if axis.group is None:
         return Pending("reduce_scatter", axis, out.copy_(x[: len(out)]), None)
     record(x, axis, is_sent=True)

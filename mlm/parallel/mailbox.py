@@ -3,16 +3,16 @@
 gloo sends them through sockets: 1.5 MiB take it 1.9 ms, with four changes of thread, and 0.5 ms here.
 
 The memory is an anonymous file: it has no name to collide or to be left behind, and is gone with the last of
-the two processes, however they end. A rank writes a message into one of its two slots and then, into a word
-of its own, the number of it; the other reads the word, the message, and notes that it has. These orders are
-kept by x86 processors alone, so that others use gloo.
+the two processes, however they end. Each rank has two slots for its messages. It fills one and then writes
+the message's length beside it; the other reads both and sets the length to 0. These orders are kept by x86
+processors alone, so that others use gloo.
 """
 
+import fcntl
 import mmap
 import os
 import platform
 import secrets
-import select
 import sys
 import time
 import weakref
@@ -27,60 +27,59 @@ from torch.distributed import ProcessGroup
 SLOT_BYTES = 16 << 20
 """Largest message. Pages that no message reaches take no memory."""
 HEADER_BYTES = 4096
-NAME = "mlm-mailbox"
+"""Lengths of the messages, each in a cache line of its own, and at the end a token that tells the file."""
 WORDS_OF_LINE = 8
-"""Words of 8 bytes in a cache line: each word is in a line of its own."""
-IS_SUPPORTED = (
-    sys.platform == "linux"
-    and platform.machine() == "x86_64"
-    and hasattr(os, "memfd_create")
-    and hasattr(os, "pidfd_open")
-)
+NAME = "mlm-mailbox"
+IS_SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "memfd_create")
 
 
 class Mailbox:
-    """This rank's side of the memory; messages are numbered from 1, by both ranks in the same order."""
+    """This rank's side of the memory. Both ranks start and wait for messages in one order."""
 
-    def __init__(self, fd: int, rank: int, peer: int, timeout_s: float) -> None:
-        self.rank, self.peer, self.timeout_s = rank, peer, timeout_s
+    def __init__(self, fd: int, rank: int, timeout_s: float) -> None:
+        self.fd, self.rank, self.timeout_s = fd, rank, timeout_s
+        # Held until this process ends, in whatever way: the system's word for the other rank.
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         memory = mmap.mmap(fd, HEADER_BYTES + 4 * SLOT_BYTES)
-        self.words = memoryview(memory)[:HEADER_BYTES].cast("q")
-        slots = torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER_BYTES).view(2, 2, SLOT_BYTES)
-        self.own_slots, self.peer_slots = slots[rank], slots[1 - rank]
-        self.count = self.pending = 0
-        self.peer_exit = os.pidfd_open(peer)  # readable once that process has ended
-        weakref.finalize(self, os.close, self.peer_exit)
+        self.lengths = memoryview(memory)[:HEADER_BYTES].cast("q")
+        self.slots = torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER_BYTES).view(2, 2, SLOT_BYTES)
+        self.count, self.is_pending = 0, [False, False]
+        weakref.finalize(self, os.close, fd)
 
-    def send(self, x: Tensor) -> int | None:
-        """Send a tensor; return the number of its message and the peer's.
+    @torch.no_grad()
+    def start(self, x: Tensor, target: Tensor, take: Callable[[Tensor, Tensor], Tensor]) -> "Message | None":
+        """Send x, and let `take(target, y)` read the other rank's y, of the dtype and shape of target, later.
 
-        None sends nothing: it is too large, or two are under way. Both ranks decide alike.
+        None where gloo is to do it: x is empty or too large, or the slot's last message is still waited for.
         """
-        if self.pending == 2 or not 0 < x.nbytes <= SLOT_BYTES:
+        slot = self.count % 2
+        if self.is_pending[slot] or not 0 < x.nbytes <= SLOT_BYTES:
             return None
-        number = self.count + 1
-        self._wait_for(self._word(1 - self.rank, "read", number), number - 2)
-        self.own_slots[number % 2][: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
-        self.words[self._word(self.rank, "sent", number)] = number
-        self.count, self.pending = number, self.pending + 1
-        return number
+        word = self._word(self.rank, slot)
+        self._wait_until(word, is_full=False)
+        self.slots[self.rank, slot, : x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+        self.lengths[word] = x.nbytes
+        self.count, self.is_pending[slot] = self.count + 1, True
+        return Message(self, slot, target, take)
 
-    def receive(self, number: int, target: Tensor, take: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Let `take(target, x)` read the peer's message x, of the dtype and shape of `target`."""
-        self._wait_for(self._word(1 - self.rank, "sent", number), number)
-        x = self.peer_slots[number % 2][: target.nbytes].view(target.dtype).view(target.shape)
-        take(target, x)
-        self.words[self._word(self.rank, "read", number)] = number
-        self.pending -= 1
+    @torch.no_grad()
+    def finish(self, message: "Message") -> None:
+        slot, target, peer = message.slot, message.target, 1 - self.rank
+        word = self._word(peer, slot)
+        self._wait_until(word, is_full=True)
+        assert self.lengths[word] == target.nbytes, "two ranks of an axis sent messages of different lengths"
+        message.take(target, self.slots[peer, slot, : target.nbytes].view(target.dtype).view(target.shape))
+        self.lengths[word] = 0
+        self.is_pending[slot] = False
 
     @staticmethod
-    def _word(rank: int, kind: str, number: int) -> int:
-        return WORDS_OF_LINE * (4 * rank + 2 * (kind == "read") + number % 2)
+    def _word(rank: int, slot: int) -> int:
+        return WORDS_OF_LINE * (2 * rank + slot)
 
-    def _wait_for(self, word: int, number: int) -> None:
-        """Wait until the peer's word is `number`. Raises RuntimeError if it has ended, or at the timeout."""
-        words, turns, deadline = self.words, 0, time.monotonic() + self.timeout_s
-        while words[word] < number:
+    def _wait_until(self, word: int, *, is_full: bool) -> None:
+        """Wait until a slot is filled or empty. Raises RuntimeError if the other rank ends, or at the timeout."""
+        lengths, turns, deadline = self.lengths, 0, time.monotonic() + self.timeout_s
+        while (lengths[word] > 0) != is_full:
             turns += 1
             if turns < 1000:
                 os.sched_yield()
@@ -91,8 +90,16 @@ class Mailbox:
                 continue
             if time.monotonic() > deadline:
                 raise RuntimeError(f"shared memory: timed out after {self.timeout_s:g} s")
-            if select.select([self.peer_exit], [], [], 0)[0] and words[word] < number:
-                raise RuntimeError(f"shared memory: connection closed by peer, process {self.peer} ended")
+            if self._is_alone() and (lengths[word] > 0) != is_full:
+                raise RuntimeError("shared memory: connection closed by peer")
+
+    def _is_alone(self) -> bool:
+        """True once the other process has ended: its lock can be had."""
+        try:
+            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 - self.rank)
+        except OSError:
+            return False
+        return True
 
 
 @dataclass(slots=True)
@@ -100,53 +107,56 @@ class Message:
     """A message under way in both directions."""
 
     mailbox: Mailbox
-    number: int
+    slot: int
     target: Tensor
     take: Callable[[Tensor, Tensor], Tensor]
-    """Tensor.add_ or Tensor.copy_: joins the peer's tensor to `target`."""
+    """Tensor.add_ or Tensor.copy_: joins the other rank's tensor to `target`."""
 
     def wait(self) -> None:
-        self.mailbox.receive(self.number, self.target, self.take)
+        self.mailbox.finish(self)
 
 
 def open_mailbox(group: ProcessGroup, rank: int, timeout_s: float) -> Mailbox | None:
     """A mailbox for the two ranks of a gloo group, of which this is `rank`; None where there can be none.
 
-    Both call it, and get one or none alike: on other systems and on two hosts there is none.
+    Both call it, and get one or none alike: on other systems, on two hosts, in containers that do not see
+    each other's processes, and where the system refuses an anonymous file there is none.
     """
-    fd, token = -1, secrets.randbits(62)
-    if IS_SUPPORTED and rank == 0:
-        fd = os.memfd_create(NAME)
-        os.ftruncate(fd, HEADER_BYTES + 4 * SLOT_BYTES)
-        os.pwrite(fd, token.to_bytes(8, "little"), HEADER_BYTES - 8)
-    facts = torch.zeros(2, 3, dtype=torch.int64)
-    facts[rank] = torch.tensor([os.getpid(), fd, token])
-    dist.all_reduce(facts, group=group)
-    (first, first_fd, token), (second, _, _) = facts.tolist()
-    if IS_SUPPORTED and rank == 1:
-        fd = _open_memory(f"/proc/{first}/fd/{first_fd}", token)
-    mailbox = None
-    if fd >= 0:
-        try:
-            mailbox = Mailbox(fd, rank, second if rank == 0 else first, timeout_s)
-        except OSError:  # a process of another namespace, a kernel without pidfd_open, no memory to map
-            mailbox = None
+    fd, mailbox = -1, None
+    facts = torch.tensor([os.getpid(), fd, secrets.randbits(62)])
+    try:
+        if IS_SUPPORTED and rank == 0:
+            fd = facts[1] = _create_memory(int(facts[2]))
+    except OSError:
+        pass
+    dist.broadcast(facts, group=group, group_src=0)
+    try:
+        if IS_SUPPORTED and rank == 1:
+            fd = _open_memory(*facts.tolist())
+        if fd >= 0:
+            mailbox = Mailbox(fd, rank, timeout_s)
+    except OSError:
+        if fd >= 0:
+            os.close(fd)
     has_both = torch.tensor([mailbox is not None], dtype=torch.int64)
     dist.all_reduce(has_both, op=dist.ReduceOp.MIN, group=group)
-    if fd >= 0:
-        os.close(fd)  # mapped by both
     return mailbox if has_both.item() else None
 
 
-def _open_memory(path: str, token: int) -> int:
-    """Open the other rank's memory; -1 if what is there is something else, as on another host."""
-    try:
-        if not os.readlink(path).startswith(f"/memfd:{NAME}"):
-            return -1
-        fd = os.open(path, os.O_RDWR)
-    except OSError:
-        return -1
-    if os.pread(fd, 8, HEADER_BYTES - 8) == token.to_bytes(8, "little"):
-        return fd
-    os.close(fd)
-    return -1
+def _create_memory(token: int) -> int:
+    fd = os.memfd_create(NAME)
+    os.ftruncate(fd, HEADER_BYTES + 4 * SLOT_BYTES)
+    os.pwrite(fd, token.to_bytes(8, "little"), HEADER_BYTES - 8)
+    return fd
+
+
+def _open_memory(pid: int, pid_fd: int, token: int) -> int:
+    """Open the other rank's memory. Raises OSError if what is there is something else, as on another host."""
+    path = f"/proc/{pid}/fd/{pid_fd}"
+    if not os.readlink(path).startswith(f"/memfd:{NAME}"):
+        raise FileNotFoundError(path)
+    fd = os.open(path, os.O_RDWR)
+    if os.pread(fd, 8, HEADER_BYTES - 8) != token.to_bytes(8, "little"):
+        os.close(fd)
+        raise FileNotFoundError(path)
+    return fd

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from mlm.parallel.collectives import Pending, for_transport, gather_flat, record, scatter_flat
+from mlm.parallel.collectives import start_all_gather, start_reduce_scatter
 from mlm.parallel.config import ZeroReduce
 from mlm.parallel.expert.experts import Experts
 from mlm.parallel.mesh import Axis
@@ -74,8 +74,8 @@ class ShardedReducer:
             )
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
-            sharded.set_custom_all_gather(_Collective("all_gather", axis))  # type: ignore[arg-type]  # its base class is private
-            sharded.set_custom_reduce_scatter(_Collective("reduce_scatter", axis))  # type: ignore[arg-type]
+            sharded.set_custom_all_gather(_Collective(axis))  # type: ignore[arg-type]  # its base class is private
+            sharded.set_custom_reduce_scatter(_Collective(axis))  # type: ignore[arg-type]
             return sharded
 
         self.units: list[FSDPModule] = []
@@ -201,8 +201,8 @@ class _Collective:
     Called with FSDP2's arguments; when the call returns it is over for the device's current stream.
     """
 
-    def __init__(self, name: str, dp: Axis) -> None:
-        self.name, self.dp = name, dp
+    def __init__(self, dp: Axis) -> None:
+        self.dp = dp
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -216,11 +216,8 @@ class _Collective:
         async_op: bool = False,
     ) -> None:
         assert not async_op
-        record(input_tensor, self.dp, is_sent=True)
-        held, given = for_transport(output_tensor, self.dp), for_transport(input_tensor, self.dp)
-        with self.dp.watch.waiting(self.name, self.dp.name, self.dp.ranks):
-            if op is None:
-                work = gather_flat(held, given, group=group, async_op=True)
-            else:
-                work = scatter_flat(held, given, op=op, group=group, async_op=True)
-        Pending(self.name, self.dp, output_tensor, work, held=held).wait()
+        if op is None:
+            pending = start_all_gather(input_tensor, self.dp, output_tensor.view(self.dp.size, -1))
+        else:  # a sum: set_force_sum_reduction_for_comms
+            pending = start_reduce_scatter(input_tensor, self.dp, output_tensor)
+        pending.wait()

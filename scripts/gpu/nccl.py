@@ -77,7 +77,7 @@ def first_in_line(device: torch.device) -> Any:
 
 def by_fsdp(x: Tensor, axis: Axis, *, reduces: bool) -> Tensor:
     """Run our collective of FSDP2 on a separate stream, as FSDP2 does."""
-    comm = sharded._Collective("reduce_scatter" if reduces else "all_gather", axis)
+    comm = sharded._Collective(axis)
     words: dict[str, Any] = {"op": dist.ReduceOp.SUM} if reduces else {}
     if x.device.type == "cpu":
         out = comm.allocate((x.numel(),), dtype=x.dtype, device=x.device)

@@ -52,7 +52,16 @@ def check_many(ctx: ParallelContext) -> None:
         assert box.count == before + 2
         for i in order:
             assert (pending[i].wait() == 2 * sizes[i] + 1).all(), i
-        assert box.pending == 0
+        assert not any(box.is_pending)
+    pending = [collectives.start_all_reduce(torch.tensor([ctx.rank, n]), ctx.tp) for n in (1, 2)]
+    assert pending.pop().wait().tolist() == [1, 4]
+    pending.append(
+        collectives.start_all_reduce(torch.tensor([ctx.rank, 3]), ctx.tp)
+    )  # whose slot is not free
+    assert [work.wait().tolist() for work in pending] == [[1, 2], [1, 6]]
+    weight = torch.ones(3, requires_grad=True)
+    assert collectives.all_gather(weight * 2, ctx.tp).sum() == 12
+    assert not box.slots.requires_grad
     for n in range(1000):  # slots are written again when they have been read
         if n % 97 == ctx.rank:
             time.sleep(2e-3)
@@ -72,6 +81,10 @@ def check_agreement(ctx: ParallelContext) -> None:
     for name, problem in (("readlink", "pipe:[3]"), ("pread", b"otherhst")):  # what another host has there
         with mock.patch.object(mailbox.os, name, lambda *_, found=problem: found):
             assert open_mailbox(group, ctx.rank, 10.0) is None
+    with mock.patch.object(mailbox.os, "memfd_create", side_effect=PermissionError(1, "as by seccomp")):
+        assert open_mailbox(group, ctx.rank, 10.0) is None
+    with mock.patch.object(mailbox.mmap, "mmap", side_effect=OSError(12, "no memory")):
+        assert open_mailbox(group, ctx.rank, 10.0) is None
     files = set(os.listdir("/proc/self/fd"))
     box = open_mailbox(group, ctx.rank, 10.0)
     assert box is not None

@@ -29,12 +29,12 @@ EVEN = replace(MODEL, hidden_size=64, vocab_size=64, max_positions=8)
 @contextmanager
 def collectives() -> Iterator[dict[str, list[torch.dtype]]]:
     """Those over dp that have begun so far: what they carried."""
-    seen: dict[str, list[torch.dtype]] = {"gather_flat": [], "scatter_flat": []}
+    seen: dict[str, list[torch.dtype]] = {"start_all_gather": [], "start_reduce_scatter": []}
     originals = {name: getattr(sharded, name) for name in seen}
 
-    def note(name: str, out: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen[name].append(out.dtype)
-        return originals[name](out, *args, **kwargs)
+    def note(name: str, x: Tensor, *args: Any) -> Any:
+        seen[name].append(x.dtype)
+        return originals[name](x, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         for name in seen:
@@ -54,12 +54,12 @@ def check_reductions(ctx: ParallelContext, zero: int) -> None:
         mine.reducer.start_step()
         for sample in samples[1:]:
             mine.loss(sample).backward()
-        assert seen["scatter_flat"] == []
+        assert seen["start_reduce_scatter"] == []
         mine.reducer.sync = True
         mine.loss(samples[0]).backward()
-        assert len(seen["scatter_flat"]) == LAYERS + 1  # under way before finish() is called
+        assert len(seen["start_reduce_scatter"]) == LAYERS + 1  # under way before finish() is called
         mine.reducer.finish()
-        assert len(seen["scatter_flat"]) == LAYERS + 1
+        assert len(seen["start_reduce_scatter"]) == LAYERS + 1
 
 
 @pytest.mark.parametrize("reduce", ["last", "every"])
@@ -77,7 +77,7 @@ def messages_of_two_steps(ctx: ParallelContext, zero: int, reduce: ZeroReduce) -
     with collectives() as seen:
         for step in range(2):
             mine.accumulate(list(samples_of(step, ctx.dp.rank)))
-    return len(seen["gather_flat"]), len(seen["scatter_flat"])
+    return len(seen["start_all_gather"]), len(seen["start_reduce_scatter"])
 
 
 @pytest.mark.parametrize("late_weights", [False, True])
@@ -149,7 +149,7 @@ def test_weights_are_gathered_while_the_layer_before_computes(zero: int) -> None
 def events_of_a_step(ctx: ParallelContext, zero: int) -> list[str]:
     """Gathers as they begin, and forward passes of layers."""
     mine, events = Rank(ctx, zero), list[str]()
-    gather = sharded.gather_flat
+    gather = sharded.start_all_gather
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         events.append("gather")
@@ -158,7 +158,7 @@ def events_of_a_step(ctx: ParallelContext, zero: int) -> list[str]:
     for name, layer in mine.model.layers.items():
         layer.attention_norm.register_forward_pre_hook(lambda *_, name=name: events.append(f"compute {name}"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded, "gather_flat", noted)
+        patch.setattr(sharded, "start_all_gather", noted)
         mine.accumulate(list(samples_of(0, ctx.dp.rank)))
     return events
 
@@ -228,8 +228,8 @@ def check_accumulation(ctx: ParallelContext, zero: int, is_late: bool) -> None:
                 mine.reducer.settle()
             mine.reducer.finish()
             sums.append([s.parameter.grad for s in mine.shards])
-    assert set(seen["gather_flat"]) == {torch.bfloat16}
-    assert set(seen["scatter_flat"]) == {torch.float32}
+    assert set(seen["start_all_gather"]) == {torch.bfloat16}
+    assert set(seen["start_reduce_scatter"]) == {torch.float32}
     for s, once, five_times in zip(mine.shards, *sums, strict=True):
         assert five_times.dtype == s.parameter.dtype == torch.float32
         assert torch.equal(five_times, 5 * once), s.name
