@@ -27,8 +27,7 @@ from torch.distributed import ProcessGroup
 SLOT_BYTES = 16 << 20
 """Largest message. Pages that no message reaches take no memory."""
 HEADER_BYTES = 4096
-"""Lengths of the messages, each in a cache line of its own, and at the end a token that tells the file."""
-WORDS_OF_LINE = 8
+"""Lengths of the messages, each in a cache line of its own, and last a token that tells the file."""
 NAME = "mlm-mailbox"
 IS_SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "memfd_create")
 
@@ -41,7 +40,7 @@ class Mailbox:
         # Held until this process ends, in whatever way: the system's word for the other rank.
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         memory = mmap.mmap(fd, HEADER_BYTES + 4 * SLOT_BYTES)
-        self.lengths = memoryview(memory)[:HEADER_BYTES].cast("q")
+        self.lengths = memoryview(memory)[:HEADER_BYTES].cast("q", (2, 2, HEADER_BYTES // 32))
         self.slots = torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER_BYTES).view(2, 2, SLOT_BYTES)
         self.count, self.is_pending = 0, [False, False]
         weakref.finalize(self, os.close, fd)
@@ -55,31 +54,16 @@ class Mailbox:
         slot = self.count % 2
         if self.is_pending[slot] or not 0 < x.nbytes <= SLOT_BYTES:
             return None
-        word = self._word(self.rank, slot)
-        self._wait_until(word, is_full=False)
+        self.wait_until(self.rank, slot, is_full=False)
         self.slots[self.rank, slot, : x.nbytes].view(x.dtype).view(x.shape).copy_(x)
-        self.lengths[word] = x.nbytes
+        self.lengths[self.rank, slot, 0] = x.nbytes
         self.count, self.is_pending[slot] = self.count + 1, True
         return Message(self, slot, target, take)
 
-    @torch.no_grad()
-    def finish(self, message: "Message") -> None:
-        slot, target, peer = message.slot, message.target, 1 - self.rank
-        word = self._word(peer, slot)
-        self._wait_until(word, is_full=True)
-        assert self.lengths[word] == target.nbytes, "two ranks of an axis sent messages of different lengths"
-        message.take(target, self.slots[peer, slot, : target.nbytes].view(target.dtype).view(target.shape))
-        self.lengths[word] = 0
-        self.is_pending[slot] = False
-
-    @staticmethod
-    def _word(rank: int, slot: int) -> int:
-        return WORDS_OF_LINE * (2 * rank + slot)
-
-    def _wait_until(self, word: int, *, is_full: bool) -> None:
-        """Wait until a slot is filled or empty. Raises RuntimeError if the other rank ends, or at the timeout."""
+    def wait_until(self, rank: int, slot: int, *, is_full: bool) -> None:
+        """Wait until a slot of `rank` is full or empty. Raises RuntimeError if the peer ends, or late."""
         lengths, turns, deadline = self.lengths, 0, time.monotonic() + self.timeout_s
-        while (lengths[word] > 0) != is_full:
+        while (lengths[rank, slot, 0] > 0) != is_full:
             turns += 1
             if turns < 1000:
                 os.sched_yield()
@@ -90,7 +74,7 @@ class Mailbox:
                 continue
             if time.monotonic() > deadline:
                 raise RuntimeError(f"shared memory: timed out after {self.timeout_s:g} s")
-            if self._is_alone() and (lengths[word] > 0) != is_full:
+            if self._is_alone() and (lengths[rank, slot, 0] > 0) != is_full:
                 raise RuntimeError("shared memory: connection closed by peer")
 
     def _is_alone(self) -> bool:
@@ -112,8 +96,15 @@ class Message:
     take: Callable[[Tensor, Tensor], Tensor]
     """Tensor.add_ or Tensor.copy_: joins the other rank's tensor to `target`."""
 
+    @torch.no_grad()
     def wait(self) -> None:
-        self.mailbox.finish(self)
+        box, slot, target, peer = self.mailbox, self.slot, self.target, 1 - self.mailbox.rank
+        box.wait_until(peer, slot, is_full=True)
+        length = box.lengths[peer, slot, 0]
+        assert length == target.nbytes, f"{length} bytes arrived for {target.nbytes} of {tuple(target.shape)}"
+        self.take(target, box.slots[peer, slot, :length].view(target.dtype).view(target.shape))
+        box.lengths[peer, slot, 0] = 0
+        box.is_pending[slot] = False
 
 
 def open_mailbox(group: ProcessGroup, rank: int, timeout_s: float) -> Mailbox | None:
