@@ -40,6 +40,7 @@ from gpu.shapes import SIZES
 from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
 from mlm.plan.cost import CostModel, Software, Times
 from mlm.plan.hardware import HardwareConfig, preset, preset_of_gpu
 from mlm.plan.layer_counts import counts_of
@@ -74,11 +75,11 @@ class ProgramCost(CostModel):
 
     software: Program
 
-    def repeated(self, forward: Times, recompute: str) -> Times:
+    def repeated(self, forward: Times, layout: ParallelConfig) -> Times:
         """The part of a layer's forward pass that recomputation adds to its backward pass."""
-        share = self.software.repeated_products if recompute == "selective" else 0.0
+        share = self.software.repeated_products if layout.recompute == "selective" else 0.0
         if not share:
-            return super().repeated(forward, recompute)
+            return super().repeated(forward, layout)
         return (share * forward[0], 0.0, forward[2], *(0.0 for _ in forward[3:]))
 
     def transfer(self, layout: PlannedLayout) -> float:

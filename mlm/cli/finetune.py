@@ -17,7 +17,7 @@ from mlm.launch.rules.checks import (
     lr_falls,
 )
 from mlm.launch.rules.layout import FINETUNE_LAYOUT_RULES, READER_RULES, Launch, LayoutRule
-from mlm.runs.checks import four_bits_fit, optimizer_fits_layout, optimizer_works
+from mlm.runs.checks import budget_is_compiled, four_bits_fit, optimizer_fits_layout, optimizer_works
 from mlm.util.errors import Absent, Problem, UserError
 
 
@@ -69,7 +69,15 @@ RULES = (
 check_eval_task = _checked_by(READER_RULES, RULES)
 check_finetune = _checked_by(
     FINETUNE_LAYOUT_RULES,
-    (optimizer_works, optimizer_fits_layout, four_bits_fit, _incidents_are_followed, lr_falls, *RULES),
+    (
+        optimizer_works,
+        optimizer_fits_layout,
+        four_bits_fit,
+        budget_is_compiled,
+        _incidents_are_followed,
+        lr_falls,
+        *RULES,
+    ),
 )
 
 COMMANDS = (

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
-from mlm.config.fields import POSITIVE, Aliases, OnlyIf
+from mlm.config.fields import POSITIVE, Aliases, Bound, OnlyIf
 from mlm.util.errors import format_settings
 
 TensorSize = Annotated[
@@ -20,7 +20,8 @@ ExpertSize = Annotated[int, POSITIVE, Aliases("expert_model_parallel_size", "exp
 Schedule = Literal["1f1b", "gpipe", "zb_h1"]
 Zero = Annotated[Literal[0, 2, 3], Aliases("zero_stage")]
 ZeroReduce = Literal["last", "every"]
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "full", "budget"]
+Budget = Bound(lambda x: 0 < x < 1, "above 0 and below 1")
 EXPERTS = OnlyIf("num_experts")
 IGNORE_INDEX = -100
 """Label of a token without a loss (the value of PyTorch and of `transformers`)."""
@@ -78,7 +79,10 @@ class ParallelConfig:
     """zero=2|3: reduce-scatter gradients in the last micro-batch of a step, until which the whole gradient is
     kept, or in every micro-batch, which keeps 1/dp of it."""
     recompute: Annotated[Recompute, Aliases("recompute_granularity")] = "none"
-    """Activations that backward recomputes: selective the attention matrices, full each layer."""
+    """Activations that backward recomputes: selective the attention matrices, full each layer, budget what
+    the compiler chooses of a layer (compile=true)."""
+    recompute_budget: Annotated[float, Budget, OnlyIf("recompute", "budget")] = 0.5
+    """Of budget: activations that a compiled layer may keep, over those between full and none."""
 
     @property
     def replica(self) -> int:

@@ -64,7 +64,7 @@ def query_of(config: PlanLayoutsConfig) -> Query:
 
 FIELDS = (
     *("tp", "cp", "pp", "dp", "vp", "pipeline", "zero", "sequence_parallel", "tp_overlap", "expert_tp"),
-    *("ep", "micro_batch", "recompute", "zero_reduce"),
+    *("ep", "micro_batch", "recompute", "recompute_budget", "zero_reduce"),
 )
 """Fields of a layout in the order in which they are chosen."""
 Choice = dict[str, Any]
@@ -108,6 +108,8 @@ def options(name: str, query: Query, c: Choice) -> list[Any]:
         return ["none", "selective", "full"] if keeps_scores else ["none", "full"]
     if name == "zero_reduce":
         return ["last", "every"] if c["zero"] and samples > c["micro_batch"] else ["last"]
+    if name == "recompute_budget":
+        return [query.run.parallel.recompute_budget]
     return [None]  # tp_overlap and expert_tp
 
 

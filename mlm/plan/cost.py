@@ -194,8 +194,8 @@ class CostModel:
         return self.home_times(layout.split, layout.micro_batch)
 
     def _home_times(self, split: ParallelConfig, micro_batch: int) -> dict[str, HomeTime]:
-        recompute, homes = split.recompute, dict[str, HomeTime]()
-        if recompute == "full" or (recompute == "selective" and self.hardware.device == "gpu"):
+        layout, recompute, homes = split, split.recompute, dict[str, HomeTime]()
+        if recompute in ("full", "budget") or (recompute == "selective" and self.hardware.device == "gpu"):
             split = replace(split, recompute="none")  # a layer's forward pass once more; nothing
         one, two = self.counts.counts(split).passes
         for home in one.saved_bytes:
@@ -210,13 +210,17 @@ class CostModel:
                 )
             forward, backward = times
             if home.isdigit():
-                backward = tuple(map(sum, zip(backward, self.repeated(forward, recompute), strict=True)))
+                backward = tuple(map(sum, zip(backward, self.repeated(forward, layout), strict=True)))
             homes[home] = HomeTime(forward, backward)
         return homes
 
-    def repeated(self, forward: Times, recompute: str) -> Times:
-        """The part of a layer's forward pass that recomputation adds to its backward pass."""
-        return forward if recompute == "full" else (0.0,) * len(forward)
+    def repeated(self, forward: Times, layout: ParallelConfig) -> Times:
+        """The part of a layer's forward pass that recomputation adds to its backward pass.
+
+        Of a budget the most: the compiler recomputes what takes least time for its memory.
+        """
+        shares = {"full": 1.0, "budget": 1 - layout.recompute_budget}
+        return tuple(shares.get(layout.recompute, 0.0) * seconds for seconds in forward)
 
     # -- a step
 
@@ -378,7 +382,7 @@ class CostModel:
         homes, m, p = self.homes(layout), layout.micro_batches, layout.pp
         parts = dict.fromkeys(PARTS, 0.0)
         for home, count in Counter(map(str, self.counts.kinds)).items():
-            time, repeated = homes[home], self.repeated(homes[home].forward, layout.recompute)
+            time, repeated = homes[home], self.repeated(homes[home].forward, layout)
             for name, f, b, r in zip(COMPUTED, time.forward, time.backward, repeated, strict=True):
                 parts[name] += m / p * count * (f + b - r)
             parts["recompute"] += m / p * count * sum(repeated)

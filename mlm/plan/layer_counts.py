@@ -172,6 +172,9 @@ class LayerCounts:
 
     def counts(self, split: ParallelConfig) -> Counts:
         """Micro-batches of one sample and of two through a layer of each kind and the ends."""
+        if split.recompute == "budget":
+            none, full = (self.counts(replace(split, recompute=other)) for other in ("none", "full"))
+            return within_budget(none, full, split.recompute_budget)
         return self._counts(split, SIZES, True)
 
     def ends(self, split: ParallelConfig, micro_batch: int) -> Counts:
@@ -286,6 +289,25 @@ def count_passes(trainer: Trainer[MicroBatch], meter: Meter, sizes: tuple[int, .
         per_step=joined([*casts.values(), *update.values()]),
         accumulation=works[1][BACKWARD, OUTSIDE],
     )
+
+
+def within_budget(none: Counts, full: Counts, budget: float) -> Counts:
+    """Counts of layers that keep a share of what they recompute with recompute=full.
+
+    That is how PyTorch defines its activation memory budget. Work is that without recomputation.
+    """
+
+    def between(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
+        return {home: round(budget * a[home] + (1 - budget) * b[home]) for home in a}
+
+    def limited(a: PassCounts, b: PassCounts) -> PassCounts:
+        saved, workspace = (
+            between(getattr(a, name), getattr(b, name)) for name in ("saved_bytes", "peak_workspace_bytes")
+        )
+        return PassCounts(a.work, saved, workspace)
+
+    one, two = (limited(a, b) for a, b in zip(none.passes, full.passes, strict=True))
+    return replace(none, first=limited(none.first, full.first), passes=(one, two))
 
 
 def by_home(work: dict[Place, Work]) -> dict[Place, Work]:

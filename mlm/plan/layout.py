@@ -32,7 +32,7 @@ def hardware_flops(model: ModelConfig, seq: int, samples: int, recompute: str, t
     return whole + (whole - head) / 3 * (recompute == "full")
 
 
-SPLIT = ("tp", "cp", "ep", "expert_tp", "sequence_parallel", "tp_overlap", "recompute")
+SPLIT = ("tp", "cp", "ep", "expert_tp", "sequence_parallel", "tp_overlap", "recompute", "recompute_budget")
 """Fields of a layout that the counts of a layer depend on."""
 
 
@@ -61,6 +61,8 @@ class PlannedLayout(ParallelConfig):
         values: dict[str, Any] = {}
         if self.tp == 1:
             values |= {"expert_tp": None, "sequence_parallel": False, "tp_overlap": None}
+        if self.recompute != "budget":
+            values["recompute_budget"] = ParallelConfig().recompute_budget
         if self.dp * self.cp == 1:
             values["zero"] = 0
         if not values.get("zero", self.zero):

@@ -223,14 +223,39 @@ def graphs_replay(config: PretrainConfig, _: Launch) -> Problem | None:
     return _conflict(config, "cuda_graphs", conflicts)
 
 
+def budget_is_compiled(config: Any, _: Launch) -> Problem | None:
+    """The problem of recompute=budget where no graph of the compiler holds a whole layer."""
+    parallel = config.parallel
+    if parallel.recompute != "budget":
+        return None
+    conflicts = {
+        "compile": (config.compile is not True, "compile=true"),
+        "cp": (parallel.cp > 1, "cp=1"),
+        "sequence_parallel": (parallel.sequence_parallel and parallel.tp > 1, "sequence_parallel=false"),
+        "pipeline": (parallel.pipeline == "zb_h1", "pipeline=1f1b"),
+    }
+    if ((getattr(config, "model", None) and config.model.options) or {}).get("num_experts", 0):
+        keys, why = (
+            ("recompute", "model.options.num_experts"),
+            "recompute=budget: mixtures do not compile",
+        )
+        return Problem(keys, why, "use recompute=full")
+    return _conflict(config, "recompute", conflicts, on="budget", off="full")
+
+
 def _conflict(
-    config: PretrainConfig, switch: str, conflicts: Mapping[str, tuple[bool, str]]
+    config: PretrainConfig,
+    switch: str,
+    conflicts: Mapping[str, tuple[bool, str]],
+    *,
+    on: str = "true",
+    off: str = "false",
 ) -> Problem | None:
     """The problem of the first conflict, of key → (True if the switch does not go with it, what to set)."""
     for key, (applies, fix) in conflicts.items():
         if applies:
-            problem = f"{switch}=true does not go with {key}={format_value(values_of(config)[key])}"
-            return Problem((switch, key), problem, f"use {switch}=false or {fix}")
+            problem = f"{switch}={on} does not go with {key}={format_value(values_of(config)[key])}"
+            return Problem((switch, key), problem, f"use {switch}={off} or {fix}")
     return None
 
 
@@ -317,6 +342,7 @@ SETTINGS_RULES = (
     _attention_serves,
     accumulation_fuses,
     graphs_replay,
+    budget_is_compiled,
     lambda config, _: context_problem(config.parallel.cp, config.model, config.data),
     _prompts_can_be_continued,
 )

@@ -145,8 +145,8 @@ def settle_kernels(
         )
         fuses = fuses and train.global_batch_size > replicas * train.micro_batch_size
         fuses = fuses and accumulation_fuses(fused, launch) is None
-    if parts is None:
-        parts = 2 if on_gpu and parallel.sequence_parallel and parallel.tp > 1 else 1
+    if parts is None:  # plans of GPUs are on meta
+        parts = 2 if device.type in ("cuda", "meta") and parallel.sequence_parallel and parallel.tp > 1 else 1
     return replace(
         config,
         cuda_graphs=graphs,
@@ -182,19 +182,35 @@ def fp8_line(config: PretrainConfig) -> str | None:
 
 
 def compile_layers(
-    layers: Iterable[nn.Module], choice: bool | None, device: torch.device, *, graphs: bool = False
+    layers: Iterable[nn.Module],
+    choice: bool | None,
+    device: torch.device,
+    *,
+    graphs: bool = False,
+    budget: float = 1.0,
 ) -> None:
     """torch.compile each layer: one graph serves all, where compiling whole models took minutes.
 
     Where the compiler was not asked for and fails, the layer runs as it is, with a warning. With `graphs` the
-    launches of each are replayed. Raises UserError.
+    launches of each are replayed. `budget` is the share of activations, of those besides its inputs, that a
+    layer keeps; the compiler recomputes the cheapest. Raises UserError.
     """
     if not should_compile(choice, device):
         if graphs and device.type == "cuda":
             raise UserError("cuda_graphs=true: this host has no compiler for its GPU; use cuda_graphs=false")
         return
     prepare_to_compile()
+    keep_activations(budget)
     if choice is None:
         torch._dynamo.config.suppress_errors = True
     for layer in layers:
         layer.compile(mode="reduce-overhead" if graphs else "default")
+
+
+def keep_activations(budget: float) -> None:
+    """Set the share of activations that compiled code keeps. No guard knows it: other code is dropped."""
+    from torch._functorch import config
+
+    if config.activation_memory_budget != budget:
+        torch._dynamo.reset()
+        config.activation_memory_budget = budget

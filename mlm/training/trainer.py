@@ -59,14 +59,21 @@ def build_model(
     `one_shape` is True if all micro-batches have one shape; other arguments are as in `Trainer`.
     """
     choose_kernels(config, device, one_shape=one_shape)
-    model = PipelinedModel(config.model, config.parallel, config.precision, ctx, config.lora, stages)
+    parallel = config.parallel
+    model = PipelinedModel(config.model, parallel, config.precision, ctx, config.lora, stages)
     choice = (
         config.compile if config.lora.quantize == "none" else False
     )  # the compiler traces no weights in 4 bits
     is_compiled = should_compile(choice, device)
     for chunk in model.chunks:
         init_parameters(chunk, config.seed, ctx.tp)
-        compile_layers(chunk.layers.values(), choice, device, graphs=bool(config.cuda_graphs))
+        compile_layers(
+            chunk.layers.values(),
+            choice,
+            device,
+            graphs=bool(config.cuda_graphs),
+            budget=parallel.recompute_budget if parallel.recompute == "budget" else 1.0,
+        )
         if is_compiled:
             model.casts.exclude(chunk.layers.values())
         for module in chunk.modules():

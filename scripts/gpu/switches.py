@@ -45,6 +45,10 @@ SWITCHES = (  # the most valuable first: the step's time may end before the last
     Switch(
         "4 micro-batches fuse_accumulation=false", settings(fuse_accumulation=False), micro_batches=SEVERAL
     ),
+    Switch(
+        "recompute=budget recompute_budget=0.5",
+        lambda config: replace(config, parallel=replace(config.parallel, recompute="budget")),
+    ),
     Switch("attention=flash", settings(attention="flash")),
     Switch("attention=cudnn", settings(attention="cudnn")),
     Switch("precision=fp8", precision(dtype="fp8")),

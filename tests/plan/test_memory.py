@@ -13,6 +13,7 @@ from mlm.cli.compose.composition import load_config
 from mlm.models.config import ModelConfig
 from mlm.models.transformer import TransformerLayer
 from mlm.optim.config import PrecisionConfig
+from mlm.parallel.compute_state import prepare_to_compile
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.gradients import build_reducer
@@ -26,6 +27,7 @@ from mlm.plan.dry_run_rank import dry_run
 from mlm.plan.layer_counts import counts_of
 from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import MemoryModel, in_flight
+from mlm.training.kernels import keep_activations
 from mlm.training.pipelined import PipelinedModel
 from tests.plan.planned import GPT2, LLAMA, memory_of, planned_run
 from tests.ranks import run_on_ranks
@@ -97,11 +99,40 @@ def test_a_layer_keeps_what_autograd_saves(tp: int, dtype: Any) -> None:
     _, two = counts_of(planned_run(model, dtype=dtype), "gpu").counts(ParallelConfig(tp=tp)).passes
     layer = TransformerLayer(model, layer=0, tp=Axis("tp", 0, tp))
     x = torch.randn(128, 2, 256, dtype=getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[dtype]))
-    assert two.saved_bytes["0"] == pytest.approx(saved_bytes(layer, x.requires_grad_()), rel=0.01)
+    stream = DropoutStream.of_micro_batch(0, 0, 2, torch.device("cpu"))
+    found, _ = saved_bytes(layer, x.requires_grad_(), stream)
+    assert two.saved_bytes["0"] == pytest.approx(found, rel=0.01)
 
 
-def saved_bytes(layer: nn.Module, x: Tensor) -> int:
-    """Bytes of the storages that a layer's graph keeps, each once, without parameters and vectors."""
+@pytest.mark.parametrize(
+    "budget", [pytest.param(0.8, marks=pytest.mark.slow), 0.4, pytest.param(0.2, marks=pytest.mark.slow)]
+)
+def test_a_compiled_layer_keeps_about_its_budget(budget: float) -> None:
+    """PyTorch's partitioner keeps a tensor whole or not at all; and the gradients do not change."""
+    model = replace(GPT2, num_layers=1, hidden_size=256, num_heads=8, max_positions=128)
+    split = ParallelConfig(recompute="budget", recompute_budget=budget)
+    expected = counts_of(planned_run(model, dtype="fp32"), "gpu").counts(split).passes[1].saved_bytes["0"]
+    torch.manual_seed(0)
+    layer = TransformerLayer(model, layer=0, tp=Axis("tp"))
+    for p in layer.parameters():
+        nn.init.normal_(p, std=0.05)
+    x, dy = torch.randn(128, 2, 256, requires_grad=True), torch.randn(128, 2, 256)
+    leaves = [x, *layer.parameters()]
+    plain = torch.autograd.grad(layer(x, None), leaves, dy)
+    prepare_to_compile()
+    keep_activations(budget)
+    try:
+        layer.compile(backend="aot_eager_decomp_partition")
+        found, y = saved_bytes(layer, x, None)
+    finally:
+        keep_activations(1.0)
+    assert 0.7 * expected < found < 1.1 * expected
+    for gradient, of_plain in zip(torch.autograd.grad(y, leaves, dy), plain, strict=True):
+        torch.testing.assert_close(gradient, of_plain, rtol=1e-4, atol=1e-5 * of_plain.abs().max().item())
+
+
+def saved_bytes(layer: nn.Module, x: Tensor, stream: DropoutStream | None) -> tuple[int, Tensor]:
+    """Bytes of the storages that a layer's graph keeps, without parameters and vectors; its output."""
     weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -111,10 +142,8 @@ def saved_bytes(layer: nn.Module, x: Tensor) -> int:
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-        y = layer(x, DropoutStream.of_micro_batch(0, 0, x.shape[1], torch.device("cpu")))
-    found = sum(saved.untyped_storage().nbytes() for saved in kept.values())
-    del y
-    return found
+        y = layer(x, stream)
+    return sum(saved.untyped_storage().nbytes() for saved in kept.values()), y
 
 
 COMMON = (

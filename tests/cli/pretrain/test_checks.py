@@ -273,6 +273,22 @@ def test_switch_names_the_setting_that_it_does_not_go_with(switch: str, other: s
     assert problems_of(f"{switch}=true", "compile=true", "recompute=selective") == []
 
 
+@pytest.mark.parametrize(
+    "words, fix",
+    [
+        ("compile=false", "use recompute=full or compile=true"),
+        ("compile=true pipeline=zb_h1", "use recompute=full or pipeline=1f1b"),
+        ("compile=true tp=2 sequence_parallel=true", "use recompute=full or sequence_parallel=false"),
+        ("compile=true cp=2", "use recompute=full or cp=1"),
+        ("compile=true model=moe_tiny", "use recompute=full"),
+        ("compile=true tp=2 dp=2 zero=2", None),
+    ],
+)
+def test_a_budget_of_activations_needs_layers_compiled_whole(words: str, fix: str | None) -> None:
+    found = list(map(str, problems_of("recompute=budget", *words.split())))
+    assert found == [] if fix is None else any(fix in problem for problem in found), found
+
+
 @pytest.mark.parametrize(("epochs", "fix"), [([20.0], None), ([126.0], "15"), ([1.0, 40.0], "50")])
 def test_a_run_that_learns_its_corpus_by_heart_is_warned(epochs: list[float], fix: str | None) -> None:
     parts = [SimpleNamespace(epochs=number) for number in epochs]
