@@ -35,7 +35,8 @@ KINDS = {
 LOSSES = {"task.label_smoothing": ("dpo", "simpo"), "task.margin": ("simpo",)}
 WITHOUT_OTHERS = {
     "data.seed",  # data.train_rows
-    *(f"lora.{name}" for name in ("alpha", "targets", "dropout", "rslora", "dora")),  # lora.rank
+    *(f"lora.{name}" for name in ("alpha", "targets", "dropout", "rslora", "dora", "quantize")),  # lora.rank
+    "recompute_budget",  # recompute
     "zero_reduce",  # zero
     *(key for key in leaves(FinetuneConfig) if key.startswith("optimizer.muon.")),  # optimizer.kind
     *(f"precision.{name}" for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "cast")),
