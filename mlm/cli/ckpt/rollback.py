@@ -4,7 +4,7 @@ import shlex
 from functools import cache
 from pathlib import Path
 
-from mlm.checkpoint.native.folders import latest_name, locate, step_name
+from mlm.checkpoint.native.folders import BEST, CHECKPOINTS, checkpoints, latest_name, locate, step_name
 from mlm.checkpoint.native.format import CheckpointError
 from mlm.checkpoint.native.retention import Moves, checkpoint_doubt, choose_step, move_latest
 from mlm.checkpoint.native.verify import content_problem
@@ -44,6 +44,10 @@ def run(config: CkptRollbackConfig) -> None:
                 f"{error.filename or root}: {error.strerror}: make it writable, or free space there"
             ) from error
     print_result(config.ckpt, root / step_name(step), before, moves)
+    later = [path for n, path in checkpoints(root.parent / BEST / CHECKPOINTS).items() if n > step]
+    for path in later if root.parent.name != BEST else ():
+        line = f"note: {path} validated best and stays: ckpt={config.ckpt} takes it until a run keeps another"
+        console().print(one_line(line))
 
 
 def print_result(ckpt: str, path: Path, before: str | None, moves: Moves) -> None:

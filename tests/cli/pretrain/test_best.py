@@ -80,6 +80,19 @@ def test_an_ended_run_says_why_and_a_higher_patience_continues_it(
     assert best_step(again) == steps - 2
 
 
+def test_a_rollback_says_that_later_weights_are_still_the_best(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    back, newest = shutil.copytree(run, tmp_path / "run"), len(validated(run))
+    for step, says in ((best_step(run), False), (newest, True)):
+        (kept,) = (back / "best/checkpoints").glob("step-*")
+        kept.rename(kept.with_name(f"step-{step:08d}"))
+        shutil.copytree(run / "checkpoints", back / "checkpoints", dirs_exist_ok=True)
+        assert main(["ckpt", "rollback", str(back), str(newest - 1)]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert (f"step-{step:08d} validated best and stays: ckpt={back} takes it" in told) == says
+
+
 @pytest.mark.parametrize("layout", slow_but({0}, [[], ["tp=2"]]), ids=str)
 def test_a_stopped_and_resumed_run_keeps_and_ends_as_the_uninterrupted_one(
     run: Path, corpus: Path, tmp_path: Path, layout: list[str]
