@@ -55,8 +55,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int = 1) -> Tensor:
     if torch.compiler.is_compiling():  # one kernel, which writes its result once
         return torch.cat([a * cos - sign * b * sin, b * cos + sign * a * sin, rest], -1)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    # the longest rows are the fastest: both halves in one product
-    torch.mul(x[..., : 2 * half], torch.cat([cos, cos], -1), out=y[..., : 2 * half])
+    if x.is_cpu:  # the longest rows are the fastest: both halves in one product
+        torch.mul(x[..., : 2 * half], torch.cat([cos, cos], -1), out=y[..., : 2 * half])
+    else:  # without a launch that doubles the cosines
+        halves, out = (z[..., : 2 * half].unflatten(-1, (2, half)) for z in (x, y))
+        torch.mul(halves, cos.unsqueeze(-2), out=out)
     y[..., :half].addcmul_(b, sin, value=-sign)
     y[..., half : 2 * half].addcmul_(a, sin, value=sign)
     y[..., 2 * half :] = rest
