@@ -55,7 +55,7 @@ class Target:
 
 _NO_NORMALISING: dict[str, bool | int] = {"router_normalise": False, "dense_layers": 0}
 TARGETS = {
-    "llama": Target(name="LLAMA", has_pairs=True),
+    "llama": Target(name="LLAMA", has_pairs=True, fixed={"bias": False}),
     "mistral": Target(name="LLAMA", has_pairs=True),
     "internlm3": Target(name="LLAMA", has_pairs=True),
     "granite": Target(name="GRANITE", has_pairs=True, scales=True),
@@ -66,7 +66,7 @@ TARGETS = {
     "cohere2": Target(name="COHERE2", fixed={"window_layers": "sssf", "rotary_layers": "rrrn"}),
     "glm4": Target(name="GLM4"),
     "olmo3": Target(name="OLMO2", fixed={"window_layers": "sssf", "window_rope_theta": 0.0}),
-    "arcee": Target(name="ARCEE", has_pairs=True, activation="relu2"),
+    "arcee": Target(name="ARCEE", has_pairs=True, activation="relu2", fixed={"bias": False}),
     "ernie4_5": Target(name="ERNIE4_5"),
     "glm": Target(name="CHATGLM", has_full_width=True),
     "phi3": Target(name="PHI3"),

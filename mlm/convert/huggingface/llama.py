@@ -216,6 +216,9 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
     if latent := "kv_lora_rank" in options:
         rotated, unrotated = options["rope_head_dim"], options.pop("unrotated_head_dim")
         options["head_dim"] = rotated + unrotated if type(rotated) is type(unrotated) is int else unrotated
+    if "bias" in options and options["bias"] != options["qkv_bias"]:
+        given = f"attention_bias={hf.show(options['qkv_bias'])}"
+        raise ConfigError([f"{path}: {given} goes with the same mlp_bias, not {hf.show(options['bias'])}"])
     if "shared_width" in options:
         options["shared_experts"] = _shared_experts(options, path)
     if config.get("topk_method") == "greedy":  # DeepSeek-V2's choice among all experts

@@ -192,6 +192,7 @@ _OLMO2: dict[str, bool | str] = {
 _GEMMA: dict[str, bool | str] = {"zero_centered_norms": True}
 _LAYER_NORM = {"layer_norm": True, "norm_bias": True}
 _NO_BIAS: dict[str, tuple[hf.JSON, ...]] = {"attention_bias": (False,)}
+_BIASES: dict[str, tuple[str, hf.JSON]] = {"attention_bias": ("qkv_bias", False), "mlp_bias": ("bias", False)}
 _LATENT: dict[str, tuple[str, hf.JSON]] = {
     "kv_lora_rank": ("kv_lora_rank", 512),
     "q_lora_rank": ("q_lora_rank", None),
@@ -211,14 +212,14 @@ VARIANTS = {
     "llama": Variant(
         classes="Llama",
         defaults=Defaults(4096, 11008, 32, 32, None, 2048, 32000),
-        fixed=_NO_BIAS | {"mlp_bias": (False,)},
+        fields=_BIASES,
     ),
     "arcee": Variant(
         classes="Arcee",
         activations=hf.RELU_SQUARED,
         options={"gated": False},
         defaults=Defaults(2560, 18432, 32, 32, None, 4096, 32000, eps=1e-5),
-        fixed=_NO_BIAS | {"mlp_bias": (False,)},
+        fields=_BIASES,
     ),
     "ernie4_5": Variant(
         classes="Ernie4_5",

@@ -122,6 +122,7 @@ ROWS: dict[str, Row] = {
         {"tie_word_embeddings": True, "num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"},
     ),
     "llama of as many kv heads": Row("Llama", by_shape=_EVERY_HEAD, has_head_dim=False),
+    "llama with biases": Row("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama3": Row("Llama", {"rope_parameters": LLAMA3}),
     "linear": Row("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}}),
     "yarn": Row("Qwen2", {"rope_parameters": YARN}, has_head_dim=False),
