@@ -207,7 +207,9 @@ def test_names_of_which_some_are_wrapped_are_not_read(tmp_path: Path) -> None:
 FULL, SLIDING = ["full_attention"] * 2, ["sliding_attention"] * 2
 CHUNKED = {"use_sliding_window": True, "layer_types": ["full_attention", "chunked_attention"]}
 REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "dynamic": ("yarn", {"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope_type=dynamic"),
+    "dynamic": ("yarn", {"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "factor is missing"),
+    "another scaling": ("llama", {"rope_scaling": {"rope_type": "proportional"}}, "rope_type=proportional"),
+    "a scaling of false": ("llama", {"rope_scaling": False}, "rope_scaling=false is no object"),
     "unknown yarn key": ("yarn", {"rope_parameters": {**YARN, "finetuned": True}}, "finetuned=true"),
     "biases everywhere": ("llama", {"attention_bias": True}, "attention_bias=true goes with"),
     "experts of a dense type": ("mistral", {"num_local_experts": 8}, "num_local_experts=8"),
@@ -227,7 +229,11 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
         "for each of the 2 layers",
     ),
     "sliding without a window": ("qwen3", {"layer_types": SLIDING}, "does not go with sliding_window=null"),
-    "full with a window": ("mistral", {"layer_types": FULL}, "does not go with sliding_window=5"),
+    "full with a window": (
+        "mistral",
+        {"layer_types": FULL},
+        "alike, by sliding_window=5; remove layer_types",
+    ),
     "ties null": ("qwen2", {"tie_word_embeddings": None}, "tie_word_embeddings=null is not what"),
     "a window in words": ("qwen3", {"use_sliding_window": "yes"}, "use_sliding_window=yes is not what"),
     "half an interval": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0.5}, "interval=0.5"),
@@ -253,6 +259,22 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
         "attn_logit_softcapping=50",
     ),
     "a scalar of nothing": ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
+    "no scalar": ("gemma2", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar=null must be a number"),
+    "a bound of 0": ("gemma2", {"attn_logit_softcapping": 0.0}, "softcapping=0.0 must be above 0 or null"),
+    "a bound of logits of 0": ("gemma3", {"final_logit_softcapping": 0}, "softcapping=0 must be above 0 or"),
+    "no logits_scaling": ("granite", {"logits_scaling": None}, "logits_scaling=null must be a number"),
+    "scores times 0": ("granite", {"attention_multiplier": 0.0}, "attention_multiplier=0.0 must be above 0"),
+    "scores times null": ("granite", {"attention_multiplier": None}, "attention_multiplier=null must be a"),
+    "a factor of true": (
+        "granite",
+        {"residual_multiplier": True},
+        "residual_multiplier=true must be a number",
+    ),
+    "no experts of a token": (
+        "mixtral",
+        {"num_experts_per_tok": None},
+        "num_experts_per_tok=null must be a n",
+    ),
     "both ways": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
     "a window below 1": ("mistral", {"sliding_window": -4}, "supported: a whole number from 1, or null"),
     "half a layer": ("qwen3", {"max_window_layers": 0.5}, "max_window_layers=0.5 must be a whole number"),

@@ -70,7 +70,11 @@ def _read_window(config: Mapping[str, JSON], layers: int, rotary: str, row: Vari
             raise ConfigError([f"{path}: {given}: supported: {known} for each of the {layers} layers"])
         types = "".join(map(TYPES.__getitem__, listed))
     is_read = is_switched or "layer_types" in row.layer_keys
-    if ("s" in types and size is None) or (types != usual and not is_read):
+    if types != usual and not is_read:
+        key, given = f"layer_types={show(listed)}", f"sliding_window={show(size)}"
+        fix = f"all layers of {row.classes} are alike, by {given}; remove layer_types"
+        raise ConfigError([f"{path}: {key}: {fix}"])
+    if "s" in types and size is None:
         given, other = f"sliding_window={show(size)}", NAMES["s" if "s" in types else "f"]
         raise ConfigError([f"{path}: layer_types={other} does not go with {given}; fix one"])
     pattern = shortest_pattern(types)

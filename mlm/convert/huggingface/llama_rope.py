@@ -17,6 +17,7 @@ _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _ORIGINAL = "original_max_position_embeddings"
 _THEIRS = {
     "linear": {"factor": "rope_factor"},
+    "dynamic": {"factor": "rope_factor"},
     "llama3": {
         "factor": "rope_factor",
         "low_freq_factor": "rope_low_freq_factor",
@@ -66,8 +67,9 @@ def read_rope(
     if sliding_theta is not None:
         return _read_by_type(config, path, positions, usual_theta, sliding_theta)
     names = ("rope_scaling", "rope_parameters")  # the first counts, as in `transformers`
-    name = next((key for key in names if config.get(key)), names[0])
-    given = config.get(name) or {}
+    name = next((key for key in names if config.get(key) not in (None, {})), names[0])
+    given = config.get(name)
+    given = {} if given is None else given
     if not isinstance(given, dict):
         raise ConfigError([f"{path}: {name}={show(given)} is no object of settings"])
     if nested := [key for key, value in given.items() if isinstance(value, dict)]:
@@ -104,7 +106,8 @@ def _read_by_type(
 ) -> Options:
     """Return settings of full and of sliding layers, as in Gemma 3: only the former may be scaled."""
     by_type, names = config.get("rope_parameters") or {}, ("full_attention", "sliding_attention")
-    scaling = config.get("rope_scaling") or {}
+    scaling = config.get("rope_scaling")
+    scaling = {} if scaling is None else scaling
     is_split = isinstance(by_type, dict) and not by_type.keys() - {*names}
     parts: list[Any] = [by_type.get(name) or {} for name in names] if is_split else [None]
     if not isinstance(scaling, dict):

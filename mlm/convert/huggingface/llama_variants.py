@@ -70,6 +70,8 @@ class Variant:
     """More keys as in ConfigKeys, of options."""
     absent: Mapping[str, hf.JSON] = field(default_factory=dict)
     """Values of keys that are left out, where null means another."""
+    may_be_0: frozenset[str] = frozenset()
+    """Our fields as in ConfigKeys."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of keys."""
     meanings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -150,6 +152,7 @@ class Variant:
         usual = {key: values for key, values in known.items() if key not in self.fields}
         return hf.ConfigKeys(
             activation=self.activation,
+            may_be_0=self.may_be_0,
             fixed={**usual, self.activation: self.activations, **self.fixed},
             fields={
                 "vocab_size": ("vocab_size", self.defaults.vocabulary),
@@ -432,6 +435,7 @@ VARIANTS = {
             "moe_intermediate_size": ("expert_ffn_size", 1536),
             "moe_num_shared_experts": ("shared_experts", 2),
         },
+        may_be_0=frozenset({"shared_experts"}),
         fixed={"use_bias": (False,), "moe_layer_interval": (1,)},
         written={"moe_layer_end_index": -1},
         absent={"moe_layer_start_index": 1},

@@ -378,6 +378,8 @@ class ConfigKeys:
     fields: Mapping[str, tuple[str, JSON]]
     """Key -> our field of ModelConfig, or option of the family, and default. Of two keys for one field the
     last counts."""
+    may_be_0: frozenset[str] = frozenset()
+    """Our fields whose 0 means none; of other whole numbers it means the default."""
 
     def read(
         self, config: Mapping[str, JSON], path: str, name: str, **settings: Any
@@ -397,7 +399,7 @@ class ConfigKeys:
         values = dict[str, Any]()
         for key, (ours, default) in self.fields.items():
             value, is_size = config.get(key, default), not isinstance(default, float | bool)
-            if isinstance(value, dict) or (is_size and value == 0):
+            if isinstance(value, dict) or (is_size and value == 0 and ours not in self.may_be_0):
                 wanted = "a whole number from 1" if is_size else "a number"
                 problems.append(f"{path}: {key}={show(value)} must be {wanted}")
                 value = default
@@ -421,7 +423,9 @@ class ConfigKeys:
         return {
             "architectures": [architecture],
             **{
-                theirs: known[ours] if isinstance(default, float | bool) else known[ours] or default
+                theirs: known[ours]
+                if isinstance(default, float | bool) or ours in self.may_be_0
+                else known[ours] or default
                 for theirs, (ours, default) in self.fields.items()
                 if ours in known
             },

@@ -171,7 +171,9 @@ def llama_problem(model: ModelConfig) -> str | None:
     settings = LlamaSettings.of(model)
     factors = settings.rope_low_freq_factor, settings.rope_high_freq_factor
     is_usual = (settings.rope_original_positions, *factors) == (LLAMA3_CONTEXT, 1.0, 4.0)
-    if settings.rope_scaling in ("yarn", "longrope") or (settings.rope_scaling == "llama3" and not is_usual):
+    if settings.rope_scaling in ("dynamic", "yarn", "longrope") or (
+        settings.rope_scaling == "llama3" and not is_usual
+    ):
         return f"its rope_scaling={settings.rope_scaling} has other factors than Megatron Core's"
     if settings.window:
         return f"its window={settings.window}: written would be a model that attends to all"

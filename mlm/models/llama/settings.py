@@ -21,7 +21,7 @@ MODEL_TYPES = (
     *("gemma2", "gemma3_text"),
 )
 """What model_type may be: the rows of VARIANTS (mlm/convert/huggingface/llama_variants.py)."""
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 SCALED = OnlyIf("rope_scaling", *ROPE_TYPES[1:])
 LLAMA3, YARN = OnlyIf("rope_scaling", "llama3"), OnlyIf("rope_scaling", "yarn")
 LONGROPE = OnlyIf("rope_scaling", "longrope")
@@ -42,7 +42,8 @@ class LlamaSettings(RouterSettings):
     rotary_fraction: float = 1.0
     """Share of a head's dimensions that are turned, the first ones."""
     rope_scaling: str = "default"
-    """Scaling of the frequencies for longer contexts: default (none), linear (arXiv:2306.15595), llama3
+    """Scaling of the frequencies for longer contexts: default (none), linear (arXiv:2306.15595), dynamic (of
+    texts beyond max_positions, which are truncated here, so that it is kept for exports alone), llama3
     (arXiv:2407.21783, section 3.4.2), yarn (arXiv:2309.00071) or longrope (arXiv:2402.13753)."""
     rope_factor: Annotated[float, SCALED] = 1.0
     """Factor by which the context becomes longer."""

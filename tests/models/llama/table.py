@@ -159,7 +159,9 @@ ROWS: dict[str, Row] = {
         by_shape=_alternating("sf"),
         has_head_dim=False,
     ),
-    "internlm3": Row("InternLM3"),
+    "internlm3": Row(
+        "InternLM3", {"rope_parameters": {"rope_type": "dynamic", "factor": 6.0, "rope_theta": 50.0}}
+    ),
     "helium": Row("Helium", by_shape=_HIDDEN_IS_HEADS),
     "mistral": Row("Mistral", {"sliding_window": 5}),
     "phi3": Row(
@@ -320,6 +322,7 @@ ROWS: dict[str, Row] = {
             **{"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 2},
             **{"moe_intermediate_size": 8, "tie_word_embeddings": False},
         },
+        by_shape={1: {"moe_num_shared_experts": 0}},
         has_head_dim=False,
     ),
     "gpt_oss without scaling": Row(
