@@ -16,6 +16,7 @@ from rich.text import Text
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import BEST, CHECKPOINTS, checkpoints
+from mlm.checkpoint.native.format import CheckpointError
 from mlm.checkpoint.native.retention import newest_good
 from mlm.checkpoint.native.run_state import BEST_VALIDATION, INCIDENTS, LORA, TOKENIZER, VALIDATION_DUE
 from mlm.cli.pretrain.samples import PromptSampler
@@ -354,13 +355,22 @@ class PretrainLoop(Loop):
         self.reporter.validation(trainer.step, loss, perplexity, named)
 
     def keep_best(self, loss: float) -> None:
-        """Remember the lowest validation loss, and save its weights with train.keep_best. Collective."""
+        """Remember the lowest validation loss, and save its weights with train.keep_best. Collective.
+
+        Where they cannot be saved, what is kept stays the best: the next that is lower is tried again.
+        """
         trainer, state, train = self.trainer, self.trainer.extra_state, self.trainer.config.train
         best = state.get(BEST_VALIDATION, {"loss": math.inf, "step": 0, "without_gain": 0})
         if loss < best["loss"]:
             state[BEST_VALIDATION] = {"loss": loss, "step": trainer.step, "without_gain": 0}
-            if train.keep_best:
-                save_best(trainer, Path(trainer.config.out))
+            try:
+                if train.keep_best:
+                    save_best(trainer, Path(trainer.config.out))
+            except CheckpointError as error:  # of all ranks
+                self.reporter.save_failed(trainer.step, str(error))
+                state[BEST_VALIDATION] = {**best, "without_gain": 0}
+                if not math.isfinite(best["loss"]):
+                    del state[BEST_VALIDATION]
         elif math.isfinite(best["loss"]):
             # a new dictionary: a save under way may still be writing the one before
             state[BEST_VALIDATION] = {**best, "without_gain": best["without_gain"] + 1}

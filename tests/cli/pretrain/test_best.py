@@ -3,11 +3,13 @@
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mlm.checkpoint.native.format import read_manifest
+from mlm.checkpoint.native.format import CheckpointError, read_manifest
 from mlm.cli import main
+from mlm.training.state import save_best
 from tests.cli.pretrain.test_pretrain import score_of
 from tests.data.corpora import write_corpus
 from tests.slow import slow_but
@@ -78,6 +80,31 @@ def test_an_ended_run_says_why_and_a_higher_patience_continues_it(
     assert main(["pretrain", f"resume={again}", "train.patience=4"]) == 0
     assert len(records(again, "step")) == steps + 2
     assert best_step(again) == steps - 2
+
+
+def test_a_run_goes_on_where_its_best_weights_cannot_be_saved(
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They are tried again at the next lower loss; the checkpoints are those of a run that could."""
+
+    def full_at_step_2(trainer: Any, out: Path) -> None:
+        if trainer.step == 2:
+            raise CheckpointError("No space left on device")
+        save_best(trainer, out)
+
+    monkeypatch.setattr("mlm.cli.pretrain.run.save_best", full_at_step_2)
+    part = corpus / "train"  # trained on, so that each validation is lower than the one before
+    words = ["pretrain", *TINY, f"data.train={part}", f"data.validation={part}", f"out={tmp_path / 'run'}"]
+    assert main([*words, "train.steps=2"]) == 0
+    assert best_step(tmp_path / "run") == 1
+    assert "SAVING FAILED at step 2: No space left on device" in capsys.readouterr().err
+    losses = validated(tmp_path / "run")
+    assert losses[1] < losses[0]
+    assert main([*words, "train.steps=3"]) == 0
+    assert best_step(tmp_path / "run") == 3
 
 
 def test_a_rollback_says_that_later_weights_are_still_the_best(
