@@ -183,7 +183,7 @@ class TestBest:
         self, paths: tuple[Path, Path, Path], tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         run, best, last = paths
-        note = f"note: {run} is a finetuned run: its best checkpoint is taken, {best}"
+        note = f"note: {run} keeps its best checkpoint, which is taken: {best}; name a step-… for another"
         for path, is_best in ((run, True), (last, False)):
             out = tmp_path / path.name
             words = [*command.split(), f"ckpt={path}", f"out={out}"]

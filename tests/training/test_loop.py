@@ -47,6 +47,7 @@ class Quiet(PretrainLoop):
             ctx=ParallelContext(),
             objective=SimpleNamespace(num_losses=1, metrics=("loss",)),
             train_step=self.take_step,
+            average=None,
             is_finite=True,
             newest_samples=range(0),
             validate=lambda batches: self.spend(10.0, [next(losses)]),

@@ -41,7 +41,7 @@ def save(mine: Rank, path: Path) -> None:
 
 def state_of(mine: Rank) -> Any:
     config = SimpleNamespace(model=SimpleNamespace(vocab_multiple=1))
-    return SimpleNamespace(shards=mine.shards, optimizer=mine.optimizer, config=config)
+    return SimpleNamespace(shards=mine.shards, optimizer=mine.optimizer, average=None, config=config)
 
 
 def load_and_save(ctx: ParallelContext, old: Path, new: Path, zero: int) -> None:
