@@ -28,7 +28,7 @@ OPTIONS: list[tuple[ModelConfig, dict[str, Any], str]] = [
     (LLAMA, {"num_kv_heads": 3}, "num_kv_heads=3 does not divide model.num_heads=4"),
     (LLAMA, {"num_kv_heads": 2.5}, "num_kv_heads=2.5 must be a whole number"),
     (LLAMA, {"head_dim": 5}, "head_dim=5 is turned in pairs"),
-    (LLAMA, {"rope_scaling": "dynamic"}, "rope_scaling=dynamic is no scaling of ours"),
+    (LLAMA, {"rope_scaling": "ntk"}, "rope_scaling=ntk is no scaling of ours"),
     (LLAMA, {"rope_theta": "big"}, "rope_theta=big must be a number"),
     (LLAMA, {"rope_theta": 0.5}, "rope_theta=0.5 must be greater than 1"),
     (LLAMA, {"rope_factor": 0.5}, "rope_factor=0.5 must be 1 or more"),

@@ -111,9 +111,9 @@ def test_sound_config_has_no_problem(words: list[str]) -> None:
                 "use data.seq_length=124 or data.seq_length=128",
             ),
             (
-                ["model=llama_tiny", "model.options.rope_scaling=dynamic"],
-                "model.options.rope_scaling=dynamic is no scaling of ours; "
-                "use default, linear, llama3, yarn or longrope",
+                ["model=llama_tiny", "model.options.rope_scaling=ntk"],
+                "model.options.rope_scaling=ntk is no scaling of ours; "
+                "use default, linear, dynamic, llama3, yarn or longrope",
             ),
             (
                 ["model=llama_tiny", "model.options.num_kv_heads=3"],
