@@ -113,7 +113,7 @@ def test_a_layer_has_two_all_reduces_each_way() -> None:
 
 def test_sequence_parallelism_gathers_and_scatters_in_their_place() -> None:
     """arXiv:2205.05198, section 4.2.2: as many bytes in a ring; backward gathers inputs again."""
-    found = messages(dry("tp=4 sequence_parallel=true"), "tp")
+    found = messages(dry("tp=4 sequence_parallel=true tp_overlap=1"), "tp")
     micro_batches, hidden = BATCH // B, 2 * S * B * H
     assert found["reduce-scatter", hidden] == micro_batches * (4 * L + 1)
     assert found["all-gather", hidden] == micro_batches * (6 * L + 1)

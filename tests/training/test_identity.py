@@ -35,7 +35,7 @@ from tests.training.test_trainer import config, steps_of
 MAY_CHANGE = (
     *("name", "out", "seeds", "compile", "profile", "data.predict_tests"),
     *("tp", "cp", "pp", "vp", "dp", "ep", "expert_tp", "sequence_parallel", "tp_overlap", "pipeline", "zero"),
-    *("zero_reduce", "recompute"),
+    *("zero_reduce", "recompute", "recompute_budget"),
     *("precision.initial_loss_scale", "precision.min_loss_scale", "precision.loss_scale_window"),
     "precision.cast",
 )

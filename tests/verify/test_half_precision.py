@@ -80,7 +80,7 @@ class ReduceScatterInHalf(_Collective):
 def sharded_gradients_reduced_in_half(trainer: Trainer) -> None:
     for reducer in trainer.reducers:
         for unit in (*reducer.units, reducer.root):
-            unit.set_custom_reduce_scatter(ReduceScatterInHalf("reduce_scatter", trainer.ctx.replicas))
+            unit.set_custom_reduce_scatter(ReduceScatterInHalf(trainer.ctx.replicas))
 
 
 def sums_over_micro_batches_in_half(trainer: Trainer) -> None:
