@@ -5,7 +5,9 @@ Windows of long sequences on a GPU are FlashAttention's, which knows them (`wind
 PyTorch's fused kernel multiplies tiles of 32 queries of one head, with 50 to 75 GFLOP/s on a Zen 4 core whose
 products of bfloat16 reach 220. Here one product multiplies a block of queries of several heads by all keys up
 to its end; of the masked scores only the block's triangle is computed, and with a window none of the keys
-before it. Softcaps of scores, which PyTorch's fused kernels lack, are computed here at any length and dtype.
+before it. Softcaps of scores, which PyTorch's fused kernels lack, are computed here at any length and dtype;
+on a GPU by a kernel that FlexAttention generates (`generated_attention`), where nothing is to repeat bit for
+bit.
 
 Scores are float32, also those of bfloat16 queries, as in the fused kernel: rounded to bfloat16 they would be
 off by 2^-9 of themselves, and probabilities by exp(2^-9 s). Nothing of size S * S outlives a block: backward
@@ -17,6 +19,7 @@ keys of b samples at a time, r rows of queries in a block, e keys that some of t
 
 import math
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -108,6 +111,51 @@ def windowed_flash_attention(q: Tensor, k: Tensor, v: Tensor, scores: AttentionS
     assert isinstance(y, Tensor)  # no auxiliary results were asked for
     merged: Tensor = y.unflatten(0, (b, s)).transpose(0, 1).flatten(2)
     return merged
+
+
+def takes_generated_kernel(x: Tensor, head_dim: int, scores: AttentionScores) -> bool:
+    """True if a GPU's kernel that PyTorch generates computes the softcaps of heads [S, B, ...]."""
+    if not scores.softcap or not x.is_cuda or x.dtype == torch.float64:
+        return False
+    if head_dim not in (16, 32, 64, 128, 256) or torch.are_deterministic_algorithms_enabled():
+        return False
+    return torch.backends.cuda.flash_sdp_enabled() and torch.cuda.get_device_capability() >= (8, 0)
+
+
+@skip_compile
+def generated_attention(q: Tensor, k: Tensor, v: Tensor, scores: AttentionScores) -> Tensor:
+    """Causal attention with a softcap, maybe a window, by a kernel generated for them (FlexAttention).
+
+    Queries [B, n, S, D], keys and values [B, k, S, D] -> [S, B, n D]. Scores stay in the kernel.
+    """
+    mask = _visible_blocks(q.shape[2], scores.window, q.device)
+    cap = _softcap(scores.softcap)
+    grouped = q.shape[1] != k.shape[1]
+    y: Tensor = _generator()(q, k, v, score_mod=cap, block_mask=mask, scale=scores.scale, enable_gqa=grouped)
+    return y.permute(2, 0, 1, 3).flatten(2)
+
+
+@cache
+def _generator() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention  # loads the compiler
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@cache
+def _softcap(cap: float) -> Any:
+    return lambda score, _b, _h, _query, _key: cap * torch.tanh(score / cap)
+
+
+@lru_cache(maxsize=16)
+def _visible_blocks(length: int, window: int, device: torch.device) -> Any:
+    """Blocks of queries and keys that see each other: the kernel skips the others."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def sees(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (query - key < (window or length))
+
+    return create_block_mask(sees, None, None, length, length, device=device.type)
 
 
 @skip_compile  # its loops would be unrolled

@@ -12,7 +12,9 @@ from mlm.models.blocked_attention import (
     FUSED,
     HeadLayout,
     causal_attention_in_blocks,
+    generated_attention,
     pays_in_blocks,
+    takes_generated_kernel,
     takes_windowed_flash,
     windowed_flash_attention,
 )
@@ -38,7 +40,8 @@ def exact(
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         s = q @ k.mT * (scores.scale or q.shape[-1] ** -0.5)
         s = scores.softcap * torch.tanh(s / scores.softcap) if scores.softcap else s
-        distance = torch.arange(len(x))[:, None] - torch.arange(len(x))
+        tokens = torch.arange(len(x), device=x.device)
+        distance = tokens[:, None] - tokens
         hidden = (distance < 0) | (distance >= (scores.window or len(x)))
         s = s.masked_fill(hidden, -torch.inf)
         if sinks is not None:
@@ -117,6 +120,31 @@ def test_a_gpus_kernel_receives_the_window_and_each_samples_tokens(monkeypatch: 
     x, scores = torch.randn(11, 3, 8, 8, dtype=torch.float64), AttentionScores(window=4, scale=0.3)
     q, k, v = (x[:, :, heads].permute(1, 2, 0, 3) for heads in (slice(4), slice(4, 6), slice(6, None)))
     torch.testing.assert_close(windowed_flash_attention(q, k, v, scores), exact(x, GROUPED, scores))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "scores", [AttentionScores(softcap=2.0, scale=0.5), AttentionScores(window=21, softcap=3.0)]
+)
+def test_a_generated_kernel_computes_softcaps_and_windows(scores: AttentionScores) -> None:
+    """PyTorch generates no backward pass for a CPU: gradients are compared where there is a GPU."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    needs_grad = device.type == "cuda"
+    x = (2 * torch.randn(140, 3, 8, 16, generator=torch.Generator().manual_seed(0))).to(device)
+    x.requires_grad_(needs_grad)
+    assert takes_generated_kernel(x, 16, scores) == needs_grad
+    q, k, v = (x[:, :, heads].permute(1, 2, 0, 3) for heads in (slice(4), slice(4, 6), slice(6, None)))
+    wide = x.detach().double().requires_grad_(needs_grad)
+    y, reference = generated_attention(q, k, v, scores), exact(wide, GROUPED, scores)
+    pairs = [(y, reference)]
+    if needs_grad:
+        dy = torch.randn_like(y)
+        pairs += zip(
+            torch.autograd.grad(y, x, dy), torch.autograd.grad(reference, wide, dy.double()), strict=True
+        )
+    for found, expected in pairs:
+        # kernels of a GPU multiply float32 as TF32 unless they are told
+        assert (found - expected).abs().max() < (2e-3 if needs_grad else 2e-6) * expected.abs().max()
 
 
 def test_a_window_of_a_long_sequence_takes_blocks_and_no_mask_of_all_pairs() -> None:

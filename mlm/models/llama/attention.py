@@ -17,7 +17,9 @@ from mlm.models.attention import SelfAttention
 from mlm.models.blocked_attention import (
     HeadLayout,
     causal_attention_in_blocks,
+    generated_attention,
     pays_in_blocks,
+    takes_generated_kernel,
     takes_windowed_flash,
     windowed_flash_attention,
 )
@@ -200,6 +202,8 @@ class GroupedQueryAttention(SelfAttention):
         if bias is None and p == 0:
             if sinks is None and takes_windowed_flash(qkv, self.head_dim, self.scores):
                 return windowed_flash_attention(*self.heads(qkv), self.scores)
+            if sinks is None and takes_generated_kernel(qkv, self.head_dim, self.scores):
+                return generated_attention(*self.heads(qkv), self.scores)
             if pays_in_blocks(qkv, self.scores):
                 return self._in_blocks(qkv)
             if sinks is not None:
