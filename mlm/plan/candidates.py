@@ -53,6 +53,8 @@ class Query:
 def query_of(config: PlanLayoutsConfig) -> Query:
     micro, parallel = config.train.micro_batch_size, config.parallel
     fixed = {"micro_batch": micro, **{f.name: getattr(parallel, f.name) for f in fields(ParallelConfig)}}
+    if parallel.recompute != "budget":
+        del fixed["recompute_budget"]  # a default, without effect
     train = replace(config.train, micro_batch_size=micro or 1)
     return Query(
         run=replace(config, parallel=ParallelConfig(), train=train),  # type: ignore[arg-type]

@@ -238,6 +238,7 @@ def counts_of(run: PretrainConfig, device: str) -> LayerCounts:
         run.data,
         run.attention,
         run.fuse_accumulation,
+        run.ema,
     )
     return KNOWN.setdefault((repr(parts), device), LayerCounts(run, device))
 

@@ -41,7 +41,7 @@ def test_tables_fit_a_hundred_columns(capsys: pytest.CaptureFixture[str]) -> Non
         slow("model=gpt2_tiny model.num_layers=6 model.hidden_dropout=0 optimizer.eps=1e-6 train.steps=7"),
         slow("model=llama_tiny model.options.window=16 'model={num_layers: 4}' data.seq_length=64"),
         "model=gpt2_tiny model.num_layers=8 pp=8 name=deep precision=fp16 hardware=dgx_a100_80g",
-        slow("model=llama_tiny data.reset_attention=true data.seq_length=64 log.every=3"),
+        slow("model=llama_tiny data.reset_attention=true data.eod_id=0 data.seq_length=64 log.every=3"),
         "--config-dir=own model=mine out=plan.json tokens=1e9 price_per_gpu_hour=2 tp=2",
     ],
 )

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from mlm.data.sampler import Batch, RankSampler
 from mlm.models.gpt2.model import NextToken
@@ -44,9 +43,9 @@ def not_summed_but_cut(x: Tensor, axis: Axis) -> Pending:
     return Pending("nothing", axis, x.chunk(axis.size)[axis.rank].contiguous(), None)
 
 
-def own_rows_only(out: Tensor, x: Tensor, *, group: ProcessGroup, **_: Any) -> None:
+def own_rows_only(x: Tensor, axis: Axis, out: Tensor) -> Pending:
     """Instead of the sum of a reduce-scatter, this rank's part of its own."""
-    out.copy_(x.chunk(group.size())[group.rank()])
+    return Pending("nothing", axis, out.copy_(x.chunk(axis.size)[axis.rank]), None)
 
 
 def same(x: Tensor, *_: Any) -> Tensor:
@@ -287,7 +286,7 @@ CASES = {
         "mlm.parallel.gradients.start_all_reduce", not_summed, DP, "all parameters", "gradients not summed"
     ),
     "sharded gradients not summed over dp": Sabotage(
-        "mlm.parallel.sharded.scatter_flat",
+        "mlm.parallel.sharded.start_reduce_scatter",
         own_rows_only,
         Layout(dp=2, zero=2),
         "final_norm.bias (reduced gradient",
