@@ -74,7 +74,10 @@ def test_answer_of_a_server_is_that_of_the_run(line: str, folder: Path) -> None:
     with serving(command, folder, port), contextlib.redirect_stdout(printed):
         exec(compile(CLIENT.replace("8000", str(port)), str(PAGE), "exec"), {})
     messages = [{"role": "user", "content": "Who wrote Hamlet?"}]
-    answer = mlm.load(folder / "runs/chat", device="cpu").chat(messages, max_new_tokens=64, temperature=0)
+    model = mlm.load(folder / "runs/chat", device="cpu")
+    answer = model.chat(messages, max_new_tokens=64, temperature=0)
+    for name in model.tokenizer.special_names:  # which servers leave out
+        answer = answer.replace(name, "")
     assert len(answer) > 20
     assert printed.getvalue() == answer + "\n"
 
