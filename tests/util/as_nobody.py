@@ -1,11 +1,9 @@
 """A test's work as another user, for what root may do and users may not."""
 
+import importlib
 import os
-import signal
 import stat
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,32 +26,20 @@ def open_folder() -> Iterator[Path]:
 
 
 def as_nobody(work: Callable[[], int]) -> int:
-    """The result of `work`, 0 to 200, in a process of the user nobody where this one is root's.
+    """The result of `work` by the user nobody where this process is root's.
 
-    A lock that another thread holds at a fork stays held in the child: one that hangs is forked anew.
+    In this process: threads of PyTorch may hold locks that a forked child would wait for.
     """
-    for _ in range(3):
-        child = _fork(work)
-        for _ in range(600):
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.05)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    raise TimeoutError("three children hung")
-
-
-def _fork(work: Callable[[], int]) -> int:
-    child = os.fork()
-    if child == 0:
-        try:
-            if os.geteuid() == 0:
-                os.setgroups([])
-                os.setgid(NOBODY)
-                os.setuid(NOBODY)
-            os._exit(work())
-        except BaseException:
-            traceback.print_exc()
-            os._exit(201)
-    return child
+    if os.geteuid() != 0:
+        return work()
+    group, groups = os.getgid(), os.getgroups()
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, group)
+    os.setresuid(NOBODY, NOBODY, 0)
+    try:
+        return work()
+    finally:
+        os.setresuid(0, 0, 0)
+        os.setresgid(group, group, group)
+        os.setgroups(groups)
+        importlib.invalidate_caches()  # of folders that nobody may not list
