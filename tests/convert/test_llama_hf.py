@@ -299,6 +299,16 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": None, "partial_rotary_factor": 0},
         "partial_rotary_f",
     ),
+    "no base of windows": (
+        "gemma3",
+        {"rope_parameters": None, "rope_local_base_freq": 0},
+        "rope_theta=0 must be a number above 0",
+    ),
+    "positions of false": (
+        "gemma3",
+        {"rope_parameters": False},
+        "rope_parameters=false: give settings of",
+    ),
     "no factor of logits": ("granite", {"logits_scaling": 0}, "logits_scaling=0 must be"),
 }
 """Model, changes of its config.json, what the error names."""

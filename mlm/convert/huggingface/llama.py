@@ -28,9 +28,6 @@ QUANTISED = (
 )
 NOT_COMPUTED = ("balance", "balance_rate", "balance_coefficient", "z_loss", "capacity_factor", "model_type")
 """Settings that do not change what a model computes."""
-_NULL_MEANS_NONE = ("num_kv_heads", "head_dim", "q_lora_rank", "attention_softcap", "logit_softcap")
-"""Settings whose keys may be null where their default is a number."""
-_ABOVE_0 = ("attention_multiplier", "attention_softcap", "logit_softcap")
 
 
 def architecture(model: ModelConfig) -> str:
@@ -214,8 +211,6 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
         if row.quantised is None or quantised.get("quant_method") != row.quantised:
             raise ConfigError([f"{path}: {QUANTISED}"])
         config["quantization_config"] = None  # read by dequantising
-    if problems := [*_value_problems(config, row, path)]:
-        raise ConfigError(problems)
     model, options = row.keys.read(config, path, row.classes, kind="llama", hidden_dropout=0.0)
     usual = DEFAULTS | {"num_kv_heads": model.num_heads, "head_dim": model.hidden_size // model.num_heads}
     if latent := "kv_lora_rank" in options:
@@ -259,18 +254,6 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
         raise ConfigError([f"{path}: {wrong_model}"])
     has_loss = row.has_experts and config.get("output_router_logits", False)
     return model, [NO_LOSS] if has_loss else []
-
-
-def _value_problems(config: Mapping[str, hf.JSON], row: Variant, path: str) -> Iterator[str]:
-    """Yield values that our options, where null and 0 mean their defaults, would read as others."""
-    for key, (name, default) in row.keys.fields.items():
-        value, or_null = config.get(key, default), " or null" if name in _NULL_MEANS_NONE else ""
-        is_bool = isinstance(value, bool) and type(DEFAULTS.get(name)) is not bool
-        is_null = value is None and default is not None and not or_null and type(default) is not bool
-        if is_bool or is_null:
-            yield f"{path}: {key}={hf.show(value)} must be a number{or_null}"
-        elif value == 0 and name in _ABOVE_0:
-            yield f"{path}: {key}={hf.show(value)} must be above 0{or_null}"
 
 
 def _shared_experts(options: dict[str, hf.JSON], path: str) -> int:

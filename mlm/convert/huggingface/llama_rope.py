@@ -81,6 +81,8 @@ def read_rope(
         listed, key = ", ".join(ROPE_TYPES), f"{name}.rope_type={show(scaling)}"
         raise ConfigError([f"{path}: {key} is not supported; supported: {listed}"])
     theta: Any = given.get("rope_theta", config.get("rope_theta", usual_theta))
+    if not _is_number(theta):
+        raise ConfigError([f"{path}: rope_theta={show(theta)} must be a number above 0"])
     usual = 1.0 if usual_fraction is None else usual_fraction
     fraction: Any = given.get("partial_rotary_factor", config.get("partial_rotary_factor", usual))
     key = f"partial_rotary_factor={show(fraction)}"
@@ -91,7 +93,7 @@ def read_rope(
     options: Options = {
         "rotary_fraction": 1.0 if fraction is None else float(fraction),
         "rope_scaling": scaling,
-        "rope_theta": float(theta) if type(theta) is int else theta,
+        "rope_theta": float(theta),
     }
     if scaling != "default":
         resolved = _resolved(scaling, given, config, positions)
@@ -105,11 +107,14 @@ def _read_by_type(
     config: Mapping[str, JSON], path: str, positions: int, usual_theta: float, sliding_theta: float
 ) -> Options:
     """Return settings of full and of sliding layers, as in Gemma 3: only the former may be scaled."""
-    by_type, names = config.get("rope_parameters") or {}, ("full_attention", "sliding_attention")
-    scaling = config.get("rope_scaling")
-    scaling = {} if scaling is None else scaling
+    names = ("full_attention", "sliding_attention")
+    by_type, scaling = (
+        {} if (value := config.get(key)) is None else value for key in ("rope_parameters", "rope_scaling")
+    )
     is_split = isinstance(by_type, dict) and not by_type.keys() - {*names}
-    parts: list[Any] = [by_type.get(name) or {} for name in names] if is_split else [None]
+    parts: list[Any] = [None]
+    if is_split:
+        parts = [{} if (part := by_type.get(name)) is None else part for name in names]
     if not isinstance(scaling, dict):
         raise ConfigError([f"{path}: rope_scaling={show(scaling)} is no object of settings"])
     if not all(isinstance(part, dict) for part in parts):

@@ -25,8 +25,8 @@ _NO_EXPERTS = {
     **{"num_experts": (None, 0, 1), "num_local_experts": (None, 0, 1)},
     "n_routed_experts": (None, 0),
 }
-
-
+_MAY_BE_NULL = frozenset({"num_kv_heads", "head_dim", "q_lora_rank", "attention_softcap", "logit_softcap"})
+_ABOVE_0 = frozenset({"attention_multiplier", "attention_softcap", "logit_softcap"})
 _INPUT_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
@@ -153,6 +153,8 @@ class Variant:
         return hf.ConfigKeys(
             activation=self.activation,
             may_be_0=self.may_be_0,
+            may_be_null=_MAY_BE_NULL,
+            above_0=_ABOVE_0,
             fixed={**usual, self.activation: self.activations, **self.fixed},
             fields={
                 "vocab_size": ("vocab_size", self.defaults.vocabulary),

@@ -380,6 +380,10 @@ class ConfigKeys:
     last counts."""
     may_be_0: frozenset[str] = frozenset()
     """Our fields whose 0 means none; of other whole numbers it means the default."""
+    may_be_null: frozenset[str] = frozenset()
+    """Our fields whose null means none, or a default by other settings, where that of the key is a number."""
+    above_0: frozenset[str] = frozenset()
+    """Our fields whose 0 means none, and is none in `transformers`."""
 
     def read(
         self, config: Mapping[str, JSON], path: str, name: str, **settings: Any
@@ -398,9 +402,8 @@ class ConfigKeys:
                 )
         values = dict[str, Any]()
         for key, (ours, default) in self.fields.items():
-            value, is_size = config.get(key, default), not isinstance(default, float | bool)
-            if isinstance(value, dict) or (is_size and value == 0 and ours not in self.may_be_0):
-                wanted = "a whole number from 1" if is_size else "a number"
+            value = config.get(key, default)
+            if wanted := self._wanted(value, ours, default):
                 problems.append(f"{path}: {key}={show(value)} must be {wanted}")
                 value = default
             values[ours] = value
@@ -417,6 +420,17 @@ class ConfigKeys:
         if problems:
             raise ConfigError(problems)
         return model, {ours: value for ours, value in values.items() if ours not in of_model}
+
+    def _wanted(self, value: JSON, ours: str, default: JSON) -> str | None:
+        """Return what a value must be that our field would mean something else by; None if it is that."""
+        is_flag, or_null = type(default) is bool, " or null" if ours in self.may_be_null else ""
+        is_null = value is None and default is not None and not or_null
+        if isinstance(value, dict) or (not is_flag and (is_null or isinstance(value, bool))):
+            return f"a number{or_null}"
+        if value == 0 and ours in self.above_0:
+            return f"above 0{or_null}"
+        is_size = not isinstance(default, float | bool)
+        return "a whole number from 1" if is_size and value == 0 and ours not in self.may_be_0 else None
 
     def write(self, known: Mapping[str, Any], architecture: str) -> dict[str, JSON]:
         """Return the entries of config.json that any of its classes has; `known` are ours by field."""

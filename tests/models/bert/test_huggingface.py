@@ -167,6 +167,7 @@ def test_dropout_of_the_classifier_that_differs_is_noted() -> None:
         ("quantization_config", {"bits": 4}),
         ("num_hidden_layers", 10**15),
         ("hidden_size", True),
+        ("intermediate_size", None),
         ("type_vocab_size", 0),
         ("type_vocab_size", 1),
         ("vocab_size", "many"),

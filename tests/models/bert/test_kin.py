@@ -212,6 +212,7 @@ def test_padding_sets_the_first_position(tmp_path: Path) -> None:
         ("DistilBert", {"activation": "relu"}, "activation=relu is not what our DistilBert computes"),
         ("DistilBert", {"n_heads": 5}, "num_heads=5 does not divide hidden_size=24"),
         ("DistilBert", {"dim": 0}, "dim=0 must be a whole number from 1"),
+        ("DistilBert", {"hidden_dim": None}, "hidden_dim=null must be a number"),
     ],
 )
 def test_what_our_model_does_not_compute_is_rejected(
