@@ -88,7 +88,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
     "rope_theta": 500.0,
 }
-_LATENT: dict[str, Any] = {"kv_lora_rank": 9, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8}
+_LATENT: dict[str, Any] = {"kv_lora_rank": 9, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8, "head_dim": None}
+_DEEPSEEK: dict[str, Any] = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
+    **{"moe_intermediate_size": 12, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    **{**_LATENT, "q_lora_rank": 14, "v_head_dim": 5, "rms_norm_eps": 1e-6},
+}
 _EVERY_HEAD = {n: {"num_key_value_heads": shape.num_attention_heads} for n, shape in enumerate(SHAPES)}
 """As many heads of keys and values as of queries."""
 
@@ -253,32 +258,20 @@ ROWS: dict[str, Row] = {
     ),
     "deepseek_v3": Row(
         "DeepseekV3",
-        {
-            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
-            **{"moe_intermediate_size": 12, "n_shared_experts": 2, "first_k_dense_replace": 1},
-            **_LATENT,
-            **{"q_lora_rank": 14, "v_head_dim": 5, "head_dim": None, "rms_norm_eps": 1e-6},
-            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-        },
+        {**_DEEPSEEK, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
         by_shape=_EVERY_HEAD,
     ),
     "deepseek_v3 without experts": Row(
         "DeepseekV3",
-        {
-            **_LATENT,
-            **{"first_k_dense_replace": 4, "q_lora_rank": None, "v_head_dim": 14, "head_dim": None},
-        },
+        {**_LATENT, "first_k_dense_replace": 4, "q_lora_rank": None, "v_head_dim": 14},
         by_shape=_EVERY_HEAD,
         kept_null=("q_lora_rank",),
     ),
     "deepseek_v2": Row(
         "DeepseekV2",
         {
-            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
-            **{"moe_intermediate_size": 12, "n_shared_experts": 2, "first_k_dense_replace": 1},
+            **{**_DEEPSEEK, "kv_lora_rank": 10},  # theirs runs with no odd one
             **{"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7},
-            **{**_LATENT, "kv_lora_rank": 10},  # theirs runs with no odd one
-            **{"q_lora_rank": 14, "v_head_dim": 5, "head_dim": None, "rms_norm_eps": 1e-6},
             "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
         },
         by_shape=_EVERY_HEAD,
@@ -288,7 +281,7 @@ ROWS: dict[str, Row] = {
         {
             **{"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1},
             **{"moe_intermediate_size": 12, **_LATENT, "kv_lora_rank": 10, "q_lora_rank": None},
-            **{"v_head_dim": 14, "head_dim": None},
+            "v_head_dim": 14,
         },
         by_shape=_EVERY_HEAD,
         kept_null=("q_lora_rank",),
