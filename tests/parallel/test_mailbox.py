@@ -61,7 +61,6 @@ def check_many(ctx: ParallelContext) -> None:
     assert [work.wait().tolist() for work in pending] == [[1, 2], [1, 6]]
     weight = torch.ones(3, requires_grad=True)
     assert collectives.all_gather(weight * 2, ctx.tp).sum() == 12
-    assert not box.slots.requires_grad
     for n in range(1000):  # slots are written again when they have been read
         if n % 97 == ctx.rank:
             time.sleep(2e-3)
