@@ -92,10 +92,13 @@ def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str
 
     Without `compares` the caller compares the run with its checkpoint.
     """
-    path, problems = next(iter(resume_candidates(config)), None), list[str]()
-    if config.ckpt is not None and (path is None or config.lora.rank):
-        ckpt = config.ckpt
-        problems += attempt(problems, lambda: weights_problems(config, ckpt, is_new=path is None)) or []
+    ckpt, problems = config.ckpt, list[str]()
+    # what a mirror holds comes before what the run has begun with, and is compared once it is downloaded
+    is_mirrored = config.checkpoint.from_mirror and latest_checkpoint(checkpoints_folder(config)) is None
+    path = None if is_mirrored else next(iter(resume_candidates(config)), None)
+    is_new = path is None and not is_mirrored
+    if ckpt is not None and (is_new or config.lora.rank):
+        problems += attempt(problems, lambda: weights_problems(config, ckpt, is_new=is_new)) or []
     if path is None or not compares:
         return problems
     manifest = read_manifest(path)

@@ -282,6 +282,21 @@ def test_a_second_run_is_rejected_unless_it_resumes(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("key", slow_but({1}, ["ckpt", "resume"]))
+def test_a_mirrored_run_continues_without_what_it_has_begun_with(
+    store: Store, tmp_path: Path, key: str
+) -> None:
+    """Weights of another run, or its state, that the next machine does not have."""
+    url, first = f"{BUCKET}/without-{key}", tmp_path / "first"
+    assert pretrain(*WORDS, f"out={first}", "train.steps=2") == 0
+    words = [*(WORDS if key == "ckpt" else []), f"{key}={first}", f"checkpoint.mirror={url}"]
+    assert pretrain(*words, f"out={tmp_path / 'b'}", "train.steps=4") == 0
+    shutil.rmtree(first)
+    for flags in (["--check"], []):
+        assert pretrain(f"resume={url}", f"out={tmp_path / 'c'}", "train.steps=6", *flags) == 0
+    assert listed(url)[-1] == 6
+
+
 def test_a_folder_of_another_run_is_rejected(
     store: Store, mirrored: tuple[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
