@@ -68,7 +68,7 @@ from mlm.training.memory import reuse_large_blocks, torch_errors_as_user_errors,
 from mlm.training.observer import Observer, StepOutcome
 from mlm.training.preflight import run_start_problems
 from mlm.training.resume import claim, resume
-from mlm.training.state import load_weights, save_best, stored_shards
+from mlm.training.state import load_weights, stored_shards
 from mlm.training.trainer import Trainer
 from mlm.util.errors import ConfigError, UserError, attempt, writing_to
 from mlm.util.files import dump_json, write_atomic
@@ -252,10 +252,14 @@ class FinetuneLoop(Loop):
             scores[split.name], predictions = scorer.score(tokenized, shown=shown)
             if warning := one_label_warning(task, split, predictions):
                 self.reporter.problem(warning)
+        kept, self.progress = self.progress, replace(self.progress)
         is_best = self.progress.add(trainer.step, scores, task_type(task.kind).errors)
         if is_best:
             self.record_progress()
-            save_best(trainer, Path(self.config.out))
+            if not self.save_best(is_needed=kept.best_step is None and self.is_done()):
+                # what is kept stays the best: the next that is better is tried again
+                self.progress, is_best = replace(kept, without_gain=0), False
+                self.record_progress()
         for name, metrics in scores.items():
             self.reporter.scores(trainer.step, name, metrics, is_best=is_best)
 

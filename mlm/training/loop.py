@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from omegaconf import OmegaConf
 
+from mlm.checkpoint.native.format import CheckpointError
 from mlm.checkpoint.native.run_state import VALIDATION_DUE
 from mlm.config.build import to_dict
 from mlm.config.imports import paths_in
@@ -31,7 +32,8 @@ from mlm.training.incidents.timing import PROFILED_RANKS, Profiler, SlowRanks
 from mlm.training.incidents.watcher import Incidents
 from mlm.training.named_observers import SHIPPED, named_observers
 from mlm.training.observer import Observer, Observers, RewindRequested, StepOutcome
-from mlm.training.saver import Saver
+from mlm.training.saver import SaveFailedError, Saver
+from mlm.training.state import save_best
 from mlm.training.trainer import StopAgreed, StopVote, Trainer
 from mlm.util.errors import format_value
 
@@ -207,6 +209,20 @@ class Loop(ABC):
             model.polled = iter
         self.poll()
         self.throughput.start()
+
+    def save_best(self, *, is_needed: bool = False) -> bool:
+        """Save the weights as the run's best; where that fails, report it and return False. Collective.
+
+        Raises SaveFailedError instead if the run cannot end without them.
+        """
+        try:
+            save_best(self.trainer, self.saver.out)
+        except CheckpointError as error:  # of all ranks
+            self.reporter.save_failed(self.trainer.step, str(error))
+            if is_needed:
+                raise SaveFailedError(str(error)) from error
+            return False
+        return True
 
     def save(self, *, awaited: bool) -> None:
         """Begin a checkpoint; wait for it if it is the last."""

@@ -7,11 +7,15 @@ import pytest
 import torch
 
 from mlm.checkpoint.native.folders import checkpoints
+from mlm.checkpoint.native.format import CheckpointError
 from mlm.checkpoint.native.run_state import FINETUNING
 from mlm.finetune import training
 from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig
 from mlm.finetune.scoring import Scorer
 from mlm.parallel.mesh import ParallelContext
+from mlm.training import loop
+from mlm.training.saver import SaveFailedError
+from mlm.training.state import save_best
 from mlm.training.trainer import Trainer
 from tests.finetune.runs import check_same_run, finetune, finetuning, losses, weights
 from tests.slow import slow_but
@@ -63,7 +67,7 @@ def check_same(folder: Path, out: Path) -> None:
     assert all(torch.equal(best[name], wanted[name]) for name in wanted)
 
 
-STEP, BEST = (Trainer, "clip_and_update"), (training, "save_best")
+STEP, BEST = (Trainer, "clip_and_update"), (loop, "save_best")
 KILLS = [(STEP, 3, 2), (STEP, 1, 0), (STEP, STEPS, 4), (BEST, 2, 4), (BEST, 1, 0), (BEST, 2, 100)]
 """Killed after the call of a function: between saves, or after a best checkpoint that no other knows of."""
 
@@ -109,10 +113,38 @@ def test_repeated_steps_that_score_less_keep_the_best_checkpoint_and_its_scores(
     out, scores = tmp_path / "out", iter([1.0, 2.0, 9.0, 1.5, 1.5, 1.5, 1.5])
     monkeypatch.setattr(Scorer, "score", lambda *args, **kwargs: ({"accuracy": next(scores)}, []))
     config = config_of(folder, out=str(out), checkpoint=FinetuneCheckpointConfig(save_every=2))
-    dies(config, monkeypatch, training, "save_best", 3)
+    dies(config, monkeypatch, loop, "save_best", 3)
     result = finetune(config)
     assert (result["best_step"], result["scores"]) == (3, {"validation": {"accuracy": 9.0}})
     assert set(checkpoints(out / "best/checkpoints")) == {3}
+
+
+@pytest.mark.parametrize("full_until", slow_but({0}, [2, STEPS]))
+def test_a_run_continues_where_its_best_weights_cannot_be_saved_unless_it_has_none_at_its_end(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    full_until: int,
+) -> None:
+    """They are tried again at the next better score, and by the same command."""
+
+    def full(trainer: Trainer, out: Path) -> None:
+        if trainer.step <= full_until:
+            raise CheckpointError("No space left on device")
+        save_best(trainer, out)
+
+    scores = [3.0, 4.0, 2.0, 1.0, 1.5, 1.0]
+    monkeypatch.setattr(Scorer, "score", lambda *args, **kwargs: ({"accuracy": scores.pop(0)}, []))
+    monkeypatch.setattr(loop, "save_best", full)
+    config = config_of(folder, out=str(tmp_path / "out"))
+    if full_until == STEPS:
+        with pytest.raises(SaveFailedError, match="No space left"):
+            training.run(config, ParallelContext())
+        scores, full_until = [9.0], 0
+    result = finetune(config)
+    assert "SAVING FAILED at step 1: No space left on device" in capsys.readouterr().err
+    assert result["best_step"] == (3 if full_until else STEPS)
 
 
 def test_a_save_under_way_does_not_see_later_validations(

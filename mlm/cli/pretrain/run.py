@@ -16,7 +16,6 @@ from rich.text import Text
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import BEST, CHECKPOINTS, checkpoints
-from mlm.checkpoint.native.format import CheckpointError
 from mlm.checkpoint.native.retention import newest_good
 from mlm.checkpoint.native.run_state import BEST_VALIDATION, INCIDENTS, LORA, TOKENIZER, VALIDATION_DUE
 from mlm.cli.pretrain.samples import PromptSampler
@@ -67,7 +66,7 @@ from mlm.training.mirror import mirroring
 from mlm.training.observer import Observer
 from mlm.training.resume import claim, continue_data, resume
 from mlm.training.saver import SaveFailedError
-from mlm.training.state import load, save_best
+from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from mlm.training.upcycle import dense_config, start_from_dense
 from mlm.util.errors import UserError, writing_to
@@ -363,11 +362,7 @@ class PretrainLoop(Loop):
         best = state.get(BEST_VALIDATION, {"loss": math.inf, "step": 0, "without_gain": 0})
         if loss < best["loss"]:
             state[BEST_VALIDATION] = {"loss": loss, "step": trainer.step, "without_gain": 0}
-            try:
-                if train.keep_best:
-                    save_best(trainer, Path(trainer.config.out))
-            except CheckpointError as error:  # of all ranks
-                self.reporter.save_failed(trainer.step, str(error))
+            if train.keep_best and not self.save_best():
                 state[BEST_VALIDATION] = {**best, "without_gain": 0}
                 if not math.isfinite(best["loss"]):
                     del state[BEST_VALIDATION]

@@ -95,7 +95,7 @@ def test_a_run_goes_on_where_its_best_weights_cannot_be_saved(
             raise CheckpointError("No space left on device")
         save_best(trainer, out)
 
-    monkeypatch.setattr("mlm.cli.pretrain.run.save_best", full_at_step_2)
+    monkeypatch.setattr("mlm.training.loop.save_best", full_at_step_2)
     part = corpus / "train"  # trained on, so that each validation is lower than the one before
     words = ["pretrain", *TINY, f"data.train={part}", f"data.validation={part}", f"out={tmp_path / 'run'}"]
     assert main([*words, "train.steps=2"]) == 0
