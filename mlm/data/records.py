@@ -212,7 +212,7 @@ def row_group_batches(table: Any, group: int, rows: int, columns: list[str] | No
 def check_supported(file: str, error: Exception) -> None:
     """Raise UserError if a library raised `error` for a sound file that it lacks the means to read.
 
-    pyarrow has a type of error for some of these. Others, and LZMAError, carry words and no code.
+    pyarrow has a type of error for some of these. The others, and an LZMAError, differ by their words alone.
     """
     words = r"(?i)not yet implemented|currently not supp|unsupported|decrypt|much memory|memory usage"
     if isinstance(error, NotImplementedError) or re.search(words, str(error)):

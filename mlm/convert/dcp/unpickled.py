@@ -4,8 +4,8 @@ A pickle is a program. Only its instructions that build containers and numbers a
 unpickler. No class or function that it names is imported or called: it stays a `Name`, and a call of one
 becomes a `Record` of the name and its arguments.
 
-`pickle.load` and `torch.load(weights_only=True)` follow them in C, where hashing a dictionary's key that is
-nested a million deep overflows the stack and ends the process.
+To hash a tuple that is nested a million deep overflows the stack and ends the process, in `pickle.load` and
+`torch.load(weights_only=True)` too. Here no tuple is hashed: keys of few types are kept, and sets are lists.
 
 A file of torch.save is a zip archive: archive/data.pkl holds the value, archive/data/0 the bytes of a
 storage, uncompressed. Source: https://github.com/pytorch/pytorch/blob/main/torch/serialization.py.
