@@ -125,13 +125,12 @@ def score(
     while batch := list(islice(groups, EVAL_ROUNDS * ctx.pp.size)):
         numbers = [number for group in batch for reading in group for number in reading]
         table[numbers] = score_groups(model, requests, batch, numbers, ctx)
-        for number in sorted(numbers):
-            if not table[number, 0].isfinite():
-                dtype = str(model.dtype).removeprefix("torch.")
-                raise UserError(
-                    f"ckpt={trained.path}: request {number} has the loss {table[number, 0].item()} in "
-                    f"{dtype}: use another checkpoint, or precision=fp32 if this is a lower one"
-                )
+        if diverged := [number for number in sorted(numbers) if not table[number, 0].isfinite()]:
+            loss, dtype = table[diverged[0], 0].item(), str(model.dtype).removeprefix("torch.")
+            raise UserError(
+                f"ckpt={trained.path}: request {diverged[0]} has the loss {loss} in {dtype}: use another "
+                "checkpoint, or precision=fp32 if this is a lower one"
+            )
         if store is not None:
             store.add({number: (table[number, 0].item(), bool(table[number, 1])) for number in numbers})
         advance(len(numbers))

@@ -235,11 +235,8 @@ def budget_is_compiled(config: Any, _: Launch) -> Problem | None:
         "pipeline": (parallel.pipeline == "zb_h1", "pipeline=1f1b"),
     }
     if ((getattr(config, "model", None) and config.model.options) or {}).get("num_experts", 0):
-        keys, why = (
-            ("recompute", "model.options.num_experts"),
-            "recompute=budget: mixtures do not compile",
-        )
-        return Problem(keys, why, "use recompute=full")
+        keys = ("recompute", "model.options.num_experts")
+        return Problem(keys, "recompute=budget: mixtures do not compile", "use recompute=full")
     return _conflict(config, "recompute", conflicts, on="budget", off="full")
 
 

@@ -32,11 +32,12 @@ def preflight(config: PretrainConfig) -> list[str]:
 
 def validation_problem(config: PretrainConfig) -> Problem | None:
     """Problem of settings that go by the validation loss of a run that has no validation part."""
-    train = config.train
-    read_by = {"train.keep_best": train.keep_best, "train.patience": train.patience}
-    key = next(
-        (key for key, value in {**read_by, "ema.validate": config.ema.validate}.items() if value), None
-    )
+    readers = {
+        "train.keep_best": config.train.keep_best,
+        "train.patience": config.train.patience,
+        "ema.validate": config.ema.validate,
+    }
+    key = next((key for key, value in readers.items() if value), None)
     if key is None or config.data.kind != "indexed" or validation_prefixes(config.data):
         return None
     why = "goes by the validation loss, and the corpus has no validation part"

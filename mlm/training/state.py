@@ -9,7 +9,7 @@ import torch
 
 import mlm
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import BEST, CHECKPOINTS, descendants_set_aside
+from mlm.checkpoint.native.folders import BEST, CHECKPOINTS, descendants_set_aside, step_name
 from mlm.checkpoint.native.run_state import (
     BEST_VALIDATION,
     EMA,
@@ -153,20 +153,27 @@ def load(trainer: Trainer, path: Path) -> Manifest:
         allow_extra=lambda name: trainer.average is None and name.startswith(f"optimizer.{NAME}."),
         config=config,
     )
-    check_run_state(manifest.state, manifest.step, path)
+    restore_state(trainer, path, manifest, best)
+    return manifest
+
+
+def restore_state(trainer: Trainer, path: Path, manifest: Manifest, best: dict[str, Any] | None) -> None:
+    """Continue from a checkpoint's state other than tensors. Raises CorruptFileError, UserError."""
+    state = manifest.state
+    check_run_state(state, manifest.step, path)
     try:
-        state = manifest.state
         updates = whole_number(state.get(EMA, 0), MAX_COUNT)
         trainer.step = int(state["step"])
         trainer.consumed_samples = int(state["consumed_samples"])
         trainer.history = read_history(state)
         trainer.scaler.load_state(state["scaler"])
         ensure_state(trainer.optimizer, float(state["applied_steps"]))
-        trainer.ancestry = read_ancestry(trainer.config, path, manifest) if ctx.is_main else RunAncestry()
+        is_main = trainer.ctx.is_main
+        trainer.ancestry = read_ancestry(trainer.config, path, manifest) if is_main else RunAncestry()
         if TOKENIZER in state:
             trainer.extra_state.setdefault(TOKENIZER, state[TOKENIZER])
         if trainer.average is not None:
-            trainer.average.count.fill_(updates if has_average else 0)
+            trainer.average.count.fill_(updates)
         for key in (INCIDENTS, VALIDATION_DUE, BEST_VALIDATION):
             trainer.extra_state.pop(key, None)
         trainer.extra_state |= {key: state[key] for key in (INCIDENTS, VALIDATION_DUE) if key in state}
@@ -177,7 +184,6 @@ def load(trainer: Trainer, path: Path) -> Manifest:
         raise CorruptFileError(
             f"{path}: its state is not that of a training run ({error!r}). Take another checkpoint"
         ) from error
-    return manifest
 
 
 def best_validation(config: PretrainConfig, state: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -190,7 +196,7 @@ def best_validation(config: PretrainConfig, state: Mapping[str, Any]) -> dict[st
     names = {"loss": float, "step": int, "without_gain": int}
     if not isinstance(best, dict) or any(type(best.get(name)) is not kind for name, kind in names.items()):
         return None
-    kept = Path(config.out, BEST, CHECKPOINTS, f"step-{best['step']:08d}")
+    kept = Path(config.out, BEST, CHECKPOINTS, step_name(best["step"]))
     return None if config.train.keep_best and not kept.exists() else best
 
 

@@ -61,9 +61,8 @@ def build_model(
     choose_kernels(config, device, one_shape=one_shape)
     parallel = config.parallel
     model = PipelinedModel(config.model, parallel, config.precision, ctx, config.lora, stages)
-    choice = (
-        config.compile if config.lora.quantize == "none" else False
-    )  # the compiler traces no weights in 4 bits
+    # the compiler traces no weights in 4 bits
+    choice = config.compile if config.lora.quantize == "none" else False
     is_compiled = should_compile(choice, device)
     for chunk in model.chunks:
         init_parameters(chunk, config.seed, ctx.tp)
