@@ -76,9 +76,10 @@ def _cast_and_multiply(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
     *,
+    cast_b: tuple[Tensor, Tensor] | None = None,
     fast: bool = False,
 ) -> Tensor:
-    (a8, a_scale), (b8, b_scale) = quantize(a, formats[0]), quantize(b, formats[1])
+    (a8, a_scale), (b8, b_scale) = quantize(a, formats[0]), cast_b or quantize(b, formats[1])
     return multiply(a8.contiguous(), b8.contiguous(), (a_scale, b_scale), out_dtype, bias, fast=fast)
 
 
@@ -87,21 +88,24 @@ def fits(*sizes: int) -> bool:
     return all(size > 0 and size % 16 == 0 for size in sizes)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight^T + bias: [..., I], [O, I] -> [..., O]."""
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, weight_8: Operand | None = None) -> Tensor:
+    """Return x @ weight^T + bias: [..., I], [O, I] -> [..., O]. `weight_8` is the weight, cast before."""
     rows = x.reshape(-1, x.shape[-1])
     if not fits(*rows.shape, weight.shape[0]):
         return matmul.product(x, weight, bias)
-    y = _cast_and_multiply(rows, weight, (NARROW, NARROW), x.dtype, bias, fast=True)
+    cast_weight = None if weight_8 is None else (weight_8.rows, weight_8.scale)
+    y = _cast_and_multiply(rows, weight, (NARROW, NARROW), x.dtype, bias, cast_b=cast_weight, fast=True)
     return y.view(*x.shape[:-1], -1)
 
 
-def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
-    """Return dy @ weight: [..., O], [O, I] -> [..., I]."""
+def input_gradient(dy: Tensor, weight: Tensor, weight_8: Operand | None = None) -> Tensor:
+    """Return dy @ weight: [..., O], [O, I] -> [..., I]. `weight_8` is the weight, cast before."""
     rows = dy.reshape(-1, dy.shape[-1])
     if not fits(*rows.shape, weight.shape[1]):
         return matmul.product(dy, weight.t())
-    return _cast_and_multiply(rows, weight.t(), (WIDE, NARROW), dy.dtype).view(*dy.shape[:-1], -1)
+    cast_weight = None if weight_8 is None else (weight_8.columns, weight_8.scale)
+    dx = _cast_and_multiply(rows, weight.t(), (WIDE, NARROW), dy.dtype, cast_b=cast_weight)
+    return dx.view(*dy.shape[:-1], -1)
 
 
 def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:

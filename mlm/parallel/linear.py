@@ -58,7 +58,7 @@ def linear(
     if compute.fp8 and in_fp8.fits(x.numel() // x.shape[-1], *weight.shape):
         apply = _Fp8Linear.apply if compute.deferred is None else _eager_fp8_linear
         return apply(x, weight, bias, *copies, compute.weight_8, compute.deferred, compute.fused_grad)
-    return apply(x, weight, bias, *copies, compute.deferred, False, compute.fused_grad)
+    return apply(x, weight, bias, *copies, compute.deferred, compute.fused_grad)
 
 
 def column_parallel_linear(
@@ -109,8 +109,7 @@ def row_parallel_linear(
 ) -> Tensor:
     """Sum over tp of the products of a layer split by row, in chunks: [S, B, I/t] -> [S, B, O].
 
-    With `sequence_parallel` this rank's rows of it, [S/t, B, O]. In `compute.overlap_chunks`, or at once if
-    they do not divide its rows.
+    With `sequence_parallel` this rank's rows of it, [S/t, B, O]. `compute.overlap_chunks` must divide them.
     """
     return _eager_row_parallel(x, weight, tp, sequence_parallel, compute)
 
@@ -125,32 +124,30 @@ class _Linear(torch.autograd.Function):
         weight_copy: Tensor | None,
         bias_copy: Tensor | None,
         deferred: DeferredWeightGrads | None,
-        fp8: bool,
         fused_grad: Tensor | None,
     ) -> Tensor:
         # the weight as it is kept: a cast of our own is cheaper made twice than saved
         saved = choose_copy(weight_copy, weight, x.dtype)
         ctx.save_for_backward(x, saved)
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
-        ctx.deferred, ctx.fp8, ctx.fused_grad = deferred, fp8, fused_grad
+        ctx.deferred, ctx.fp8, ctx.fused_grad = deferred, False, fused_grad
         # recomputation hands a placeholder of the saved weight to backward, whose gradient would be lost
         ctx.leaves = None if deferred is None else [weight]
-        multiply = in_fp8.product if fp8 else product
         offset = None if bias is None else choose_copy(bias_copy, bias, x.dtype).to(x.dtype)
-        return multiply(x, saved.to(x.dtype), offset)
+        return product(x, saved.to(x.dtype), offset)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dx = _input_gradient(dy, weight, ctx.fp8) if needs_x else None
+        dx = product(dy, weight.to(dy.dtype).t()) if needs_x else None
         rows, dw = dy.reshape(-1, dy.shape[-1]), None  # [rows, O]
         if needs_weight and ctx.deferred is not None and ctx.deferred.open:
             _defer_weight_gradients(ctx, x, [rows])
         elif needs_weight:
             dw = _weight_gradient(x, ctx.weight_dtype, ctx.fused_grad, rows, ctx.fp8)
         db = bias_gradient(rows, ctx.bias_dtype) if needs_bias else None
-        return dx, dw, db, None, None, None, None, None
+        return dx, dw, db, None, None, None, None
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -233,13 +230,13 @@ class _ColumnParallel(torch.autograd.Function):
         ctx.fused_grad = first.fused_grad if len(computes) == 1 else None
         ctx.leaves = None if ctx.deferred is None else weights
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
+        ctx.weights_8 = [compute.weight_8 for compute in computes]
         saved, products = list[Tensor](), list[Product]()
-        multiply = in_fp8.product if ctx.fp8 else product
         for compute, w, b in zip(computes, weights, biases, strict=True):
             assert w is not None
             saved.append(choose_copy(compute.weight_copy, w, x.dtype))
             offset = None if b is None else choose_copy(compute.bias_copy, b, x.dtype).to(x.dtype)
-            products.append(partial(multiply, weight=saved[-1].to(x.dtype), bias=offset))
+            products.append(_product_with(saved[-1].to(x.dtype), compute, offset))
         ctx.save_for_backward(x, *saved)
         parts = first.overlap_chunks
         if sequence_parallel and parts > 1 and x.shape[0] % parts == 0:
@@ -257,7 +254,10 @@ class _ColumnParallel(torch.autograd.Function):
         gathering = start_all_gather(x, tp) if gathers else None
         summing = None
         if needs_x:
-            dx, *others = (_input_gradient(dy, w, ctx.fp8) for dy, w in zip(gradients, weights, strict=True))
+            dx, *others = (
+                _input_gradient(dy, w, ctx.fp8, w8)
+                for dy, w, w8 in zip(gradients, weights, ctx.weights_8, strict=True)
+            )
             for other in others:
                 dx.add_(other)
             summing = (start_reduce_scatter if ctx.sequence_parallel else start_all_reduce)(dx, tp)
@@ -286,19 +286,18 @@ class _RowParallel(torch.autograd.Function):
     ) -> Tensor:
         saved = choose_copy(compute.weight_copy, weight, x.dtype)
         ctx.save_for_backward(x, saved)
-        ctx.weight_dtype, ctx.fused_grad, ctx.fp8 = weight.dtype, compute.fused_grad, compute.fp8
+        ctx.weight_dtype, ctx.fused_grad = weight.dtype, compute.fused_grad
+        ctx.fp8, ctx.weight_8 = compute.fp8, compute.weight_8
         ctx.deferred, ctx.leaves = compute.deferred, None if compute.deferred is None else [weight]
-        shares = compute.overlap_chunks * (tp.size if sequence_parallel else 1)
-        ctx.parts = 1 if x.shape[0] % shares else compute.overlap_chunks
-        ctx.gather_over = tp if sequence_parallel else None
-        multiply = partial(in_fp8.product if ctx.fp8 else product, weight=saved.to(x.dtype))
+        ctx.gather_over, ctx.parts = tp if sequence_parallel else None, compute.overlap_chunks
         reduce_product = scattered_product if sequence_parallel else summed_product
-        return reduce_product(x, tp, ctx.parts, multiply)
+        return reduce_product(x, tp, ctx.parts, _product_with(saved.to(x.dtype), compute))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        times_weight = partial(_input_gradient, weight=weight.to(dy.dtype), fp8=ctx.fp8)
+        weight = weight.to(dy.dtype)
+        times_weight = partial(_input_gradient, weight=weight, fp8=ctx.fp8, weight_8=ctx.weight_8)
         if ctx.gather_over is None:
             dx = times_weight(dy)
         else:  # the gathered gradient is kept: the weight's gradient is a product with all of it
@@ -319,9 +318,15 @@ _eager_column_parallel: Callable[..., tuple[Tensor, ...]] = skip_compile(_Column
 _eager_row_parallel: Callable[..., Tensor] = skip_compile(_RowParallel.apply)
 
 
-def _input_gradient(dy: Tensor, weight: Tensor, fp8: bool) -> Tensor:
+def _product_with(weight: Tensor, compute: ComputeState, bias: Tensor | None = None) -> Product:
+    if compute.fp8:
+        return partial(in_fp8.product, weight=weight, bias=bias, weight_8=compute.weight_8)
+    return partial(product, weight=weight, bias=bias)
+
+
+def _input_gradient(dy: Tensor, weight: Tensor, fp8: bool, weight_8: in_fp8.Operand | None) -> Tensor:
     weight = weight.to(dy.dtype)
-    return in_fp8.input_gradient(dy, weight) if fp8 else product(dy, weight.t())
+    return in_fp8.input_gradient(dy, weight, weight_8) if fp8 else product(dy, weight.t())
 
 
 def _weight_gradient(

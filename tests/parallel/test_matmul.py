@@ -1,5 +1,7 @@
 """Linear products and their gradients: against PyTorch's own, and in 8-bit floats against exact ones."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -140,6 +142,33 @@ def check_layers(ctx: ParallelContext) -> list[float]:
             a, b = exact.double().flatten(), rough.double().flatten()
             found.append(float(torch.cosine_similarity(a, b, dim=0)))
     return found
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_split_layers_read_the_weight_that_was_cast_for_the_step(parts: int) -> None:
+    """Bits of layers that cast it for each product; it is cast no more."""
+    run_on_ranks(check_cast_weights, parts, tp=2)
+
+
+def check_cast_weights(ctx: ParallelContext, parts: int) -> None:
+    for make in (ColumnParallelLinear, RowParallelLinear):
+        layer, results = make(64, 96, tp=ctx.tp, sequence_parallel=True), []
+        layer.compute.fp8, layer.compute.overlap_chunks = True, parts
+        shape = tuple(layer.weight.shape)
+        torch.manual_seed(ctx.rank)
+        rows = 64 if make is RowParallelLinear else 32
+        x = torch.randn(rows, 2, shape[1], dtype=torch.bfloat16, requires_grad=True)
+        for is_cast in (False, True):
+            half = layer.weight.detach().bfloat16()
+            layer.compute.weight_8 = fp8.cast(half, NARROW) if is_cast else None
+            with mock.patch.object(fp8, "quantize", wraps=fp8.quantize) as quantize_:
+                y = layer(x)
+                torch.manual_seed(9)
+                found = torch.autograd.grad(y, (x, layer.weight), torch.randn_like(y))
+            shapes = {tuple(call.args[0].shape) for call in quantize_.call_args_list}
+            assert shapes.isdisjoint({shape, shape[::-1]}) == is_cast, shapes
+            results.append((y.detach(), *found))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_plain_linear_maps_stay_as_they_are_unless_asked() -> None:
