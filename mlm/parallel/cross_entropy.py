@@ -170,13 +170,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
             logits = cap_logits(product(hidden[part], compute_weight, compute_bias), table)
-            slope = softcap_slope(logits, table)
             scored = (labels[part] != IGNORE_INDEX).unsqueeze(1)  # [rows, 1]: ignored rows get weight 0
             if counts_hits:
                 hits += is_argmax(logits, labels[part], table).sum()
             losses, d_logits = losses_and_gradient(logits, labels[part], table, logit_factor, buffer, passes)
             loss += losses.sum()
-            d_logits = d_logits if slope is None else d_logits.mul_(slope)
             if d_bias is not None:
                 d_bias += (d_logits * scored).sum(0, dtype=d_bias.dtype) * row_factor
             row_factors = (row_factor * scored).to(dtype)  # [rows, 1]
@@ -311,19 +309,22 @@ def losses_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Each row's loss [R] (0 where ignored), and `factor` times its gradient [R, V/t] in the logits' dtype.
 
-    By the compiled `log_sum_and_target` and `logits_gradient`, if they are the `passes`. Else in place, and
-    in float32 and float64 without the factor. Other arguments as of `softmax_and_loss`.
+    The gradient is of the logits before `cap_logits`. By the compiled `log_sum_and_target` and
+    `logits_gradient`, if they are the `passes`. Else in place, and in float32 and float64 without the factor.
+    Other arguments as of `softmax_and_loss`.
     """
+    slope = softcap_slope(logits, table)  # before the logits are overwritten
     if passes is None:
         losses = softmax_and_loss(logits, labels, table, subtract_label=True, buffer=buffer, factor=factor)
-        return losses, logits
+        return losses, logits if slope is None else logits.mul_(slope)
     column = columns_of(labels, table)
     log_sum, target = passes[0](logits, column, table.true_local_rows)
     if table.tp.size > 1:
         parts = all_gather(torch.stack([log_sum, target]), table.tp)  # [t, 2, R]
         log_sum, target = torch.logsumexp(parts[:, 0], 0), parts[:, 1].sum(0)
     losses = (log_sum - target).masked_fill(labels == IGNORE_INDEX, 0.0)
-    return losses, passes[1](logits, log_sum, column, factor, table.true_local_rows)
+    gradient = passes[1](logits, log_sum, column, factor, table.true_local_rows)
+    return losses, gradient if slope is None else gradient.mul_(slope)
 
 
 def softmax_and_loss(
