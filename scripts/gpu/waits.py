@@ -30,14 +30,14 @@ def run(case: Case) -> None:
         steady(case, kind, precision)
 
 
-def steady(case: Case, kind: str, precision: str, ctx: ParallelContext | None = None) -> int:
-    """One step of the training loop after some, with every wait for the device noted; their number.
+def steady(case: Case, kind: str, precision: str) -> None:
+    """One step of the training loop after some, with every wait for the device noted.
 
     The watcher waits for an event behind which the update is queued, which is no wait of the device's.
     """
     config = config_of(kind, precision, quick=case.quick)
     device = torch.device(case.device, 0 if case.is_cuda else None)
-    trainer: Trainer[MicroBatch] = Trainer(config, ctx or ParallelContext(device=device))
+    trainer: Trainer[MicroBatch] = Trainer(config, ParallelContext(device=device))
     steps, incidents = batches_of(config, pin_memory=case.is_cuda), watcher_of(case, trainer)
     for batches in steps[:WARM_UP]:
         step(trainer, incidents, batches)
@@ -46,7 +46,6 @@ def steady(case: Case, kind: str, precision: str, ctx: ParallelContext | None = 
     for place, count in places.most_common():
         case.row("waits for the device", model=kind, precision=precision, place=place, times=count)
     case.row("waits in a steady step", model=kind, precision=precision, waits=sum(places.values()))
-    return sum(places.values())
 
 
 def watcher_of(case: Case, trainer: Trainer[MicroBatch]) -> Incidents:
