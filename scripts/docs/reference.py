@@ -19,7 +19,8 @@ from mlm.cli.compose.help import EXIT_CODES, FLAGS, SPELLINGS
 from mlm.config.fields import Role
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.tree import MISSING_VALUE, Leaf, choices, describe_values
-from mlm.convert.huggingface.llama_variants import VARIANTS, Variant, model_type
+from mlm.convert.huggingface.llama_variants import VARIANTS, model_type
+from mlm.convert.huggingface.variant import Variant
 from mlm.models.config import ModelConfig
 from mlm.models.llama.settings import DEFAULTS
 from mlm.util.errors import format_value

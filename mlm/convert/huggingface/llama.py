@@ -1,6 +1,6 @@
 """The Llama family as `transformers` stores it: Llama, Mistral, Qwen, OLMoE, DeepSeek-V3 (llama_variants.py).
 
-Each expert has tensors of its own there, one of all experts here.
+Experts, which are one tensor here, have tensors of their own in most of its models.
 """
 
 import itertools
@@ -14,7 +14,8 @@ from mlm.convert.huggingface import mapping as hf
 from mlm.convert.huggingface.gpt2 import hf_outputs, our_outputs
 from mlm.convert.huggingface.llama_layers import read_layers, write_layers
 from mlm.convert.huggingface.llama_rope import read_rope, write_rope
-from mlm.convert.huggingface.llama_variants import VARIANTS, Variant, model_type
+from mlm.convert.huggingface.llama_variants import VARIANTS, model_type
+from mlm.convert.huggingface.variant import Variant
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
 from mlm.models.llama.settings import DEFAULTS, EXPERT_OPTIONS, LlamaSettings, model_problem, num_blocks
@@ -84,7 +85,7 @@ def locations(model: ModelConfig) -> Locations:
             yield from _latent_locations(ours, stored, settings)
         else:
             yield from _query_locations(ours, stored, model, settings, row)
-        yield from _linear(f"{ours}.out", f"{stored}.{row.out}", settings.bias)
+        yield from _linear(f"{ours}.out", f"{stored}.o_proj", settings.bias)
         if settings.attention_sinks:
             yield f"{ours}.sinks.bias", hf.Location((f"{stored}.sinks",))
         for name, theirs in row.norms.items():

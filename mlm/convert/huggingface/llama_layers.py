@@ -6,8 +6,8 @@
 from collections.abc import Mapping
 
 from mlm.config.fields import Options
-from mlm.convert.huggingface.llama_variants import Variant
 from mlm.convert.huggingface.mapping import JSON, show
+from mlm.convert.huggingface.variant import Variant
 from mlm.models.config import ModelConfig
 from mlm.models.llama.settings import LlamaSettings
 from mlm.util.errors import ConfigError

@@ -1,0 +1,165 @@
+"""Description of a `model_type` of the Llama family: keys of its config.json, names of its tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from mlm.convert.huggingface import mapping as hf
+
+_FIXED = hf.UNSUPPORTED | {
+    "is_causal": (True,),
+    "use_bidirectional_attention": (None, False),
+    "logit_scale": (None, 1.0),
+    "attention_multiplier": (None,),
+    "use_sliding_window": (False, True),
+    "norm_topk_prob": (False, True),
+}
+_NO_EXPERTS = {
+    **{"num_experts": (None, 0, 1), "num_local_experts": (None, 0, 1)},
+    "n_routed_experts": (None, 0),
+}
+_MAY_BE_NULL = frozenset({"num_kv_heads", "head_dim", "q_lora_rank", "attention_softcap", "logit_softcap"})
+_ABOVE_0 = frozenset({"attention_multiplier", "attention_softcap", "logit_softcap"})
+INPUT_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+
+
+class Defaults(NamedTuple):
+    """Defaults of a config.json."""
+
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int | None
+    """None for as many as `heads`."""
+    positions: int
+    vocabulary: int
+    head_dim: int | None = None
+    theta: float = 1e4
+    rotary_fraction: float | None = None
+    """None for a model that rotates whole heads."""
+    eps: float = 1e-6
+
+    @property
+    def rope(self) -> tuple[float, float | None]:
+        return self.theta, self.rotary_fraction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A model_type: what its config.json holds, and the names of tensors that differ."""
+
+    classes: str
+    """Prefix of its classes."""
+    marks: tuple[str, ...] = ()
+    """Our options that such a model sets, maybe to a value (name=value), and of which no model of a row below
+    sets all. Without any a model is of this type only if model_type says so."""
+    options: Mapping[str, bool | int | str] = field(default_factory=dict)
+    """Options that all its models have, where ours have another default."""
+    defaults: Defaults
+    fixed: Mapping[str, tuple[hf.JSON, ...]] = field(default_factory=dict)
+    """More keys as in ConfigKeys, written too."""
+    fields: Mapping[str, tuple[str, hf.JSON]] = field(default_factory=dict)
+    """More keys as in ConfigKeys, of options."""
+    absent: Mapping[str, hf.JSON] = field(default_factory=dict)
+    """Values of keys that are left out, where null means another."""
+    may_be_0: frozenset[str] = frozenset()
+    """Our fields as in ConfigKeys."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of keys."""
+    meanings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Values of a key that stand for others."""
+    written: Mapping[str, hf.JSON] = field(default_factory=dict)
+    """Keys that are written and not read."""
+    activation: str = "hidden_act"
+    """Key of the activation."""
+    activations: tuple[str, ...] = (*hf.SILU, *hf.EXACT_GELU, *hf.TANH_GELU)
+    """Its values, of which the first is the default."""
+    norms: Mapping[str, str] = field(default_factory=lambda: INPUT_NORMS)
+    """Our norms of a layer and theirs."""
+    base: str = ""
+    """Class without a head; empty for the usual one."""
+    tied: bool = False
+    """Default of tie_word_embeddings."""
+    scales_embedding: bool = False
+    """True if rows of the token table are multiplied by sqrt(hidden_size)."""
+    sliding_theta: float | None = None
+    """Default base of rotary positions in layers with a window; None if it is that of the others."""
+    layer_keys: tuple[str, ...] = ()
+    """Keys by layer that its class reads: layer_types, sliding_window_pattern, no_rope_layers."""
+    sliding_layers: str = ""
+    """Default pattern of layers with a window, of s and f; empty for all of them."""
+    full_layers_lack_rotary: bool = False
+    """True if only layers with a window turn queries and keys."""
+    writes_head_dim: Literal["always", "unusual", "never"] = "always"
+    window_keys: tuple[str, ...] = ()
+    """Keys of a sliding window; empty for a model that attends to all."""
+    window: int | None = None
+    """Default of sliding_window."""
+    full_layers: int | None = None
+    """Default of max_window_layers, the first layers without a window; None if it means nothing."""
+    normalises: bool | None = None
+    """Default of norm_topk_prob; None where weights of experts are always divided by their sum."""
+    dense_key: str = ""
+    """Key of the layers without experts."""
+    block: str = "mlp"
+    """Module of router and experts."""
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Gate, up and down of an expert."""
+    all_experts: tuple[tuple[str, hf.ExpertRows], ...] = ()
+    """Tensors of all experts together, of gates with inputs and of outputs; empty if each has its own."""
+    router: str = "gate"
+    """Module of the router."""
+    router_bias: str = "gate.e_score_correction_bias"
+    """Tensor of the biases for the choice of experts."""
+    quantised: str | None = None
+    """Form of quantised weights that is read, a quant_method."""
+    shared: str = "shared_experts"
+    """Module of the shared experts; that of their gate has _gate behind it."""
+    eps_key: str = "rms_norm_eps"
+    """Key of layer_norm_eps."""
+    mlp: tuple[str, str] = ("up_proj", "down_proj")
+    """Matrices of an MLP; beside the first is gate_proj, if it has gates."""
+    rotates_neighbours: bool = False
+    """True if dimensions 2i and 2i + 1 of a head are turned together; ours are i and i + R/2."""
+    fuses_qkv: bool = False
+    """True if queries, keys and values are one tensor, qkv_proj."""
+    fuses_gate: bool = False
+    """True if gate and up of an MLP are one tensor, gate_up_proj."""
+
+    @property
+    def has_experts(self) -> bool:
+        return any(ours == "num_experts" for ours, _ in self.fields.values())
+
+    @property
+    def is_all_experts(self) -> bool:
+        """True if intermediate_size is the width of experts, which every layer has."""
+        return self.has_experts and "moe_intermediate_size" not in self.fields
+
+    @cached_property
+    def keys(self) -> hf.ConfigKeys:
+        """All keys of config.json except rotary positions and windows."""
+        known = _FIXED if self.has_experts else _FIXED | _NO_EXPERTS
+        usual = {key: values for key, values in known.items() if key not in self.fields}
+        return hf.ConfigKeys(
+            activation=self.activation,
+            may_be_0=self.may_be_0,
+            may_be_null=_MAY_BE_NULL,
+            above_0=_ABOVE_0,
+            fixed={**usual, self.activation: self.activations, **self.fixed},
+            fields={
+                "vocab_size": ("vocab_size", self.defaults.vocabulary),
+                "hidden_size": ("hidden_size", self.defaults.hidden),
+                "num_hidden_layers": ("num_layers", self.defaults.layers),
+                "num_attention_heads": ("num_heads", self.defaults.heads),
+                "num_key_value_heads": ("num_kv_heads", self.defaults.kv_heads),
+                "intermediate_size": ("ffn_hidden_size", self.defaults.ffn),
+                "max_position_embeddings": ("max_positions", self.defaults.positions),
+                "head_dim": ("head_dim", self.defaults.head_dim),
+                self.eps_key: ("layer_norm_eps", self.defaults.eps),
+                "initializer_range": ("init_std", 0.02),
+                "attention_dropout": ("attention_dropout", 0.0),
+                **self.fields,
+            },
+        )
