@@ -14,6 +14,7 @@ from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.parameters import parameters
 from mlm.convert.huggingface.folder import CONFIG, SAVE_AGAIN, SMALL_FILES, TOKENIZER, HFModel, find_file
 from mlm.convert.huggingface.mapping import Location, show
+from mlm.convert.huggingface.mxfp4 import BLOCK
 from mlm.util.errors import CorruptFileError, UserError, reading_from
 from mlm.util.files import digest_file
 
@@ -61,6 +62,11 @@ class HFTensors:
             wanted = [location.shape(shape)] * len(location.names)
             if location.experts is not None:
                 wanted = location.experts.shapes(shape)
+                if location.experts.is_mxfp4 and shape[-1] % BLOCK:
+                    raise UserError(
+                        f"{self.model.folder}: {location.names[0]}: {CONFIG} makes rows of {shape[-1]} "
+                        f"numbers, and MXFP4 has blocks of {BLOCK}. {SAVE_AGAIN}"
+                    )
             for theirs, want in zip(location.names, wanted, strict=True):
                 file, stored = self.model.stored[theirs]
                 if stored.shape != want:

@@ -97,6 +97,15 @@ def test_damaged_weights_are_rejected_in_one_line(tmp_path: Path, case: str) -> 
     assert "\n" not in str(caught.value)
 
 
+def test_rows_that_are_no_blocks_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WEIGHTS, "down_proj", (HIDDEN, 40))
+    monkeypatch.setitem(WEIGHTS, "gate_up_proj", (80, HIDDEN))
+    quantised_folder(tmp_path)
+    edit_config(tmp_path, intermediate_size=40)
+    with pytest.raises(UserError, match=r"down_proj_blocks: config\.json makes rows of 40 numbers"):
+        mlm.load(tmp_path, device="cpu")
+
+
 @pytest.mark.parametrize("changed", [{"quantization_config": {"quant_method": "fp8"}}, {"swiglu_limit": 0.0}])
 def test_other_forms_of_gpt_oss_are_rejected(tmp_path: Path, changed: dict[str, Any]) -> None:
     quantised_folder(tmp_path)
