@@ -213,6 +213,16 @@ def test_push_needs_a_token(
     assert problem in capsys.readouterr().err
 
 
+def test_a_token_that_cannot_be_sent_is_not_shown(
+    hub: type[FakeHub], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_sec\x0bret")
+    assert export(folder / "run", tmp_path / "out", "push=me/chat") == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "push=me/chat: the Hub does not take it (" in line
+    assert "hf_sec" not in line
+
+
 def test_push_that_fails_keeps_the_export_and_says_how_to_repeat_it(
     hub: type[FakeHub], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

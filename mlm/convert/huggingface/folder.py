@@ -322,8 +322,7 @@ def download(repository: str, revision: str | None, patterns: tuple[str, ...], s
     try:
         folder = hub.snapshot_download(repository, revision=revision, allow_patterns=list(patterns))
     except Exception as error:  # the library raises many kinds, those of its HTTP client too
-        lines = str(error).strip().splitlines()
-        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        reason = reason_of(error)
         if type(error).__name__ in ("LocalEntryNotFoundError", "OfflineModeIsEnabled"):
             reason = "out of reach from here, and its cache does not hold it"
         at = "" if revision is None else f" revision={revision}"
@@ -332,6 +331,15 @@ def download(repository: str, revision: str | None, patterns: tuple[str, ...], s
             f"Fix the id or the connection, or give a folder with config.json and model.safetensors"
         ) from error
     return Path(folder)
+
+
+def reason_of(error: Exception) -> str:
+    """Return the first line of an error of `huggingface_hub`, without the token.
+
+    An HTTP client shows headers that it cannot send.
+    """
+    lines = re.sub("Bearer [^'\"]*", "Bearer …", str(error)).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def commit_of(folder: Path) -> str | None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mlm.convert.huggingface.folder import reason_of
 from mlm.convert.source import Checkpoint
 from mlm.data.files_present import hub_id
 from mlm.util.errors import UserError
@@ -62,6 +63,4 @@ def _asked(
     try:
         return request()
     except Exception as error:  # of huggingface_hub, its HTTP client and files: no base class in common
-        lines = str(error).strip().splitlines()
-        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        raise UserError(f"{typed}: the Hub does not take it ({reason}){fix}") from error
+        raise UserError(f"{typed}: the Hub does not take it ({reason_of(error)}){fix}") from error
