@@ -251,7 +251,7 @@ class GroupedQueryAttention(SelfAttention):
     def unfused(
         self, qkv: Tensor, drop: Callable[[Tensor], Tensor], bias: Tensor | None, causal: bool
     ) -> Tensor:
-        """drop(softmax(q k^T / sqrt(D))) v, keys and values repeated for their queries: for dropout only."""
+        """drop(softmax(scores)) v, keys and values repeated for their queries."""
         q, k, v = self.heads(qkv)
         s = len(qkv)
         if bias is None:

@@ -336,8 +336,6 @@ def _problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
             yield name, "must be above 0", "use 1.0 for none"
     if not settings.input_norms and not settings.output_norms:
         yield "input_norms", "leaves layers without norms", "set model.options.output_norms=true too"
-    if not settings.embedding_multiplier > 0:
-        yield "embedding_multiplier", "must be above 0", "use 1.0 for none"
     if settings.window_rope_theta and settings.window_rope_theta <= 1:
         yield "window_rope_theta", "must be greater than 1", "use 10000.0, or 0 for rope_theta"
     if settings.swiglu_limit and model.activation != "silu":
