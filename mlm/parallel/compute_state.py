@@ -88,6 +88,11 @@ def choose_copy(copy: Tensor | None, parameter: Tensor, dtype: torch.dtype) -> T
     return parameter if copy is None or copy.dtype != dtype else copy
 
 
+def is_cast_to_8_bits(layer: ComputesInHalf, name: str) -> bool:
+    """True if an `Operand` of a cached parameter is held too, of 2 bytes an element."""
+    return name == "weight" and layer.compute.fp8 and fits(*getattr(layer, name).shape)
+
+
 class _CastWithGrad(torch.autograd.Function):
     """The copy in place of its parameter, whose gradient it casts as `to` would."""
 
@@ -144,7 +149,7 @@ class CachedHalfParams:
             for (layer, name, passes_grad), p, copy in zip(self.reads, parameters, self.copies, strict=True):
                 read = _CastWithGrad.apply(p, copy) if passes_grad and trains else copy  # type: ignore[no-untyped-call]
                 setattr(layer.compute, f"{name}_copy", read)
-                if name == "weight" and layer.compute.fp8 and fits(*copy.shape):
+                if is_cast_to_8_bits(layer, name):
                     layer.compute.weight_8 = cast(copy, NARROW)
 
     def release(self) -> None:

@@ -22,6 +22,7 @@ from mlm.models.family import family_of
 from mlm.models.shape import architecture_of, num_distinct_layers
 from mlm.models.stage import PipelineStage, parameter_home
 from mlm.optim.adamw import moments
+from mlm.parallel.compute_state import is_cast_to_8_bits
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.expert.router import Router
 from mlm.parallel.matmul import prepare_products
@@ -52,7 +53,7 @@ class ShardSize:
     state_bytes: int
     """Of an element: the optimizer's moments; 0 of a frozen one."""
     cast_bytes: int
-    """Of an element: the copy that is cast once a step."""
+    """Of an element: the copies that are cast once a step."""
     is_trained: bool
     is_whole: bool
     """True for one that ZeRO leaves whole."""
@@ -139,7 +140,11 @@ class LayerCounts:
         stage = PipelineStage(numbers, ends != LAST, ends != FIRST)  # type: ignore[arg-type]
         sizes = defaultdict[str, list[ShardSize]](list)
         with self._trainer(split, stage) as (trainer, _):
-            copied = {getattr(module, name) for module, name, _ in trainer.model.casts.reads}
+            width = trainer.model.dtype.itemsize
+            cast_bytes = {
+                getattr(module, name): width + 2 * is_cast_to_8_bits(module, name)
+                for module, name, _ in trainer.model.casts.reads
+            }
             for shard in trainer.shards:
                 p, layer = shard.parameter, parameter_home(shard.name)
                 state, rows = trainer.optimizer.state.get(p, {}), p.shape[0] if p.dim() else 1
@@ -154,7 +159,7 @@ class LayerCounts:
                         if name in state
                     )
                     + p.element_size() * bool(self.run.ema.decay and p.requires_grad),
-                    cast_bytes=trainer.model.dtype.itemsize if p in copied else 0,
+                    cast_bytes=cast_bytes.get(p, 0),
                     is_trained=p.requires_grad,
                     is_whole=isinstance(shard.module, Router) or is_adapter,
                     is_expert=shard.experts is not None,

@@ -148,7 +148,6 @@ def saved_bytes(layer: nn.Module, x: Tensor, stream: DropoutStream | None) -> tu
 
 COMMON = (
     "model.vocab_multiple=16",
-    "precision=bf16",
     "train.global_batch_size=16",
     "train.micro_batch_size=2",
 )
@@ -166,12 +165,13 @@ DRY_RUNS = (
     "model=moe_tiny dp=4 ep=2 zero=2",
     "model=moe_tiny tp=2 dp=2 ep=2",
     "model=moe_tiny dp=2 ep=2 model.num_layers=3 model.options.dense_layers=1 model.options.shared_experts=1",
+    "model=gpt2_tiny model.hidden_size=256 model.num_layers=4 precision=fp8 tp=2",
 )
 
 
 @cache
 def planned(words: str) -> tuple[PlanDryRunConfig, MemoryModel, PlannedLayout]:
-    config = load_config("plan_dry_run", [*words.split(), *COMMON])
+    config = load_config("plan_dry_run", ["precision=bf16", *words.split(), *COMMON])
     assert isinstance(config, PlanDryRunConfig)
     layout = PlannedLayout.of(config, config.parallel.dp or 1)
     return config, MemoryModel(counts_of(config, "gpu")), layout
