@@ -90,7 +90,7 @@ def test_a_run_that_has_saved_no_longer_reads_the_weights_that_it_began_with(
     assert f"ckpt={first}: no such folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("start", slow_but({0}, ["ckpt", "resume"]))
+@pytest.mark.parametrize("start", slow_but({0}, ["ckpt", "resume", "step"]))
 def test_damage_ends_a_start_with_weights_and_a_run_continues_before_it(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], start: str
 ) -> None:
@@ -103,6 +103,10 @@ def test_damage_ends_a_start_with_weights_and_a_run_continues_before_it(
         assert main([*begin(tmp_path, "new", f"ckpt={tmp_path / 'run'}"), data]) == 1
         assert "step-00000006/rank-00000.safetensors: damaged" in capsys.readouterr().err
         assert not [*tmp_path.glob("new/checkpoints/step-*")]
+    elif start == "step":  # named alone: the one before is another start
+        step = tmp_path / "run/checkpoints/step-00000006"
+        assert main(["pretrain", f"resume={step}", f"out={tmp_path / 'new'}"]) == 1
+        assert "step-00000006/rank-00000.safetensors: damaged" in capsys.readouterr().err
     else:
         assert main(["pretrain", f"resume={tmp_path / 'run'}", f"out={tmp_path / 'new'}"]) == 0
         assert losses(tmp_path / "new") == losses(made / "run")[4:]
@@ -318,3 +322,7 @@ def test_more_steps_of_a_decayed_schedule_say_what_the_rate_does(
     assert rates[0] == 1e-3
     assert rates == sorted(rates, reverse=True)
     assert "rises" not in capsys.readouterr().out
+    assert main(["pretrain", f"resume={tmp_path / 'wsd'}", "train.steps=12"]) == 0
+    line = " ".join("".join(capsys.readouterr()).split())
+    assert "the learning rate rises from" in line
+    assert "schedule.decay_steps" not in line
