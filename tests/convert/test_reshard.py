@@ -1,6 +1,7 @@
 """`mlm reshard`: a checkpoint split for another layout; rejected, interrupted and killed."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -283,21 +284,36 @@ class TestRefusals:
             to(source, source, 2)
 
 
-@pytest.mark.slow
-def test_a_kill_at_any_file_operation_leaves_nothing_or_the_whole(tmp_path: Path) -> None:
-    small = replace(spec(), model=replace(spec().model, num_layers=2))
-    trained(shape_context(), tmp_path / "run", small)
-    straight, number, killed = content(to(tmp_path / "run", tmp_path / "straight", 1, 2)), 0, True
+def kill_at_each_operation(run: Path, folder: Path) -> None:
+    """Reshard into folder/1, folder/2, …, each killed one file operation later, until one is done."""
+    number, killed = 0, True
     while killed:
         number += 1
-        out = tmp_path / str(number)
         child = os.fork()
         if child == 0:
             kill_at_operation(number)
-            to(tmp_path / "run", out, 1, 2)
+            to(run, folder / str(number), 1, 2)
             os._exit(0)
         killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # some 250 rounds, most of their time on the disk
+def test_a_kill_at_any_file_operation_leaves_nothing_or_the_whole(tmp_path: Path) -> None:
+    small = replace(spec(), model=replace(spec().model, num_layers=2))
+    trained(shape_context(), tmp_path / "run", small)
+    straight = content(to(tmp_path / "run", tmp_path / "straight", 1, 2))
+    # a new interpreter: a child of this one could wait for a lock that another thread held at the fork
+    killer = multiprocessing.get_context("spawn").Process(
+        target=kill_at_each_operation, args=(tmp_path / "run", tmp_path / "killed")
+    )
+    killer.start()
+    killer.join()
+    assert killer.exitcode == 0
+    rounds = max(int(path.name) for path in (tmp_path / "killed").iterdir() if path.name.isdigit())
+    assert rounds > 30
+    for number in range(1, rounds + 1):
+        out = tmp_path / "killed" / str(number)
         found = out / "checkpoints" / STEP if out.exists() else to(tmp_path / "run", out, 1, 2)
         assert content(found) == straight
         assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest", STEP]
-    assert number > 30
