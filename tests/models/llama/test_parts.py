@@ -1,6 +1,7 @@
 """Parts of the Llama family alone: turns, windows, norms, gates, settings."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -53,6 +54,22 @@ def test_a_turn_is_a_product_of_complex_numbers(fraction: float) -> None:
     turned = numbers * torch.polar(torch.ones(half).double(), positions[..., None, None] * turns)
     torch.testing.assert_close(y, torch.cat([turned.real, turned.imag, x[..., 2 * half :]], -1))
     torch.autograd.gradcheck(Rotary.of(positions, turns, 1.0, torch.float64).rotate, (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fraction", [1.0, 0.6])
+def test_turns_of_other_devices_have_the_bits_of_a_cpu(fraction: float, dtype: torch.dtype) -> None:
+    """Of heads that lie between others, as a projection has them; forward and backward."""
+    settings = LlamaSettings(head_dim=10, rotary_fraction=fraction)
+    turns, _ = frequencies(settings, torch.float32, torch.device("cpu"))
+    rotary = Rotary.of(torch.arange(S * B).view(S, B), turns, 1.0, dtype)
+    projected, dy = normal(S, B, 7, 10).to(dtype).requires_grad_(), normal(S, B, 3, 10).flip(1).to(dtype)
+    results = []
+    for is_cpu in (True, False):
+        with patch.object(Tensor, "is_cpu", is_cpu):
+            y = rotary.rotate(projected[:, :, 2:5])
+            results.append((y, *torch.autograd.grad(y, projected, dy)))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
