@@ -43,7 +43,7 @@ from mlm.optim.config import PrecisionConfig
 from mlm.optim.precision import DTYPES
 from mlm.parallel.collectives import broadcast
 from mlm.parallel.config import ParallelConfig
-from mlm.parallel.cross_entropy import loss_dtype
+from mlm.parallel.logits import loss_dtype
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import ConfigError, Problem, UserError, lone_surrogate, type_of
 from mlm.verify.huggingface import compare_logits, extra_problems

@@ -31,8 +31,8 @@ from mlm.models.documents import Documents, document_positions, document_spans
 from mlm.models.gpt2.model import GPT2, NextToken
 from mlm.parallel.collectives import all_reduce, to_device
 from mlm.parallel.config import IGNORE_INDEX
-from mlm.parallel.cross_entropy import loss_dtype
 from mlm.parallel.dropout import DropoutStream
+from mlm.parallel.logits import loss_dtype
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.pipelined import PipelinedModel
 from mlm.training.trainer import Trainer

@@ -24,8 +24,8 @@ from mlm.models.family import family_of
 from mlm.optim.precision import DTYPES
 from mlm.parallel.collectives import all_reduce, to_device
 from mlm.parallel.config import IGNORE_INDEX
-from mlm.parallel.cross_entropy import loss_dtype
 from mlm.parallel.dropout import DropoutStream
+from mlm.parallel.logits import loss_dtype
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.pipelined import PipelinedModel
 from mlm.training.pipelined import evaluate as mean_parts

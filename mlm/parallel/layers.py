@@ -192,7 +192,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
 
     tp_dims: ClassVar[dict[str, int]] = {"weight": 0}
     compiled: bool = False
-    """True if the loss may be computed by compiled passes (cross_entropy.py)."""
+    """True if the loss may be computed by compiled passes (logits.py)."""
     softcap: float = 0.0
     """Bound of logits, softcap * tanh(logits / softcap); 0 for none."""
     device_type: str | None = None

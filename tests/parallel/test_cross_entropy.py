@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mlm.parallel import cross_entropy, matmul
+from mlm.parallel import matmul
 from mlm.parallel.collectives import copy_to_tp, gather_sequence
 from mlm.parallel.cross_entropy import (
     CHUNK_BYTES,
@@ -24,6 +24,7 @@ from mlm.parallel.cross_entropy import (
     token_scores,
 )
 from mlm.parallel.layers import VocabParallelEmbedding
+from mlm.parallel.logits import log_sum_and_target, logits_gradient
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_full, shard_of
 from tests.ranks import run_on_ranks
@@ -200,7 +201,7 @@ def check_two_passes(
     ctx: ParallelContext, chunk_bytes: int, softcap: float = 0.0, compile_them: bool = False
 ) -> None:
     hidden, weight, labels = problem()
-    passes = (cross_entropy.log_sum_and_target, cross_entropy.logits_gradient)
+    passes = (log_sum_and_target, logits_gradient)
     if compile_them:
         passes = (torch.compile(passes[0]), torch.compile(passes[1]))
     for dtype in (torch.bfloat16, torch.float16):

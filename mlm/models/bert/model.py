@@ -22,8 +22,9 @@ from mlm.models.documents import padding_spans
 from mlm.models.heads import MaskedTokenHead, PlainLinear
 from mlm.parallel.collectives import gather_rows, to_device
 from mlm.parallel.config import IGNORE_INDEX
-from mlm.parallel.cross_entropy import cross_entropy_and_hits, full_logits, loss_dtype, token_scores
+from mlm.parallel.cross_entropy import cross_entropy_and_hits, full_logits, token_scores
 from mlm.parallel.dropout import DropoutStream
+from mlm.parallel.logits import loss_dtype
 from mlm.parallel.mesh import ParallelContext
 
 PARTS = ("mlm_loss", "sop_loss", "mlm_accuracy", "sop_accuracy")

@@ -22,12 +22,12 @@ from mlm.parallel.cross_entropy import (
     differentiable_losses,
     full_logits,
     linear_cross_entropy,
-    loss_dtype,
     token_losses,
     token_scores,
 )
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.layers import VocabParallelEmbedding
+from mlm.parallel.logits import loss_dtype
 from mlm.parallel.mesh import ParallelContext
 
 
