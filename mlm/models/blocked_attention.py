@@ -181,7 +181,7 @@ class _Blocks:
         if not x.is_cpu:
             rows, buffer_bytes = ACCELERATOR_BLOCK_ROWS, ACCELERATOR_BUFFER_BYTES
         self.rows = min(rows, self.length)
-        self.factor = 1 / math.sqrt(self.width) if scores.scale is None else scores.scale
+        self.factor = scores.factor(self.width)
         seen = min(self.length, self.rows + scores.window - 1) if scores.window else self.length
         per_head = self.queries * self.rows * seen
         most = max(1, buffer_bytes // (4 * per_head))

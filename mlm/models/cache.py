@@ -181,7 +181,7 @@ def unfused_attention(
     """
     b, n, s, width = q.shape
     k, v = (x.repeat_interleave(n // x.shape[1], dim=1) for x in (k, v))
-    scale = 1 / math.sqrt(width) if scores.scale is None else scores.scale
+    scale = scores.factor(width)
     x = (q @ k.transpose(2, 3)) * scale  # [B, N/t, S, L]
     x = torch.tanh(x / scores.softcap) * scores.softcap if scores.softcap else x
     x = x if bias is None else x + bias

@@ -1,5 +1,6 @@
 """Settings of the parallel layout and of experts, and the label of unscored tokens: without torch."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
@@ -37,6 +38,9 @@ class AttentionScores:
     """Factor of q k^T; None for 1 / sqrt(head_dim)."""
     softcap: float = 0.0
     """Scores s become softcap * tanh(s / softcap) (arXiv:2408.00118, section 2); 0 for none."""
+
+    def factor(self, head_dim: int) -> float:
+        return 1 / math.sqrt(head_dim) if self.scale is None else self.scale
 
     def hides(self, length: int) -> bool:
         """True if a token of a sequence of `length` does not see all before it."""

@@ -161,7 +161,7 @@ class UnfusedKernel:
                 for total, gradient in zip(sums, gradients, strict=True):
                     total += gradient
             return dq, sums[0].to(k.dtype), sums[1].to(v.dtype)
-        share, scale = q.shape[1] // k.shape[1], self._scale(q)
+        share, scale = q.shape[1] // k.shape[1], self.scores.factor(q.shape[-1])
         for heads, shared in self._heads(q, k):
             dy_, q_, y_ = (x[:, heads].unflatten(1, (-1, share)) for x in (dy, q, y))  # [B, k, n/k, rows, D]
             log_sums = log_sum[:, heads].unflatten(1, (-1, share))[..., None]
@@ -192,9 +192,6 @@ class UnfusedKernel:
             last = min(first + size, k.shape[1])
             yield slice(first * share, last * share), slice(first, last)
 
-    def _scale(self, q: Tensor) -> float:
-        return 1 / math.sqrt(q.shape[-1]) if self.scores.scale is None else self.scores.scale
-
     def _scores(
         self, block: KeyBlock, q: Tensor, k: Tensor, *, wants_slope: bool = False
     ) -> tuple[Tensor, Tensor | None]:
@@ -202,7 +199,8 @@ class UnfusedKernel:
         dtype = torch.promote_types(q.dtype, torch.float32)
         if q.is_cpu:  # as in its fused kernel: rounded scores would be off by 2^-9 of themselves in bfloat16
             q, k = q.to(dtype), k.to(dtype)
-        scores = (q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT).to(dtype) * self._scale(q)
+        scores = (q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT).to(dtype)
+        scores = scores * self.scores.factor(q.shape[-1])
         slope, cap = None, self.scores.softcap
         if cap:
             scores.div_(cap).tanh_()

@@ -9,7 +9,7 @@ is touched, so that a rank may ask while it trains.
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import Any, cast
@@ -235,16 +235,7 @@ KNOWN = dict[tuple[str, str], LayerCounts]()
 
 def counts_of(run: PretrainConfig, device: str) -> LayerCounts:
     """The counts of a run's model on a type of device, from before if it was asked about."""
-    parts = (
-        run.model,
-        run.lora,
-        run.optimizer,
-        run.precision,
-        run.data,
-        run.attention,
-        run.fuse_accumulation,
-        run.ema,
-    )
+    parts = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in ("parallel", "train")}
     return KNOWN.setdefault((repr(parts), device), LayerCounts(run, device))
 
 

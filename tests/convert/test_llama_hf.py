@@ -215,6 +215,7 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts of a dense type": ("mistral", {"num_local_experts": 8}, "num_local_experts=8"),
     "every other layer with experts": ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
     "a dense layer between": ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=[1]: supported: the"),
+    "no list of dense layers": ("qwen3_moe", {"mlp_only_layers": 0}, "mlp_only_layers=0: supported: the"),
     "another choice of experts": ("deepseek_v3", {"topk_method": "greedy"}, "topk_method=greedy"),
     "groups that do not divide": ("deepseek_v3", {"n_group": 3}, "router_groups=3 does not divide"),
     "weights in 8 bits": ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "fp8 with block"),

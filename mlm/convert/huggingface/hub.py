@@ -1,6 +1,7 @@
 """Uploads of an exported folder to the Hugging Face Hub, by `huggingface_hub`."""
 
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ def push_problems(push: str, source: Checkpoint, *, public: bool, base: str | No
 def push_folder(folder: Path, push: str, *, public: bool) -> str:
     """Upload a folder to a repository, a new one if there is none; return its address. Raises UserError."""
     api = load_extra("huggingface_hub", f"push={push}", "hf").HfApi()
-    again = f"; {folder} is complete: try again by `hf upload {push} {folder}{' --private' * (not public)}`"
+    command = shlex.join(["hf", "upload", push, str(folder), *["--private"] * (not public)])
+    again = f"; {folder} is complete: try again by `{command}`"
 
     def upload() -> str:
         url = str(api.create_repo(push, private=not public, exist_ok=True))

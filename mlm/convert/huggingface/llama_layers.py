@@ -108,7 +108,8 @@ def _usual_types(
 def _read_dense_layers(config: Mapping[str, JSON], layers: int, row: Variant, path: str) -> int:
     """Return how many first layers have no experts. Raises ConfigError if others have none."""
     if row.dense_key == "mlp_only_layers":
-        only = config.get("mlp_only_layers") or []
+        only = config.get("mlp_only_layers")
+        only = [] if only is None else only
         if not isinstance(only, list) or only != list(range(len(only))):
             given = f"mlp_only_layers={show(only)}"
             raise ConfigError([f"{path}: {given}: supported: the first layers, [0, 1, …], or []"])
