@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from mlm.corpus.benchmarks import dump_benchmarks, read_benchmarks
 from mlm.corpus.config import DataBuildConfig
 from mlm.corpus.read.finding import find_inputs
 from mlm.corpus.read.records import Input
-from mlm.corpus.read.shards import group, input_lines, parts_of_text, split_inputs, with_digests
+from mlm.corpus.read.shards import group, input_lines, split_inputs, with_digests
+from mlm.corpus.stages.passages import plan_passages
 from mlm.corpus.stages.plan import EVALUATION, BuildPlan, make_plan, shard_bytes
 from mlm.corpus.stages.publish import count_documents, publish, reject_empty_parts, summary, write_rejected
 from mlm.corpus.stages.run import run_stages
@@ -57,15 +57,6 @@ def run_build(config: DataBuildConfig, screen: Console | None = None) -> Receipt
         claim_folder(out, **claim)
         stack.enter_context(sole_build(out))
         inputs = with_digests(listing.inputs)
-        parts = parts_of_text(inputs, parse_split(config.split), config.max_document_bytes)
-        if parts is not None:
-            is_auto = config.filter.min_tokens == "auto"
-            off = "; filter.min_tokens=auto is off, a number applies" if is_auto else ""
-            screen.print(
-                f"input={config.input} is one text: split into consecutive parts by split={config.split}, at "
-                f"ends of paragraphs if there are any{off}"
-            )
-        config = with_min_tokens(config, is_one_text=parts is not None)
         evaluation = dump_benchmarks(read_benchmarks(config.decontaminate.against))
         made_of = ingredients(config, inputs, tokenizer, digest_bytes(evaluation) if evaluation else None)
         if (receipt := reusable(out, made_of)) is not None:
@@ -75,7 +66,7 @@ def run_build(config: DataBuildConfig, screen: Console | None = None) -> Receipt
             write_atomic(work / TOKENIZER, tokenizer.content)
             write_atomic(work / EVALUATION, evaluation)
             size = shard_bytes(sum(item.bytes for item in inputs))
-            shards = parts or split_inputs(inputs, size)
+            shards = split_inputs(inputs, size)
             plan = make_plan(config, work, shards, group(shards, size), made_of)
             write_atomic(out / MARKER, b"")
             receipt = build(plan, inputs, listing.account(), made_of, out, screen)
@@ -113,15 +104,6 @@ def delete_work(config: DataBuildConfig) -> str | None:
     return delete_owned(Path(config.out, WORK), "corpus-work", inputs=reads)
 
 
-def with_min_tokens(config: DataBuildConfig, *, is_one_text: bool) -> DataBuildConfig:
-    """Return the settings with filter.min_tokens=auto resolved; a number applies to every input."""
-    if config.filter.min_tokens != "auto":
-        return config
-    # the parts of one text are no documents that could be too short
-    least = None if is_one_text else config.filter.least_tokens
-    return replace(config, filter=replace(config.filter, min_tokens=least))
-
-
 def build(
     plan: BuildPlan,
     inputs: Sequence[Input],
@@ -130,8 +112,20 @@ def build(
     out: Path,
     screen: Console,
 ) -> Receipt:
-    run_stages(plan, plan.config.workers or available_cores())
-    facts = count_documents(plan) | {"not_read": not_read}
+    config = plan.config
+    run_stages(plan, config.workers or available_cores())
+    facts = count_documents(plan)
+    if (split := plan_passages(plan, facts["splits"])) is not None:
+        run_stages(plan := split, config.workers or available_cores())
+        facts = count_documents(plan)
+        number = facts["passages"]["documents"]
+        few = f"{number} documents are" if number > 1 else "one document is"
+        off = "; filter.min_tokens=auto is off for them" if config.filter.min_tokens == "auto" else ""
+        screen.print(
+            f"{few} too few for split={config.split}: split into consecutive passages, train first, at ends "
+            f"of paragraphs if there are any{off}"
+        )
+    facts |= {"not_read": not_read}
     reject_empty_parts(plan, facts)
     names = publish(plan, out)
     os.replace(plan.work / TOKENIZER, out / TOKENIZER)
@@ -148,6 +142,7 @@ def ingredients(
     """Everything that the output is a function of; `evaluation` is the digest of the texts to keep out."""
     values = to_dict(config)
     keys = ("text_key", "bad_input", "max_document_bytes", "append_eod", "eod", "prepend_bos", "sentences")
+    values["filter"]["min_tokens"] = config.filter.least_tokens or None
     is_divided = not any(item.split for item in inputs)
     return {
         "format": "mlm-corpus-2",

@@ -44,7 +44,7 @@ class FilterConfig:
 
     min_tokens: Annotated[int | Literal["auto"] | None, POSITIVE] = "auto"
     """Fewest tokens, the end-of-document token not counted; auto is 128 (arXiv:1909.08053, section 4.1), and
-    off for a single text, which is divided into parts rather than documents."""
+    off for the passages that few documents are split into."""
     min_words: Annotated[int | None, NOT_NEGATIVE] = None
     """Fewest words; 50 in arXiv:2112.11446, table A1."""
     max_words: Annotated[int | None, NOT_NEGATIVE] = None

@@ -36,7 +36,6 @@ def read_shard(
     readers = {
         "jsonl": read_jsonl,
         "txt": read_text,
-        "slice": read_slice,
         "parquet": read_parquet,
         "hub": read_hub,
     }
@@ -121,24 +120,6 @@ def text_pieces(shard: InputShard, max_bytes: int) -> Iterator[tuple[bytearray, 
         raise
     if size:
         yield content, size, first
-
-
-def read_slice(shard: InputShard, intake: Intake) -> Iterator[Document]:
-    """Yield the document of bytes begin … end - 1 of the content of a file."""
-    content, position, first = bytearray(), 0, 1
-    try:
-        for block in blocks(shard.path):
-            begin, end = (min(max(at - position, 0), len(block)) for at in (shard.begin, shard.end))
-            first += block.count(b"\n", 0, begin)
-            content += block[begin:end]
-            position += len(block)
-            if position >= shard.end or len(content) > intake.max_bytes:
-                break
-        yield text_document(content, len(content), intake, Location(shard.path, first))
-    except BadRecordError as error:
-        intake.reject(Location(shard.path, first), error)
-    except DamagedError as error:
-        intake.damaged(Location(shard.path, first), error)
 
 
 def text_document(content: bytearray, size: int, intake: Intake, location: Location) -> Document:

@@ -34,9 +34,9 @@ class InputShard:
 
     input: Input
     kind: str
-    """jsonl, txt, slice (also .gz, .zst, .bz2, .xz), parquet or hub. A slice is a part of one text."""
+    """jsonl, txt (also .gz, .zst, .bz2, .xz), parquet or hub."""
     begin: int
-    """In bytes of a file (of a slice: of its content), rows of a Parquet file (where row groups begin), or
+    """In bytes of a file, rows of a Parquet file (where row groups begin), or
     shards of a Hub dataset."""
     end: int
     split: str | None

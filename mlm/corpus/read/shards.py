@@ -2,26 +2,18 @@
 
 How an input is divided decides nothing but who reads what: the documents of all shards, one after the other,
 are those of the inputs in their order.
-
-An input of one text (the only document of a .txt) cannot be divided by documents. It is split into
-consecutive parts, train first, at the ends of paragraphs, else of lines, else of words. Text of one part then
-occurs in no other, and nothing ends within a part that does not end in the text.
 """
 
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from pathlib import Path
 
 from mlm.corpus.read.finding import kind_of
 from mlm.corpus.read.records import Input, InputShard
-from mlm.corpus.read.streams import DamagedError, blocks
 from mlm.corpus.read.tables import HUB, HubSource, open_hub, row_ranges
-from mlm.data.config import SPLITS
 from mlm.data.records import readable
 from mlm.util.errors import UserError
 from mlm.util.files import digest_file
@@ -34,11 +26,6 @@ SHARED_PART = 4
 """Several small files share a task up to this part of a shard's bytes."""
 TEXT_END = b"<|endoftext|>"
 """A line of a .txt file with just this ends a document."""
-SEPARATOR = re.compile(rb"(?m)^[ \t\r\f\v]*<\|endoftext\|>[ \t\r\f\v]*$")
-HELD_OUT = 4096
-"""Minimum bytes of validation and of test, some thousand tokens; of a short text a tenth."""
-SEARCHED = 1 << 16
-"""Bytes searched for an end before a split."""
 
 
 def split_inputs(inputs: Iterable[Input], shard_bytes: int) -> list[InputShard]:
@@ -78,53 +65,6 @@ def group(shards: Sequence[InputShard], shard_bytes: int) -> tuple[int, ...]:
             held = 0
         held += size
     return (*bounds, len(shards))
-
-
-def parts_of_text(
-    inputs: Sequence[Input], shares: Sequence[float], max_bytes: int
-) -> list[InputShard] | None:
-    """Return the parts of the input if it is one text and several parts are wanted, else None.
-
-    Raises UserError for a file that cannot be read. A part above `max_bytes` is rejected where it is read.
-    """
-    wanted = [(part, share) for part, share in zip(SPLITS, shares, strict=True) if share > 0]
-    kind = kind_of(Path(inputs[0].path)) or ""
-    if len(inputs) != 1 or inputs[0].split or len(wanted) < 2 or not kind.startswith("txt"):
-        return None
-    content = bytearray()
-    try:
-        for block in blocks(inputs[0].path):
-            content += block
-            if len(content) > 2 * max_bytes:
-                return None
-    except DamagedError:
-        return None  # reading it reports the damage
-    total = len(content)
-    if not total or SEPARATOR.search(content):
-        return None
-    held_out = [max(share * total, min(HELD_OUT, total / 10)) for _, share in wanted[1:]]
-    bounds = [0]
-    for rest in list(accumulate(reversed(held_out)))[::-1]:
-        bounds.append(split_before(content, round(total - rest), bounds[-1]))
-    bounds.append(total)
-    packing = kind.removeprefix("txt")
-    return [
-        InputShard(inputs[0], f"slice{packing}", begin, end, part)
-        for (part, _), (begin, end) in zip(wanted, pairwise(bounds), strict=True)
-    ]
-
-
-def split_before(content: bytearray, target: int, least: int) -> int:
-    """Return the last position in (least, target] where a paragraph, a line or a word ends."""
-    begin = max(least, target - SEARCHED)
-    window = content[begin:target]
-    for end in (rb"\n[ \t\r]*\n", rb"\n", rb"\s"):
-        if ends := list(re.finditer(end, window)):
-            return begin + ends[-1].end()
-    at = len(window)
-    while at and window[at - 1] & 0xC0 == 0x80:  # not inside a letter
-        at -= 1
-    return begin + max(0, at - 1) if at else target
 
 
 def with_digests(inputs: Sequence[Input]) -> tuple[Input, ...]:

@@ -81,6 +81,8 @@ class BuildPlan:
     """By name, in their order."""
     shards: Mapping[int, Sequence[InputShard]]
     """Shards of each task of the stages `clean` and `tokenise`."""
+    held_out: tuple[float, ...] | None = None
+    """Shares of each document for `parts` after train, as passages; None keeps documents whole."""
 
     def of_task(self, task: int) -> "BuildPlan":
         """Return the plan for a worker: the memory of one does not grow with the files of the build."""

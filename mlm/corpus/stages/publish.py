@@ -48,8 +48,8 @@ def publish(plan: BuildPlan, out: Path) -> list[str]:
 def count_documents(plan: BuildPlan) -> Facts:
     """Return the counts of a finished build: documents read, removed by each rule, and kept in each part.
 
-    All that was read is kept, removed or cut away, in documents and in bytes. Pieces replace a document that
-    is cut; fixing text changes its bytes.
+    All that was read is kept, removed or cut away, in documents and in bytes. Passages replace a document
+    that is split, pieces one that is cut; fixing text changes its bytes.
     """
     total = plan.stages["clean"].total()
     total.update(plan.stages["tokenise"].total())
@@ -63,12 +63,14 @@ def count_documents(plan: BuildPlan) -> Facts:
         "rejected": tree.get("rejected", {}),
         "removed": removed,
         "cut": cut,
+        "passages": tree.get("passages"),
         "contamination": index.report(matches) if index else None,
         "splits": tree["splits"],
     }
     gone, kept, cut = list(removed.values()), list(tree["splits"].values()), Counter(cut)
     documents = add_up(gone, "documents") + add_up(gone, "pieces") + add_up(kept, "documents")
-    assert tree["read"]["documents"] + cut["pieces"] == documents + cut["documents"], facts
+    replaced = cut + Counter(facts["passages"])
+    assert tree["read"]["documents"] + replaced["pieces"] == documents + replaced["documents"], facts
     num_bytes = add_up(gone, "bytes") + add_up(kept, "bytes") + cut["bytes"]
     assert tree["read"]["bytes"] + tree["fixed"]["bytes"] == num_bytes, facts
     return facts
@@ -84,7 +86,8 @@ def reject_empty_parts(plan: BuildPlan, facts: Facts) -> None:
         return
     removed = {rule: words for rule, gone in facts["removed"].items() if (words := describe_removed(gone))}
     gone = f"removed: {', '.join(f'{rule} {words}' for rule, words in removed.items()) or 'none'}"
-    fixes = ["loosen the rules"] * bool(removed) + ["name a file with documents"]
+    example = " (filter.min_tokens=null)" * ("min_tokens" in removed)
+    fixes = [f"loosen the rules{example}"] * bool(removed) + ["name a file with documents"]
     if rejected := sum(facts["rejected"].values()):
         with open(next(shard for shard in rejected_shards(plan) if shard.stat().st_size), "rb") as lines:
             first: Facts = json.loads(lines.readline())

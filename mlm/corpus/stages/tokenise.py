@@ -19,6 +19,7 @@ from mlm.corpus.decontaminate import NGramIndex, count_matches
 from mlm.corpus.pieces import segments, split_sentences
 from mlm.corpus.stages.clean import BATCH_BYTES, BATCH_DOCUMENTS, remove
 from mlm.corpus.stages.match import removal_mask
+from mlm.corpus.stages.passages import passages_of
 from mlm.corpus.stages.plan import EVALUATION, BuildPlan
 from mlm.data.corpus_files import parse_split, split_of_document
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
@@ -35,13 +36,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Piece:
-    """A text to tokenise: a document, or a piece of one after decontamination."""
+    """A text to tokenise: a document, a passage of one, or a piece of either after decontamination."""
 
     part: str
     text: str
     num_bytes: int
-    is_cut: bool
-    """True for a piece of a document that was cut."""
+    unit: str
+    """"documents", or "pieces" of one that was split or cut."""
 
 
 def run(plan: BuildPlan, task: int) -> None:
@@ -60,29 +61,42 @@ def run(plan: BuildPlan, task: int) -> None:
 def pieces(plan: BuildPlan, task: int, texts: IndexedDataset, counts: Counter[str]) -> Iterator[Piece]:
     """Yield what remains of the documents of a task."""
     config, index, matches = plan.config, load_ngram_index(plan), Counter[str]()
+    unit = "documents" if plan.held_out is None else "pieces"
+    for part, content in parts_of_documents(plan, task, texts, counts):
+        text, is_searched = content.decode(), part in config.decontaminate.parts
+        cleaned = index.clean(text) if index and is_searched else None
+        if cleaned is None or cleaned.outcome == "kept":
+            yield Piece(part, text, len(content), unit)
+            continue
+        count_matches(matches, cleaned)
+        if cleaned.outcome == "dropped":
+            remove(counts, "contaminated", len(content), unit)
+            continue
+        sizes = [len(piece.encode()) for piece in cleaned.pieces]
+        cut = {"documents": 1, "pieces": len(sizes), "bytes": len(content) - sum(sizes)}
+        counts.update({f"cut/{key}": count for key, count in cut.items()})
+        for piece, num_bytes in zip(cleaned.pieces, sizes, strict=True):
+            yield Piece(part, piece, num_bytes, "pieces")
+    counts.update({MATCHES + name: count for name, count in matches.items()})
+
+
+def parts_of_documents(
+    plan: BuildPlan, task: int, texts: IndexedDataset, counts: Counter[str]
+) -> Iterator[tuple[str, bytes]]:
+    """Yield the documents of a task that are no near-duplicates, or their passages, with their parts."""
+    config = plan.config
     near = removal_mask(plan, task) if config.dedup.enabled else np.zeros(len(texts), dtype=bool)
     shares, split = parse_split(config.split), plan.shards[task][0].split
     for number in range(len(texts)):
         content = texts[number].tobytes()
         if near[number]:
             remove(counts, "near_duplicate", len(content))
-            continue
-        part = split or split_of_document(content, shares, config.seed)
-        text, is_searched = content.decode(), part in config.decontaminate.parts
-        cleaned = index.clean(text) if index and is_searched else None
-        if cleaned is None or cleaned.outcome == "kept":
-            yield Piece(part, text, len(content), is_cut=False)
-            continue
-        count_matches(matches, cleaned)
-        if cleaned.outcome == "dropped":
-            remove(counts, "contaminated", len(content))
-            continue
-        sizes = [len(piece.encode()) for piece in cleaned.pieces]
-        cut = {"documents": 1, "pieces": len(sizes), "bytes": len(content) - sum(sizes)}
-        counts.update({f"cut/{key}": count for key, count in cut.items()})
-        for piece, num_bytes in zip(cleaned.pieces, sizes, strict=True):
-            yield Piece(part, piece, num_bytes, is_cut=True)
-    counts.update({MATCHES + name: count for name, count in matches.items()})
+        elif plan.held_out is None:
+            yield split or split_of_document(content, shares, config.seed), content
+        else:
+            passages = list(passages_of(plan, content))
+            counts.update({"passages/documents": 1, "passages/pieces": len(passages)})
+            yield from passages
 
 
 def load_ngram_index(plan: BuildPlan) -> NGramIndex | None:
@@ -101,7 +115,9 @@ def write(
     plan: BuildPlan, batch: list[Piece], writers: dict[str, IndexedWriter], counts: Counter[str]
 ) -> None:
     config, tokenizer = plan.config, plan.load_tokenizer()
-    least = config.filter.least_tokens or 1
+    # passages are no documents that could be too short; a number applies to all
+    is_off = plan.held_out is not None and config.filter.min_tokens == "auto"
+    least = 1 if is_off else config.filter.least_tokens or 1
     dtype = token_dtype(tokenizer.vocab_size)
     bos = [tokenizer.prefix_id] if config.prepend_bos else []
     eod = [tokenizer.eod_id] if config.append_eod else []
@@ -118,8 +134,7 @@ def write(
         sequences = [[np.array(next(encoded), dtype) for _ in sequence] for sequence in piece_texts]
         lengths = [count for ids in sequences if (count := sum(map(len, ids)))]
         if (tokens := sum(lengths)) < least:
-            unit = "pieces" if piece.is_cut else "documents"
-            remove(counts, "min_tokens" if tokens else "empty", piece.num_bytes, unit)
+            remove(counts, "min_tokens" if tokens else "empty", piece.num_bytes, piece.unit)
             continue
         lengths[0] += len(first)
         lengths[-1] += len(last)
