@@ -57,7 +57,7 @@ def flat_shingles(texts: Sequence[str], *, ngram: int, unit: Unit) -> tuple[Hash
     They are hashes [T'] and offsets [D + 1]: those of document d are hashes[offsets[d]:offsets[d + 1]].
     """
     normal = [normalise(text) for text in texts]
-    units, counts = _words(normal) if unit == "word" else _characters(normal)
+    units, counts = hash_texts(normal) if unit == "word" else _characters(normal)
     return _ngrams(units, counts, ngram)
 
 
@@ -66,7 +66,7 @@ def shingles_in_parts(text: str, *, ngram: int, unit: Unit) -> Iterator[Hashes]:
     space, held, is_short = np.array([SPACE], np.uint64), np.empty(0, np.uint64), True
     mix(space)
     for piece in pieces_of(text):  # they end at white space, so no word is split
-        units, _ = _words([normalise(piece)]) if unit == "word" else _characters([normalise(piece)])
+        units, _ = hash_texts([normalise(piece)]) if unit == "word" else _characters([normalise(piece)])
         between = space[: unit == "character" and len(held) > 0 and len(units) > 0]
         held = np.concatenate([held, between, units])
         if len(held) >= ngram:
@@ -93,7 +93,8 @@ def _in_words() -> NDArray[np.bool_]:
     return np.fromiter((c.isalnum() or c == "_" or category(c)[0] == "M" for c in every), bool, 0x110000)
 
 
-def _words(normal: Sequence[bytes]) -> tuple[Hashes, Numbers]:
+def hash_texts(normal: Sequence[bytes]) -> tuple[Hashes, Numbers]:
+    """Hash each word of normalised texts [T], and count them per text [D]."""
     ends = np.cumsum([len(text) + 1 for text in normal], dtype=np.int64)  # of documents, in bytes
     text, before = b" ".join([*normal, b""]), np.zeros(len(ends), np.int64)
     hashes = [np.empty(0, np.uint64)]

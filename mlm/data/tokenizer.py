@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, processors
 
+from mlm.data.encoding_cache import EncodingCache, is_cacheable
 from mlm.data.tokenizer_settings import EOD, ROBERTA, Declared, check_size, ids_of
 from mlm.data.vocabulary_files import BOS, CLS, CONTINUES, MASK, PAD, SEP, UNK, damaged, read_bert, read_gpt2
 from mlm.util.errors import CorruptFileError, UserError
@@ -306,9 +307,18 @@ class Tokenizer:
         return list(self._with_special.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> "list[array[int]]":
-        """Encode many texts, on all cores: a uint32 array each."""
-        encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [array("I", encoding.ids) for encoding in encodings]  # a list of all lists would take longer
+        """Encode many texts: a uint32 array each."""
+        return self._encode_batch(texts)
+
+    @cached_property
+    def _encode_batch(self) -> "Callable[[Sequence[str]], list[array[int]]]":
+        def encode(texts: Sequence[str]) -> "list[array[int]]":
+            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [array("I", encoding.ids) for encoding in encodings]  # a list of all lists takes longer
+
+        return (
+            EncodingCache(encode).encode_batch if is_cacheable(json.loads(self._encoder.to_str())) else encode
+        )
 
     def encode_with_offsets(
         self, texts: Sequence[str], special: Literal["text", "tokens", "private"] = "text"

@@ -153,6 +153,17 @@ def test_ngrams_found_are_those_of_a_plain_search(
     assert found == found_plainly(text, texts, ngram, min_ngram)
 
 
+@settings(deadline=None, max_examples=100)
+@given(st.lists(TEXTS, max_size=6), TEXTS)
+def test_texts_searched_together_are_those_that_hold_an_ngram(texts: list[str], evaluation: str) -> None:
+    """One whose last words and the next text's first are an n-gram may be among them."""
+    index = against(evaluation, ngram=3, min_ngram=2)
+    searched = index.suspects(texts).tolist()
+    alone = [index.find(text) is not None for text in texts]
+    assert [found for found, is_hit in zip(searched, alone, strict=True) if is_hit] == [True] * sum(alone)
+    assert [index.suspects([text]).tolist() for text in texts] == [[is_hit] for is_hit in alone]
+
+
 @settings(deadline=None, max_examples=80)
 @given(st.text() | TEXTS)
 def test_spans_are_where_the_words_stand(text: str) -> None:

@@ -29,7 +29,7 @@ PART_COUNTS = ("documents", "sequences", "tokens", "bytes", "end_tokens")
 end-of-document tokens, which are those after documents, as no text holds one."""
 MATCHES = "matches/"
 """Begins the counts of `count_matches`."""
-
+NEAR_DUPLICATE = "near_duplicate"
 
 T = TypeVar("T")
 
@@ -62,35 +62,41 @@ def pieces(plan: BuildPlan, task: int, texts: IndexedDataset, counts: Counter[st
     """Yield what remains of the documents of a task."""
     config, index, matches = plan.config, load_ngram_index(plan), Counter[str]()
     unit = "documents" if plan.held_out is None else "pieces"
-    for part, content in parts_of_documents(plan, task, texts, counts):
-        text, is_searched = content.decode(), part in config.decontaminate.parts
-        cleaned = index.clean(text) if index and is_searched else None
-        if cleaned is None or cleaned.outcome == "kept":
-            yield Piece(part, text, len(content), unit)
-            continue
-        count_matches(matches, cleaned)
-        if cleaned.outcome == "dropped":
-            remove(counts, "contaminated", len(content), unit)
-            continue
-        sizes = [len(piece.encode()) for piece in cleaned.pieces]
-        cut = {"documents": 1, "pieces": len(sizes), "bytes": len(content) - sum(sizes)}
-        counts.update({f"cut/{key}": count for key, count in cut.items()})
-        for piece, num_bytes in zip(cleaned.pieces, sizes, strict=True):
-            yield Piece(part, piece, num_bytes, "pieces")
+    for batch in grouped(parts_of_documents(plan, task, texts, counts), lambda document: len(document[1])):
+        searched = [content.decode() if part in config.decontaminate.parts else "" for part, content in batch]
+        suspects = index.suspects(searched) if index else np.zeros(len(batch), dtype=bool)
+        for (part, content), is_suspect in zip(batch, suspects.tolist(), strict=True):
+            if part == NEAR_DUPLICATE:
+                remove(counts, NEAR_DUPLICATE, len(content))
+                continue
+            text = content.decode()
+            cleaned = index.clean(text) if index and is_suspect else None
+            if cleaned is None or cleaned.outcome == "kept":
+                yield Piece(part, text, len(content), unit)
+                continue
+            count_matches(matches, cleaned)
+            if cleaned.outcome == "dropped":
+                remove(counts, "contaminated", len(content), unit)
+                continue
+            sizes = [len(piece.encode()) for piece in cleaned.pieces]
+            cut = {"documents": 1, "pieces": len(sizes), "bytes": len(content) - sum(sizes)}
+            counts.update({f"cut/{key}": count for key, count in cut.items()})
+            for piece, num_bytes in zip(cleaned.pieces, sizes, strict=True):
+                yield Piece(part, piece, num_bytes, "pieces")
     counts.update({MATCHES + name: count for name, count in matches.items()})
 
 
 def parts_of_documents(
     plan: BuildPlan, task: int, texts: IndexedDataset, counts: Counter[str]
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield the documents of a task that are no near-duplicates, or their passages, with their parts."""
+    """Yield the documents of a task or their passages, and their parts: NEAR_DUPLICATE of one to remove."""
     config = plan.config
     near = removal_mask(plan, task) if config.dedup.enabled else np.zeros(len(texts), dtype=bool)
     shares, split = parse_split(config.split), plan.shards[task][0].split
     for number in range(len(texts)):
         content = texts[number].tobytes()
         if near[number]:
-            remove(counts, "near_duplicate", len(content))
+            yield NEAR_DUPLICATE, content
         elif plan.held_out is None:
             yield split or split_of_document(content, shares, config.seed), content
         else:
