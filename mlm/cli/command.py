@@ -38,7 +38,8 @@ class Command:
     preflight: str | None = None
     """module:function(config) -> problems in files, called when there is no other problem."""
     model_of_ckpt: str | None = None
-    """module:function(ckpt) -> settings `model.*` of a checkpoint, or None: taken where none is chosen."""
+    """module:function(ckpt, out) -> the setting that names the model of a run, and `model.*`, or None: taken
+    where none is chosen."""
     resolvers: Mapping[str, str] = field(default_factory=dict)
     """Typed key -> module:function(values, typed keys), which sets composed values that follow from it and
     returns a line to print, or None."""

@@ -196,11 +196,11 @@ def _take_model(job: Job, composition: Composition) -> None:
     is_chosen = any(key.split(".")[0] in ("model", "experiment") for key in keys) or job.overrides.problems
     if command.model_of_ckpt is None or job.saved is not None or is_chosen or "ckpt" not in keys:
         return
-    ckpt = composition.tree.ckpt
-    if model := resolve(command.model_of_ckpt)(ckpt):
+    if found := resolve(command.model_of_ckpt)(composition.tree.ckpt, composition.tree.out):
+        name, model = found
         composition.tree.model = OmegaConf.create(model)
         shape = f"{model['num_layers']} layers, hidden size {model['hidden_size']}"
-        job.note(f"model of ckpt={ckpt}: {model['kind']}, {shape}, {model['num_heads']} heads")
+        job.note(f"model of {name}: {model['kind']}, {shape}, {model['num_heads']} heads")
 
 
 def _continue_elsewhere(job: Job, composition: Composition) -> None:

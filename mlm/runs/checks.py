@@ -301,8 +301,12 @@ def _average_is_of_whole_weights(config: PretrainConfig, _: Launch) -> Problem |
 
 def _first_weights_exist(config: PretrainConfig, _: Launch) -> Problem | None:
     """The problem of a missing `ckpt`, which a run that has saved no longer reads, unless as its base."""
-    has_saved = config.checkpoint.from_mirror or any(Path(config.out, CHECKPOINTS).glob("step-*"))
-    return None if has_saved and not config.lora.rank else present.checkpoint(config.ckpt)
+    is_resumed = config.checkpoint.from_mirror or has_saved(config.out)
+    return None if is_resumed and not config.lora.rank else present.checkpoint(config.ckpt)
+
+
+def has_saved(out: str) -> bool:
+    return any(Path(out, CHECKPOINTS).glob("step-*"))
 
 
 def four_bits_fit(config: Any, _: Launch) -> Problem | None:

@@ -42,7 +42,7 @@ class Launched:
             "launch_facts": lambda dist: self.facts,
             "run_job": self._run_job,
             "preflight": lambda config: self.preflight,
-            "model_of_ckpt": lambda ckpt: None,
+            "model_of_ckpt": lambda ckpt, out: None,
             "lines": lambda config, facts: [],  # of a forecast
         }
         return known.get(name, lambda config: self._note(target, config, None))

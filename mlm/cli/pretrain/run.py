@@ -20,10 +20,11 @@ from mlm.checkpoint.native.retention import newest_good
 from mlm.checkpoint.native.run_state import BEST_VALIDATION, INCIDENTS, LORA, TOKENIZER, VALIDATION_DUE
 from mlm.cli.pretrain.samples import PromptSampler
 from mlm.config.build import config_digest
-from mlm.config.fields import expand_home
+from mlm.config.fields import Role, expand_home, path_problem
 from mlm.config.imports import is_path
-from mlm.convert.source import open_source
+from mlm.convert.source import open_checkpoint, open_source
 from mlm.convert.weights import fill_parameters
+from mlm.data import files_present as present
 from mlm.data.blend import BlendedDataset
 from mlm.data.blend_checks import normalize_weights
 from mlm.data.blend_history import trained_on
@@ -34,6 +35,7 @@ from mlm.optim.config import STABLE_DECAYS
 from mlm.optim.schedule import learning_rate, warmup_warning
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan import forecast
+from mlm.runs.checks import has_saved
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import (
     ValidationSet,
@@ -447,14 +449,21 @@ def finish_directory(
         training_console("off", out / "metrics.jsonl").print(line, soft_wrap=True)
 
 
-def model_of_ckpt(ckpt: Any) -> dict[str, Any] | None:
-    """Return the settings `model.*` of what `ckpt` names; None where they cannot be read.
+def model_of_ckpt(ckpt: Any, out: Any) -> tuple[str, dict[str, Any]] | None:
+    """Return the setting that names the model of a run that begins with `ckpt`, and its settings `model.*`.
 
-    The reason is left to the checks of the run, which read the checkpoint too.
+    A run that has saved in `out` continues with its own model where `ckpt` is gone. None for no path, which
+    the checks of the settings name. Raises UserError, CorruptFileError.
     """
-    if not isinstance(ckpt, str) or not Path(expand_home(ckpt)).is_dir():
+    if not isinstance(ckpt, str) or path_problem("ckpt", path := expand_home(ckpt), Role.INPUT):
         return None
     try:
-        return asdict(open_source(expand_home(ckpt)).model)
-    except (UserError, OSError):
-        return None
+        if problem := present.checkpoint(path):
+            raise UserError(problem)
+        return f"ckpt={ckpt}", asdict(open_source(path).model)
+    except UserError:
+        if not (isinstance(out, str) and has_saved(expand_home(out))):
+            raise
+        with suppress(UserError):
+            return f"out={out}", asdict(open_checkpoint(expand_home(out)).model)
+        raise

@@ -1,5 +1,6 @@
 """A run that begins with the weights of a model folder of `transformers`."""
 
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from mlm.runs.config import PretrainConfig, TrainConfig
 from mlm.runs.corpora import train_dataset
 from mlm.tracking.config import LogConfig
 from mlm.training.preflight import preflight
+from mlm.util.errors import UserError
 from tests.data.corpora import write_corpus
 from tests.finetune.chats import write_llama
 from tests.finetune.runs import losses
@@ -83,15 +85,35 @@ def test_continued_pretraining_at_tp_2_equals_a_plain_loop_of_transformers(folde
 def test_run_that_names_no_model_takes_the_folder_s(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [f"ckpt={folder / 'llama'}", f"data.path={folder / 'corpus'}", "data.seq_length=16"]
+    llama = tmp_path / "llama"
+    shutil.copytree(folder / "llama", llama)
+    words = [f"ckpt={llama}", f"data.path={folder / 'corpus'}", "data.seq_length=16"]
     words += ["train.steps=1", "train.global_batch_size=2", "train.micro_batch_size=2", "dist.device=cpu"]
     words += ["schedule.warmup_steps=0", "log.live=off", "train.validate_every=0"]
     assert main(["pretrain", *words, f"out={tmp_path / 'out'}"]) == 0
     said = capsys.readouterr()
     assert "llama, 2 layers, hidden size 32, 4 heads" in said.err
-    assert f"weights from {folder / 'llama'} (step 0)" not in said.err
+    assert f"weights from {llama} (step 0)" not in said.err
     assert main(["pretrain", f"resume={tmp_path / 'out'}", "train.steps=2"]) == 0
     assert "resuming from" in capsys.readouterr().out
+    # the same command continues the run when the folder that it began with is gone
+    shutil.rmtree(llama)
+    assert main(["pretrain", *words, f"out={tmp_path / 'out'}", "train.steps=3"]) == 0
+    said = capsys.readouterr()
+    assert f"model of out={tmp_path / 'out'}: llama, 2 layers" in said.err
+    assert "resuming from" in said.out
+
+
+@pytest.mark.parametrize("name", ["gone", "empty"])
+def test_folder_without_a_model_is_the_only_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Settings that the default model would fail are not judged by it."""
+    (tmp_path / "empty").mkdir()
+    words = [f"ckpt={tmp_path / name}", f"out={tmp_path / 'out'}", "tp=5", "data.seq_length=4096"]
+    assert main(["pretrain", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(tmp_path / name) in line
 
 
 def test_model_of_another_shape_is_an_error(folder: Path) -> None:
@@ -105,5 +127,7 @@ def test_folder_without_weights_is_an_error(folder: Path, tmp_path: Path) -> Non
     (tmp_path / "config.json").write_bytes((folder / "llama" / "config.json").read_bytes())
     (problem,) = preflight(settings(folder, "none", ckpt=str(tmp_path)))
     assert str(tmp_path) in str(problem)
-    assert model_of_ckpt(str(tmp_path)) is None
-    assert model_of_ckpt(str(folder / "llama")) == asdict(settings(folder, "any").model)
+    with pytest.raises(UserError, match="a pickle could run any code"):
+        model_of_ckpt(str(tmp_path), str(tmp_path))
+    llama = str(folder / "llama")
+    assert model_of_ckpt(llama, "") == (f"ckpt={llama}", asdict(settings(folder, "any").model))
