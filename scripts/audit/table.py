@@ -37,6 +37,16 @@ HEALTHY = (
     ("core", "healthy_per_token", {"dp": 2}),
     ("core", "healthy_mtp_per_token", {"dp": 2}),
     ("core", "healthy_moe", {"dp": 2}),
+    ("schedules", "one_f_one_b", {"pp": 2, "dp": 2}),
+    ("schedules", "gpipe", {"pp": 2}),
+    ("schedules", "interleaved", {"pp": 2}),
+    ("schedules", "looped_bfs", {"pp": 2}),
+    ("schedules", "interleaved_zero_bubble", {"pp": 2}),
+    ("schedules", "zbv_zero_bubble", {"pp": 2}),
+    ("schedules", "dual_pipe_v", {"pp": 2}),
+    ("schedules", "contiguous", {"dp": 2}),
+    ("schedules", "one_sample_each", {"dp": 2}),
+    ("schedules", "strided", {"dp": 2}),
     *(("picotron_llama", "build", layout) for layout in PARALLEL[:4] if "PICOTRON" in os.environ),
 )
 TP, DP, PP = {"tp": 2}, {"dp": 2}, {"pp": 2}

@@ -54,6 +54,39 @@ def test_audit_of_a_healthy_layout_finds_nothing() -> None:
     assert not outcome.skipped
 
 
+@pytest.mark.parametrize(
+    ("subject", "layout"),
+    slow_but(
+        {0, 2}, [("one_f_one_b", {"pp": 2}), ("dual_pipe_v", {"pp": 2}), ("one_sample_each", {"dp": 2})]
+    ),
+)
+def test_micro_batches_are_compared_by_their_samples(subject: str, layout: dict[str, int]) -> None:
+    """A pass that infers shapes, two micro-batches of four: the trainers are right, and all is compared."""
+    found = outcomes(subject, file=table.HERE / "schedules.py", **layout)
+    assert isinstance(found, list)
+    assert found[0].finding is None
+    assert found[0].compared > 240
+    assert not found[0].skipped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("subject", "layout", "kind"),
+    [
+        ("stage_adds_input", {"pp": 2}, "output"),
+        ("gradients_not_scaled", {"pp": 2}, "reduced gradient"),
+        ("replicas_read_the_same", {"dp": 2}, "output"),
+        ("last_micro_batch_lost", {"dp": 2}, "reduced gradient"),
+    ],
+)
+def test_mistakes_among_micro_batches_are_found(subject: str, layout: dict[str, int], kind: str) -> None:
+    found = outcomes(subject, file=table.HERE / "schedules.py", **layout)
+    assert isinstance(found, list)
+    finding = found[0].finding
+    assert finding is not None
+    assert finding.kind == kind
+
+
 def test_an_output_without_elements_is_compared() -> None:
     found = outcomes("no_elements", tp=2)
     assert isinstance(found, list)
@@ -184,7 +217,11 @@ def test_function_returns_the_report_of_the_command_and_raises_its_error() -> No
 def test_audit_of_other_code_names_its_bugs_and_nothing_of_what_is_right(
     file: str, function: str, layout: dict[str, int], cause: str, tmp_path: Path
 ) -> None:
-    if file not in ("plain_trainer", "healthy"):  # they replace functions of torch, or load a model
+    if file not in (
+        "plain_trainer",
+        "healthy",
+        "schedules",
+    ):  # they replace functions of torch, or load a model
         row = table.judge(file, function, layout, cause)
         assert row["holds"], row["sentence"]
         return

@@ -169,7 +169,7 @@ class Comparison:
             if key.kind == "backward":  # of an output that is the same for all samples, such as positions
                 sums = ("dp", *sums)
             choices = placements(parts, whole, self.layout, blocks=by_axis, sums=sums)
-        is_scaled = key.kind == "backward" and self.replicas > 1
+        is_scaled = key.kind == "backward" and self.replicas * self.layout["pp"] > 1
         found = match(parts, whole, choices, bound, is_scaled=is_scaled)
         is_wrong = found is None or not found.error <= bound
         if is_wrong and key.kind != "norm" and self.layout["tp"] * self.layout["cp"] == 1:

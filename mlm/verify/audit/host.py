@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from mlm.parallel.watch import is_transport_error
 from mlm.util.errors import UserError, format_settings
 from mlm.util.system import die_with_parent
+from mlm.verify.audit.calls import match_calls
 from mlm.verify.audit.compare import Comparison, Layout, Ranks, assemble_weights
 from mlm.verify.audit.diagnose import Finding, diagnose
 from mlm.verify.audit.record import AXES, AuditSubject, Record, Recorder
@@ -128,6 +129,7 @@ def audit_layout(build: Build, layout: Layout, config: AuditConfig) -> Outcome:
                 f"the subject is not deterministic: {key.words} differs between two runs of one process; "
                 "draw its random numbers from torch's generator, which is seeded"
             )
+    reference, ranks, unmatched = match_calls(reference, ranks, layout)
     comparison = Comparison(reference, ranks, layout)
     if comparison.blind:
         problem = f"{comparison.blind} is not finite on one process either: nothing after it says anything"
@@ -137,7 +139,7 @@ def audit_layout(build: Build, layout: Layout, config: AuditConfig) -> Outcome:
         diagnose(comparison),
         len(comparison.locations),
         len(comparison.wrong),
-        tuple(dict.fromkeys(comparison.skipped)),
+        tuple(dict.fromkeys(unmatched + comparison.skipped)),
         comparison.precision,
     )
 

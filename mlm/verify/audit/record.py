@@ -42,6 +42,8 @@ KINDS = {
     "weight": "updated weight",
 }
 """Types of recorded tensors in the order of computation, and their names."""
+OF_MODULES = ("input", "output", "backward")
+"""Types of tensors of modules; inputs serve to match calls."""
 COLLECTIVES = ("c10d", "_c10d_functional")
 DROPOUT = F.dropout
 
@@ -91,11 +93,13 @@ class Key(NamedTuple):
 
     step: int
     kind: str
-    """One of KINDS."""
+    """One of KINDS, or "input"."""
     name: str
     call: int = 0
-    """Number of the module's call in this step, and of the tensor in its output."""
+    """Number of the module's call in this micro-batch, and of the tensor in its output."""
     item: int = 0
+    micro: int = 0
+    """Number of the micro-batch in this step: of the call of the outermost module."""
 
     @property
     def words(self) -> str:
@@ -146,7 +150,9 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.subject, self.note = subject, note
         self.record, self.step, self.narrowest = Record(), 0, 0
-        self.calls: Counter[str] = Counter()
+        self.calls: Counter[tuple[str, int]] = Counter()
+        """Calls in this step: of modules in each micro-batch, and of outermost modules (-1)."""
+        self.micro = 0
         self.where: list[str] = []
         """Modules whose forward pass is under way, the innermost last."""
         self.parameters: dict[str, nn.Parameter] = {}
@@ -157,8 +163,8 @@ class Recorder(TorchDispatchMode):
         for name, module in modules.items():  # of a wrapper and what it wraps, the latter
             if isinstance(module, nn.Identity):  # in place of what other pipeline stages have
                 continue
-            module.register_forward_pre_hook(partial(self._enter, name))
-            module.register_forward_hook(partial(self._leave, name))
+            module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
+            module.register_forward_hook(partial(self._leave, name), always_call=True)
         if subject.optimizer is not None:
             subject.optimizer.register_step_pre_hook(lambda *_: self._record_gradients())
 
@@ -233,30 +239,42 @@ class Recorder(TorchDispatchMode):
             loss.backward()
         return loss
 
-    def _enter(self, name: str, *_: object) -> None:
+    def _enter(self, name: str, _module: object, *inputs: object) -> None:
+        if self._is_recorded and not self.where:
+            self.micro, self.calls[name, -1] = self.calls[name, -1], self.calls[name, -1] + 1
         self.where.append(name or "the whole module")
         self.note(f"forward of {self.where[-1]}")
+        batch = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+        if self._is_recorded and batch:
+            self._keep("input", name, batch[0], self.calls[name, self.micro])
 
     def _leave(self, name: str, _module: object, _args: object, output: Any) -> None:
         self.where.pop()
-        if self.step < 0 or torch._C._current_graph_task_id() != -1:  # recomputation
+        if not self._is_recorded:
             return
-        call, self.calls[name] = self.calls[name], self.calls[name] + 1
+        call = self.calls[name, self.micro]
+        self.calls[name, self.micro] += 1
         tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         floats = (t for t in tensors if t.is_floating_point() and t.ndim)
         # a leaf is a parameter that a module returns, as Megatron's layers do with biases
         activations = (t for t in floats if not (t.is_leaf and t.requires_grad))
         for item, tensor in enumerate(activations):
-            self._keep("output", name, tensor, call, item)
+            key = self._keep("output", name, tensor, call, item)
             if tensor.requires_grad:
-                key = Key(self.step, "backward", name, call, item)
-                tensor.register_hook(partial(self._on_gradient, key))
+                tensor.register_hook(partial(self._on_gradient, key._replace(kind="backward")))
+
+    @property
+    def _is_recorded(self) -> bool:
+        """True outside of recomputation, and of the step that is about masks."""
+        return self.step >= 0 and torch._C._current_graph_task_id() == -1
 
     def _on_gradient(self, key: Key, grad: Tensor) -> None:
         self.record.tensors[key] = local(grad)
 
-    def _keep(self, kind: str, name: str, tensor: Tensor, call: int = 0, item: int = 0) -> None:
-        self.record.tensors[Key(self.step, kind, name, call, item)] = local(tensor)
+    def _keep(self, kind: str, name: str, tensor: Tensor, call: int = 0, item: int = 0) -> Key:
+        key = Key(self.step, kind, name, call, item, self.micro if kind in OF_MODULES else 0)
+        self.record.tensors[key] = local(tensor)
+        return key
 
     def _record_parameters(self, kind: str) -> None:
         for name, parameter in self.parameters.items():

@@ -1,0 +1,220 @@
+"""Calls of modules on ranks beside those of one process: by the samples in them, not by number.
+
+A layout runs other micro-batches than one process: more of them, of other samples, in another order. Some are
+no part of the step, such as the pass in which PipelineStage infers shapes.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from mlm.verify.audit.compare import Layout, Ranks
+from mlm.verify.audit.parts import Coordinates, Parts, add_over, placements, region
+from mlm.verify.audit.record import OF_MODULES, Key, Record
+
+MARGIN = 0.1
+"""A row is the nearest of one process's if its distance is below this fraction of that to the second."""
+SUMMED = (
+    "{name}: its samples are not found among those of one process, so their sums over a step are compared"
+)
+
+Calls = dict[int, Tensor]
+"""Tensors of a module by micro-batch."""
+Table = dict[Key, Calls]
+"""Calls by key, whose micro-batch is 0."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The rows of one process's tensors that a stage's ranks have."""
+
+    dim: int
+    """Dimension of the rows: samples, or tokens."""
+    sizes: Sequence[int]
+    """Rows in each micro-batch of one process."""
+    ids: Mapping[Coordinates, Mapping[int, list[int]]]
+    """By rank and micro-batch, without passes that are no part of the step."""
+
+    @property
+    def is_aligned(self) -> bool:
+        """True if each micro-batch has rows of one process's micro-batch of that number."""
+        owner = [micro for micro, size in enumerate(self.sizes) for _ in range(size)]
+        return all(
+            [{owner[i] for i in ids} for ids in calls.values()]
+            == [{micro} for micro in range(len(self.sizes))]
+            for calls in self.ids.values()
+        )
+
+    def join(self, whole: Calls, parts: Mapping[Coordinates, Calls]) -> tuple[Tensor, Parts]:
+        """Tensors [N, ...] of each side: replicas in turn, rows of each in one process's order.
+
+        Raises RuntimeError, IndexError or KeyError for tensors without these rows.
+        """
+        flat = {at: [i for ids in calls.values() for i in ids] for at, calls in self.ids.items()}
+        full = rows_of(whole.values(), self.dim)
+        own = {at: rows_of((parts[at][m] for m in calls), self.dim) for at, calls in self.ids.items()}
+        if len(full) != sum(self.sizes) or any(len(rows) != len(flat[at]) for at, rows in own.items()):
+            raise RuntimeError("other rows")
+        order = {at[0]: sorted(ids) for at, ids in sorted(flat.items())}
+        full = full[[i for ids in order.values() for i in ids]]
+        return full, {at: rows[torch.tensor(flat[at]).argsort()] for at, rows in own.items()}
+
+
+def match_calls(reference: Record, ranks: Ranks, layout: Layout) -> tuple[Record, Ranks, list[str]]:
+    """Records whose outputs of a key, and their gradients, are of the same samples; and problems, in words.
+
+    Where micro-batches of a number have other samples than one process's, those of a step become one tensor.
+    """
+    records = {(): reference, **ranks}
+    kept = {at: {k: t for k, t in r.tensors.items() if k.kind not in OF_MODULES} for at, r in records.items()}
+    problems: list[str] = []
+    for step in sorted({key.step for key in reference.tensors}):
+        tables = {at: tabulate(record, step) for at, record in records.items()}
+        if any(micro for table in tables.values() for calls in table.values() for micro in calls):
+            tables = match_step(tables, layout, problems)
+        for at, table in tables.items():
+            for key in (key for key in table if key.kind != "input"):
+                kept[at] |= {key._replace(micro=micro): tensor for micro, tensor in table[key].items()}
+    matched = {at: replace(record, tensors=kept[at]) for at, record in records.items()}
+    return matched.pop(()), matched, problems
+
+
+def tabulate(record: Record, step: int) -> Table:
+    """Tensors of modules in a step."""
+    table: Table = {}
+    for key, tensor in record.tensors.items():
+        if key.step == step and key.kind in OF_MODULES:
+            table.setdefault(key._replace(micro=0), {})[key.micro] = tensor
+    return table
+
+
+def match_step(
+    tables: Mapping[Coordinates, Table], layout: Layout, problems: list[str]
+) -> dict[Coordinates, Table]:
+    """Tables of one process, at (), and of ranks, where equal keys and micro-batches have equal samples."""
+    whole, stages = tables[()], dict[int, dict[Coordinates, Table]]()
+    for at in filter(None, tables):
+        stages.setdefault(at[0], {})[at[1:]] = tables[at]
+    inputs = [find_samples(whole, parts, layout) for parts in stages.values()]
+    numbers = {
+        frozenset(c) for t in tables.values() for key, c in t.items() if key.kind == "input" and key in whole
+    }
+    if all(own is None or own.is_aligned for own in inputs) and len(numbers) == 1:
+        return dict(tables)
+    known = next(filter(None, inputs), None)
+    matched: dict[Coordinates, Table] = {at: {} for at in tables}
+    for stage, parts in stages.items():
+        choices: dict[Key, Samples | str] = {}
+        for key in (key for key in whole if key.kind != "input" and all(key in t for t in parts.values())):
+            calls = {at: table[key] for at, table in parts.items()}
+            joined = join(key, whole[key], calls, choices, known, layout)
+            if choices[key._replace(kind="output")] == "summed" and key.kind == "output":
+                problems.append(SUMMED.format(name=key.name or "the whole module"))
+            if joined is not None:
+                matched[()][key] = {0: joined[0]}
+                for at, part in joined[1].items():
+                    matched[stage, *at][key] = {0: part}
+    return matched
+
+
+def find_samples(whole: Table, parts: Mapping[Coordinates, Table], layout: Layout) -> Samples | None:
+    """The samples of a stage's micro-batches, by the first module whose inputs tell them."""
+    for key in (
+        key for key in whole if key.kind == "input" and all(key in table for table in parts.values())
+    ):
+        if found := samples_of(whole[key], {at: table[key] for at, table in parts.items()}, layout):
+            return found
+    return None
+
+
+def join(
+    key: Key,
+    whole: Calls,
+    parts: Mapping[Coordinates, Calls],
+    choices: dict[Key, Samples | str],
+    known: Samples | None,
+    layout: Layout,
+) -> tuple[Tensor, Parts] | None:
+    """One tensor of each side: of outputs by their own rows or the inputs' samples; their gradients alike."""
+    output = key._replace(kind="output")
+    if key == output:
+        calls = [[*own.values()] for own in (whole, *parts.values())]
+        is_constant = all(
+            torch.equal(own[0], tensor) for own in calls for tensor in own
+        )  # rotary angles, say
+        is_constant = is_constant and may_be_copies(calls[0][0].numel() / max(calls[1][0].numel(), 1), layout)
+        found = "constant" if is_constant else samples_of(whole, parts, layout)
+        choices[output] = found or known or "summed"
+    choice = choices.setdefault(output, "summed")
+    if isinstance(choice, Samples):
+        with suppress(RuntimeError, IndexError, KeyError):
+            return choice.join(whole, parts)
+        choices[output] = "summed"
+    if choice == "constant":
+        total = (lambda own: next(iter(own.values()))) if key == output else (lambda own: sum(own.values()))
+        return total(whole), {at: total(own) for at, own in parts.items()}
+    return sums(whole, parts, layout) if key == output else None
+
+
+def samples_of(whole: Calls, parts: Mapping[Coordinates, Calls], layout: Layout) -> Samples | None:
+    """The rows that ranks have, along the first dimension where each is found once, on one replica."""
+    for dim in range(next(iter(whole.values())).ndim):
+        with suppress(RuntimeError, IndexError):  # shapes that do not fit
+            full, sizes = rows_of(whole.values(), dim), [tensor.shape[dim] for tensor in whole.values()]
+            rows = {at: rows_of(calls.values(), dim) for at, calls in parts.items()}
+            like = {at: own.new_empty(len(full), *own.shape[1:]) for at, own in rows.items()}
+            blocks = {"tp": sorted({1, *full.shape[1:]})}
+            for placement in placements(like, full, {**layout, "dp": 1}, blocks=blocks, sums=("cp", "tp")):
+                added = reduce(add_over, (axis for axis, how in placement.items() if how == "sum"), rows)
+                nearest = {
+                    at: nearest_rows(own, region(full, placement, at, like)) for at, own in added.items()
+                }
+                ids = {at: found_once(nearest[at], dim, parts[at], len(full)) for at in parts}
+                replicas = {at[0]: own for at, own in ids.items()}
+                every = sorted(i for calls in replicas.values() for own in calls.values() for i in own)
+                if every == [*range(len(full))] and all(ids[at] == replicas[at[0]] for at in ids):
+                    return Samples(dim, sizes, ids)
+    return None
+
+
+def found_once(nearest: Tensor, dim: int, calls: Calls, missing: int) -> dict[int, list[int]]:
+    """Rows by micro-batch; of those that have the same, the last, since what comes before is a trial."""
+    split = nearest.split([tensor.shape[dim] for tensor in calls.values()])
+    found: dict[int, list[int]] = {}
+    for micro, ids in reversed([*zip(calls, (own.tolist() for own in split), strict=True)]):
+        if missing not in ids and not any(set(ids) & set(own) for own in found.values()):
+            found[micro] = ids
+    return dict(sorted(found.items()))
+
+
+def nearest_rows(part: Tensor, whole: Tensor) -> Tensor:
+    """The number of the whole's row nearest to each row of a part, or the number of rows if none is near."""
+    rights = whole.flatten(1).double()
+    rights = torch.cat([rights, torch.zeros_like(rights[:1])])  # a row is nearer to its own than to zero
+    distances, numbers = torch.cdist(part.flatten(1).double(), rights, p=torch.inf).topk(2, largest=False)
+    return numbers[:, 0].where(distances[:, 0] < MARGIN * distances[:, 1], len(whole))
+
+
+def rows_of(tensors: Iterable[Tensor], dim: int) -> Tensor:
+    return torch.cat([*tensors], dim).movedim(dim, 0)
+
+
+def sums(whole: Calls, parts: Mapping[Coordinates, Calls], layout: Layout) -> tuple[Tensor, Parts] | None:
+    """Sums over the step of the last dimension's vectors; None where ranks have another number of these."""
+    full, *own = (
+        [t.flatten(0, -2) for t in calls.values() if t.ndim > 1] for calls in (whole, *parts.values())
+    )
+    copies = sum(map(len, full)) * len(parts) / layout["dp"] / max(sum(len(t) for ts in own for t in ts), 1)
+    if not may_be_copies(copies, layout):
+        return None
+    total, *each = (torch.cat(tensors).sum(0) for tensors in (full, *own))
+    return total, add_over(dict(zip(parts, each, strict=True)), "dp")
+
+
+def may_be_copies(ratio: float, layout: Layout) -> bool:
+    """True if a replica's ranks may hold a tensor of this size, relative to their parts, once or in parts."""
+    return ratio in (1, layout["cp"], layout["tp"], layout["cp"] * layout["tp"])
