@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from mlm.parallel.random import init_parameters
     from mlm.parallel.sharding import parameter_shards
     from mlm.verify.audit.api import audit
-    from mlm.verify.audit.record import AuditSubject, Split
+    from mlm.verify.audit.record import AuditSubject, Replicated, Split
 
 __version__ = "0.2.0"
 
@@ -53,6 +53,7 @@ __all__ = [
     "ModelFamily",
     "OptimizerConfig",
     "ParallelContext",
+    "Replicated",
     "RowParallelLinear",
     "ScheduleConfig",
     "Split",
@@ -102,7 +103,7 @@ _MODULES = {
     "mlm.parallel.random": ("init_parameters",),
     "mlm.parallel.sharding": ("parameter_shards",),
     "mlm.verify.audit.api": ("audit",),
-    "mlm.verify.audit.record": ("AuditSubject", "Split"),
+    "mlm.verify.audit.record": ("AuditSubject", "Replicated", "Split"),
 }
 
 

@@ -52,6 +52,7 @@ SURFACE = {
     "ModelFamily": "model, causal, objective, samples, head_products, protocol",
     "OptimizerConfig": "",
     "ParallelContext": "",
+    "Replicated": "",
     "RowParallelLinear": f"{LINEAR})",
     "ScheduleConfig": "",
     "Split": "dim",

@@ -47,6 +47,8 @@ HEALTHY = (
     ("schedules", "contiguous", {"dp": 2}),
     ("schedules", "one_sample_each", {"dp": 2}),
     ("schedules", "strided", {"dp": 2}),
+    ("grouped", "build", {"tp": 4}),
+    ("grouped", "fsdp2_beside_tp", {"tp": 2, "dp": 2}),
     *(("picotron_llama", "build", layout) for layout in PARALLEL[:4] if "PICOTRON" in os.environ),
 )
 TP, DP, PP = {"tp": 2}, {"dp": 2}, {"pp": 2}
@@ -84,7 +86,9 @@ CORE = (
 )
 PICOTRON = (("build", {"tp": 2, "pp": 2}, "shards begin equal"),) if "PICOTRON" in os.environ else ()
 """Its PipelineParallel draws the weights of attention and MLPs anew: every tp rank's shards from one seed."""
+GROUPED = (("heads_not_summed", {"tp": 4}, "gradients not summed"),)
 BUGS = (
+    *(("grouped", *case) for case in GROUPED),
     *(("plain_trainer", *case) for case in PLANTED),
     *(("core", *case) for case in CORE),
     *(("picotron_llama", *case) for case in PICOTRON),

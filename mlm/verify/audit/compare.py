@@ -229,7 +229,9 @@ def placement_of(name: str, parts: Parts, whole: Tensor, ranks: Ranks, layout: L
     """The placement of a parameter, as it says or by shapes. Raises UserError for none that fits."""
     splits = next(record.splits[name] for record in ranks.values() if name in record.splits)
     declared: dict[str, How] = {axis: "copy" for axis in SPLIT_AXES if layout[axis] > 1}
-    declared |= {split.axis: split for split in splits or () if layout[split.axis] > 1}
+    for split in (split for split in splits or () if layout[split.axis] > 1):
+        # of as many groups as ranks, or more, each has its own
+        declared[split.axis] = split if split.groups < layout[split.axis] else replace(split, groups=0)
     blocks = {split.axis: (1, split.blocks) for split in splits or ()}
     choices = placements(parts, whole, layout, blocks=blocks)
     fitting = [choice for choice in choices if splits is None or choice == declared]

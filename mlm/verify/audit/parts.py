@@ -3,7 +3,7 @@
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import product
 from typing import Literal
 
@@ -70,7 +70,9 @@ def region(whole: Tensor, placement: Placement, at: Coordinates, parts: Parts) -
     for split in (how for how in placement.values() if isinstance(how, Split)):
         axis, dim = SPLIT_AXES.index(split.axis), split.dim % whole.ndim
         sizes = [part.shape[dim] for c, part in sorted(parts.items()) if _aside(c, axis) == _aside(at, axis)]
-        share, index = whole.shape[dim] / sum(sizes) / split.blocks, at[axis]
+        index = part_number(at, split, parts)
+        sizes = sizes[:: len(sizes) // (split.groups or len(sizes))]
+        share = whole.shape[dim] / sum(sizes) / split.blocks
         begin, end = (round(share * sum(sizes[:n])) for n in (index, index + 1))
         rows = torch.arange(whole.shape[dim])
         if split.is_zigzag:
@@ -82,14 +84,22 @@ def region(whole: Tensor, placement: Placement, at: Coordinates, parts: Parts) -
     return whole
 
 
+def part_number(at: Coordinates, split: Split, parts: Iterable[Coordinates]) -> int:
+    """The number of a rank's part along the axis of a split."""
+    axis = SPLIT_AXES.index(split.axis)
+    size = 1 + max(each[axis] for each in parts)
+    return at[axis] * (split.groups or size) // size
+
+
 def _aside(at: Coordinates, axis: int) -> Coordinates:
     """Coordinates without one axis."""
     return at[:axis] + at[axis + 1 :]
 
 
-def add_over(parts: Parts, axis: str) -> Parts:
-    """Parts of which each is the sum over an axis."""
-    groups = groups_along(axis, parts, {})
+def add_over(parts: Parts, axis: str, how: How = "sum") -> Parts:
+    """Parts of which each is the sum over an axis, or over the ranks along it that hold the same part."""
+    numbers = {at: part_number(at, how, parts) for at in parts} if isinstance(how, Split) else {}
+    groups = groups_along(axis, parts, numbers)
     return {at: torch.stack([*group.values()]).sum(0) for group in groups for at in group}
 
 
@@ -118,11 +128,17 @@ def placements(
     shape = next(iter(parts.values())).shape
     dims = [d for d in range(whole.ndim) if d >= len(shape) or shape[d] != whole.shape[d]]
     axes = [axis for axis in SPLIT_AXES if sizes[axis] > 1]
+
+    def groups_of(axis: str) -> list[int]:
+        return [g for g in range(2, sizes[axis]) if axis == "tp" and sizes[axis] % g == 0]
+
     options: list[list[How]] = [
         [
             "copy",
             *(Split(d, axis, b) for b in blocks.get(axis, (1,)) for d in dims),
             *(Split(d, axis, is_zigzag=True) for d in dims if axis == "cp"),
+            *(Split(d, axis, groups=g) for g in groups_of(axis) for d in dims),
+            *(Split(d, axis, groups=g, is_sum=True) for g in groups_of(axis) for d in dims if axis in sums),
             *(["sum"] if axis in sums else []),  # type: ignore[list-item]
         ]
         for axis in axes
@@ -159,10 +175,16 @@ def match(
 
 def match_at(placement: Placement, parts: Parts, whole: Tensor) -> Match:
     """Parts, or their sums, beside what they should be at a placement."""
-    summed = reduce(add_over, (axis for axis, how in placement.items() if how == "sum"), parts)
+    summed = parts
+    for axis, how in placement.items():
+        if how == "sum" or (isinstance(how, Split) and how.is_sum):
+            summed = add_over(summed, axis, how)
     pairs = {at: (part, region(whole, placement, at, parts)) for at, part in summed.items()}
-    split = [n for n, axis in enumerate(SPLIT_AXES) if placement.get(axis, "copy") != "copy"]
-    return Match(pairs, {at: tuple(at[n] for n in split) for at in pairs}, placement)
+    split = [
+        how if isinstance(how, Split) else Split(0, axis) for axis, how in placement.items() if how != "copy"
+    ]
+    regions = {at: tuple(part_number(at, how, parts) for how in split) for at in pairs}
+    return Match(pairs, regions, placement)
 
 
 def _unscaled(pairs: Pairs) -> Pairs:

@@ -58,6 +58,17 @@ class Split:
     """Parts of the dimension that are split each: 3 where a rank holds slices of q, k and v in turn."""
     is_zigzag: bool = False
     """True if each rank holds two pieces, as far from either end: of sequences split over cp."""
+    groups: int = 0
+    """Parts, where these are fewer than ranks: `Replicated` says so."""
+    is_sum: bool = False
+    """True if these hold addends of their part, as gradients of such heads are."""
+
+
+@dataclass(frozen=True)
+class Replicated(Split):
+    """A split into `groups` parts, each on as many ranks in a row: key and value heads, fewer than ranks."""
+
+    dim: int = 0
 
 
 @dataclass(kw_only=True)
@@ -82,8 +93,8 @@ class AuditSubject:
     """Clips gradients; returns their norm."""
     optimizer: Optimizer | None = None
     placements: Mapping[str, Split | None] = field(default_factory=dict)
-    """Splits of parameters by pattern ("*.qkv.weight"), None for copies. DTensor and Megatron's attributes
-    say it themselves, and of others the shapes do, where they are split over tp in one block."""
+    """Splits of parameters by pattern ("*.qkv.weight"), None for copies. Megatron's attributes say it
+    themselves, and of others the shapes do, where they are split over tp in one block or in groups."""
     names: Callable[[str], str] = str
     """Name on one process of a module or parameter, from its name on this rank: for pipeline stages."""
 
@@ -298,8 +309,6 @@ class Recorder(TorchDispatchMode):
         for pattern, split in self.subject.placements.items():
             if fnmatch(name, pattern):
                 return () if split is None else (split,)
-        if isinstance(parameter, DTensor):
-            return ()  # recorded whole
         if getattr(parameter, "tensor_model_parallel", False):
             return (Split(parameter.partition_dim, "tp", getattr(parameter, "partition_stride", 1)),)  # type: ignore[attr-defined]
         return None
