@@ -80,8 +80,8 @@ _KERNELS: dict[str, ModuleType] = {}
 
 
 def kernels_for(x: Tensor) -> ModuleType | None:
-    """Triton's kernels for tensors on this device and of at most 32 bits; None without them."""
-    return _KERNELS.get(x.device.type) if x.element_size() <= 4 else None
+    """Triton's kernels for tensors on this device, of integers or at most 32 bits; None without them."""
+    return None if x.dtype == torch.float64 else _KERNELS.get(x.device.type)
 
 
 def prepare_products(device: torch.device) -> None:

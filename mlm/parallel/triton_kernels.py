@@ -3,7 +3,8 @@
 Rows are summed in float32, in the order of a token's choices, and by one program each: results repeat bit for
 bit.
 
-Shapes: T tokens, k slots (choices) a token, R rows, H hidden, e experts, O outputs, I inputs.
+Shapes: T tokens, k slots (choices) a token, R rows, H hidden, E experts, e of this rank,
+F width of an expert, O outputs, I inputs.
 """
 
 import torch
@@ -15,6 +16,8 @@ BLOCK = 1024
 """Columns of a row at a time."""
 TILE, ROWS = 128, 64
 """Outputs and inputs of a tile of a weight's gradient, and rows multiplied at a time."""
+CHOICES, CELLS = 512, 4096
+"""Choices that a program sorts, and cells of its table of choices by experts."""
 
 
 @triton.jit
@@ -73,6 +76,96 @@ def combine_backward(d_out: Tensor, y: Tensor, weights: Tensor, slots: Tensor) -
         block = min(BLOCK, triton.next_power_of_2(hidden))
         _combine_backward[(len(y),)](d_out, y, weights, slots, dy, d_weights, hidden, weights.shape[1], block)
     return dy, d_weights
+
+
+@triton.jit
+def _count_labels(labels, table, choices, CHOICES: tl.constexpr, PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    choice = tl.program_id(0) * CHOICES + tl.arange(0, CHOICES)
+    label = tl.load(labels + choice, mask=choice < choices, other=0).to(tl.int32)
+    counts = tl.histogram(label, PAD, mask=choice < choices)
+    tl.store(table + tl.program_id(0) * PAD + tl.arange(0, PAD), counts)
+
+
+@triton.jit
+def _place_labels(  # type: ignore[no-untyped-def]
+    labels,
+    table,
+    slots,
+    tokens,
+    rows,
+    ends,
+    choices,
+    per_token,
+    E,
+    CHOICES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PAD: tl.constexpr,
+):
+    block, e = tl.program_id(0), tl.arange(0, PAD)[None, :]
+    total, before = tl.zeros([PAD], tl.int32), tl.zeros([PAD], tl.int32)
+    for first in range(0, tl.num_programs(0), CHUNK):
+        b = first + tl.arange(0, CHUNK)[:, None]
+        part = tl.load(table + b * PAD + e, mask=b < tl.num_programs(0), other=0)
+        total += tl.sum(part, 0)
+        before += tl.sum(tl.where(b < block, part, 0), 0)
+    end = tl.cumsum(total, 0)
+    tl.store(ends + tl.arange(0, PAD), end, mask=(tl.arange(0, PAD) < E) & (block == 0))
+    following = end - total + before  # the next row of each label
+    for first in range(0, CHOICES, CHUNK):
+        choice = block * CHOICES + first + tl.arange(0, CHUNK)
+        label = tl.load(labels + choice, mask=choice < choices, other=-1).to(tl.int32)
+        is_label = (label[:, None] == e).to(tl.int32)
+        row = tl.sum(is_label * (tl.cumsum(is_label, 0) - 1 + following[None, :]), 1)
+        tl.store(slots + row, choice.to(tl.int64), mask=choice < choices)
+        tl.store(tokens + row, (choice // per_token).to(tl.int64), mask=choice < choices)
+        tl.store(rows + choice, tl.where(label < E, row, -1).to(tl.int64), mask=choice < choices)
+        following += tl.sum(is_label, 0)
+
+
+def sort_labels(labels: Tensor, num_experts: int, per_token: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sort choices [T k] of E experts, or E, stably, by counts of blocks of them.
+
+    Returns slots by their label, their tokens, the row of each slot, all [T k] int64, and the ends of the E
+    runs, int32. Slots labelled E are last, and have row -1.
+    """
+    slots, tokens, rows = (torch.empty_like(labels) for _ in range(3))
+    pad, blocks = max(16, triton.next_power_of_2(num_experts + 1)), max(1, triton.cdiv(len(labels), CHOICES))
+    ends, table = (labels.new_empty(size, dtype=torch.int32) for size in (num_experts, blocks * pad))
+    _count_labels[(blocks,)](labels, table, len(labels), CHOICES, pad)
+    sizes = len(labels), per_token, num_experts, CHOICES, min(CHOICES, max(1, CELLS // pad)), pad
+    _place_labels[(blocks,)](labels, table, slots, tokens, rows, ends, *sizes, num_warps=8)
+    return slots, tokens, rows, ends
+
+
+@triton.jit
+def _gate(pairs, dy, out, width, limit, alpha, shift, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at, inside = 2 * row * width + c, c < width
+    gate = tl.load(pairs + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(pairs + at + width, mask=inside, other=0.0).to(tl.float32)
+    g, u = tl.where(gate > limit, limit, gate), tl.where(up > limit, limit, up)
+    u = tl.where(u < -limit, -limit, u) + shift
+    s = 1.0 / (1.0 + tl.exp(-alpha * g))
+    if dy is None:
+        tl.store(out + row * width + c, (g * s * u).to(out.dtype.element_ty), mask=inside)
+    else:
+        d = tl.load(dy + row * width + c, mask=inside, other=0.0).to(tl.float32)
+        d_gate = tl.where(gate > limit, 0.0, d * u * s * (1.0 + alpha * g * (1.0 - s)))
+        d_up = tl.where(tl.abs(up) > limit, 0.0, d * g * s)
+        tl.store(out + at, d_gate.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + at + width, d_up.to(out.dtype.element_ty), mask=inside)
+
+
+def gate(pairs: Tensor, dy: Tensor | None, limit: float, alpha: float, shift: float) -> Tensor:
+    """(u + shift) g s(alpha g) of [..., 2, F], both clamped: [..., F]; with its gradient `dy` that of `pairs`."""
+    pairs, width = pairs.contiguous(), pairs.shape[-1]
+    out = torch.empty_like(pairs) if dy is not None else pairs.new_empty((*pairs.shape[:-2], width))
+    rows, block = pairs.numel() // (2 * width), min(BLOCK, triton.next_power_of_2(width))
+    if rows:
+        gradient = None if dy is None else dy.contiguous()
+        grid = (rows, triton.cdiv(width, block))
+        _gate[grid](pairs, gradient, out, width, limit, alpha, shift, block)
+    return out
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 from mlm.models.backbone import Transformer
 from mlm.models.bert.model import BERT
@@ -17,6 +17,7 @@ from mlm.models.gpt2.model import GPT2
 from mlm.models.llama.model import Llama
 from mlm.parallel.compute_state import CachedHalfParams, prepare_to_compile
 from mlm.parallel.dropout import DropoutStream
+from mlm.parallel.expert.router import Balance, routers
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import init_parameters
 from tests.models.llama.test_parts import MODEL as LLAMA
@@ -95,6 +96,45 @@ def test_layers_that_read_cast_parameters_share_one_graph(name: str) -> None:
             x.sum().backward()
     assert counter.frame_count == 1
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.layers.parameters())
+
+
+@pytest.mark.parametrize("balance", ["sequence", "global_batch"])
+def test_a_mixture_s_router_is_compiled(balance: str) -> None:
+    """Loss, gradients and counts of choices and drops are those without a compiler."""
+    options = {
+        "num_experts": 4,
+        "shared_experts": 1,
+        "balance": balance,
+        "z_loss": 0.1,
+        "capacity_factor": 1.0,
+    }
+    model = Llama(replace(LLAMA, num_layers=1, options=options))
+    init_parameters(model, 1)
+    tokens = torch.randint(0, 31, (B, 16), generator=torch.Generator().manual_seed(0))
+    (layer,), counter = model.layers.values(), CompileCounterWithBackend("aot_eager")
+
+    def results() -> list[torch.Tensor]:
+        model.zero_grad()
+        found = Balance(dict(enumerate(routers(model))), ())
+        found.start(torch.tensor(0.5))
+        loss = model(tokens, tokens.roll(-1, 1), None)
+        loss.backward()
+        found.reduce()
+        assert found.totals is not None
+        assert found.totals.bool().any(-1).all()
+        return [
+            loss.detach(),
+            found.totals,
+            *(p.grad.clone() for p in model.parameters() if p.grad is not None),
+        ]
+
+    eager = results()
+    torch._dynamo.reset()
+    prepare_to_compile()
+    layer.compile(backend=counter)
+    for a, b in zip(eager, results(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert "sort" in "".join(str(graph.code) for graph in counter.graphs)
 
 
 EVERY_OPTION = {"num_kv_heads": 2, "head_dim": 10, "qk_norm": True, "qkv_bias": True, "window": 5}

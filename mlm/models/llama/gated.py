@@ -3,6 +3,7 @@
 Shapes: S sequence, B micro-batch, F width of the MLP, t = tensor-parallel size.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from mlm.models.config import ModelConfig
 from mlm.models.llama.settings import LlamaSettings, num_blocks
 from mlm.models.transformer import MLP, activate
 from mlm.parallel.layers import FusedRows
+from mlm.parallel.matmul import kernels_for
 from mlm.parallel.mesh import Axis
 
 
@@ -43,8 +45,11 @@ def gate(
     `clamp` is (limit, alpha) of a clamped SwiGLU.
     """
     pairs = y.unflatten(-1, (-1, 2, block or y.shape[-1] // 2))  # [..., blocks/t, 2, F / blocks]
-    if clamp is not None:
-        gated: Tensor = _ClampedSwiGLU.apply(pairs, *clamp)  # type: ignore[no-untyped-call]
+    fuses = (clamp is not None or activation == "silu") and not torch.compiler.is_compiling()
+    if fuses and kernels_for(pairs) is not None:
+        gated: Tensor = _Gate.apply(pairs, *((math.inf, 1.0, 0.0) if clamp is None else (*clamp, 1.0)))  # type: ignore[no-untyped-call]
+    elif clamp is not None:
+        gated = _ClampedSwiGLU.apply(pairs, *clamp)  # type: ignore[no-untyped-call]
     elif activation != "silu":
         gated = activate(pairs[..., 0, :], activation) * pairs[..., 1, :]
     elif torch.compiler.is_compiling():  # it decides what to keep, and traces no result written in parts
@@ -52,6 +57,21 @@ def gate(
     else:
         gated = _SwiGLU.apply(pairs)  # type: ignore[no-untyped-call]
     return gated.flatten(-2)
+
+
+class _Gate(torch.autograd.Function):
+    """Both of the following in one pass forward and one backward, by Triton; keeps its input."""
+
+    @staticmethod
+    def forward(ctx: Any, pairs: Tensor, *numbers: float) -> Tensor:
+        ctx.save_for_backward(pairs)
+        ctx.numbers = numbers
+        return kernels_for(pairs).gate(pairs, None, *numbers)  # type: ignore[no-any-return, union-attr]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (pairs,) = ctx.saved_tensors
+        return kernels_for(pairs).gate(pairs, dy, *ctx.numbers), None, None, None  # type: ignore[union-attr]
 
 
 class _ClampedSwiGLU(torch.autograd.Function):

@@ -17,9 +17,9 @@ from mlm.models.llama.gated import GatedMLP, gate
 from mlm.models.llama.settings import LlamaSettings
 from mlm.parallel.collectives import copy_to_tp, gather_sequence, reduce_from_tp, scatter_sequence
 from mlm.parallel.compute_state import skip_compile
-from mlm.parallel.expert.dispatch import Exchange, combine, permute, sort_by_expert
+from mlm.parallel.expert.dispatch import Exchange, Order, combine, permute, sort_by_expert
 from mlm.parallel.expert.experts import Experts
-from mlm.parallel.expert.router import Router
+from mlm.parallel.expert.router import Router, Routing
 from mlm.parallel.mesh import Axis, ExpertAxes
 
 
@@ -68,22 +68,30 @@ class MixtureOfExperts(nn.Module):
             self.shared_gate = PlainLinear(h, 1, init_std=config.hidden_std, bias=False)
             self.shared_gate.constant_sides = {"weight": "out"}
 
-    @skip_compile
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, H]."""
-        routing, tp = self.router(x), self.axes.tp
-        enter, leave = copy_to_tp, reduce_from_tp
-        if self.sequence_parallel:  # [S, B, …] of [S/t, B, …]
-            enter, leave = gather_sequence, scatter_sequence
-        rows, experts, weights = (enter(t, tp) for t in (x, routing.experts, routing.weights))
+        routing = self.router(x)
+        exchange, order, weights, in_flight = self._send(x, routing)
+        shared = None if self.shared is None else self.shared_output(x)  # while tokens travel
+        y = self._receive(exchange, order, weights, in_flight)
+        return y if shared is None else y + shared
+
+    @skip_compile
+    def _send(self, x: Tensor, routing: Routing) -> tuple[Exchange, Order, Tensor, Tensor]:
+        """Begin to send each token's rows to their experts; weights are of all tokens, [S, B, k]."""
+        enter = gather_sequence if self.sequence_parallel else copy_to_tp  # [S, B, …] of [S/t, B, …]
+        rows, experts, weights = (enter(t, self.axes.tp) for t in (x, routing.experts, routing.weights))
         num_experts = self.router.settings.num_experts
         order = sort_by_expert(experts.flatten(0, 1), num_experts, drops=routing.drops)
         exchange = Exchange(self.axes.ep, order.runs, x.device)
-        in_flight = exchange.start(permute(rows.flatten(0, 1), order))
-        shared = None if self.shared is None else self.shared_output(x)  # while tokens travel
+        return exchange, order, weights, exchange.start(permute(rows.flatten(0, 1), order))
+
+    @skip_compile
+    def _receive(self, exchange: Exchange, order: Order, weights: Tensor, in_flight: Tensor) -> Tensor:
+        """The weighted outputs of each token's experts: [S, B, H], or this rank's part of the sequence."""
         y = self.experts(exchange.finish(in_flight), exchange.runs)
-        y = leave(combine(exchange.back(y), weights.flatten(0, 1), order).view_as(rows), tp)
-        return y if shared is None else y + shared
+        y = combine(exchange.back(y), weights.flatten(0, 1), order).view(*weights.shape[:2], -1)
+        return (scatter_sequence if self.sequence_parallel else reduce_from_tp)(y, self.axes.tp)
 
     def shared_output(self, x: Tensor) -> Tensor:
         """Output of the shared experts, maybe gated: [S, B, H] -> [S, B, H]."""

@@ -24,7 +24,7 @@ from mlm.parallel.matmul import Runs, kernels_for
 from mlm.parallel.mesh import CPU, Axis
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Order:
     """Rows of a rank's tokens, sorted by expert; within an expert by token. Numbers are computed once."""
 
@@ -75,15 +75,22 @@ def sort_by_expert(experts: Tensor, num_experts: int, *, drops: bool = True) -> 
         loads: list[int] = np.bincount(labels, minlength=num_experts + 1).tolist()
         slots = torch.from_numpy(labels.astype(np.min_scalar_type(num_experts)).argsort(kind="stable"))
         return Order(slots, Runs(loads[:num_experts]), experts.shape[1], drops)
-    slots, ends = sort_on_device(flat, num_experts)
-    return Order(slots, Runs(ends=ends), experts.shape[1], drops)
+    return sort_on_device(flat, num_experts, experts.shape[1], drops=drops)
 
 
-def sort_on_device(labels: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Slots by their label [T k], and the ends [E] int32 of each expert's; larger labels are last."""
+def sort_on_device(labels: Tensor, num_experts: int, per_token: int, *, drops: bool) -> Order:
+    """`sort_by_expert` of labels [T k], with nothing read back."""
+    if (kernels := kernels_for(labels)) is not None:
+        slots, tokens, rows, ends = kernels.sort_labels(labels, num_experts, per_token)
+        order = Order(slots, Runs(ends=ends), per_token, drops)
+        order.rows = rows
+        if not drops:
+            order.tokens = tokens
+        return order
     numbers, slots = labels.to(torch.int16).sort(stable=True)
     experts = torch.arange(num_experts, dtype=torch.int16, device=labels.device)
-    return slots, torch.searchsorted(numbers, experts, right=True, out_int32=True)
+    ends = torch.searchsorted(numbers, experts, right=True, out_int32=True)
+    return Order(slots, Runs(ends=ends), per_token, drops)
 
 
 class _Permute(torch.autograd.Function):
@@ -188,7 +195,7 @@ class Exchange:
         arriving = experts.repeat_interleave(by_rank, output_size=sum(taken)).unsqueeze(1)
         order = sort_by_expert(arriving, here, drops=False)
         self.runs = Runs(counts, None if ends.is_meta else order.runs.ends(device))
-        self.order = replace(order, sorted_slots=order.slots.to(ends.device))
+        self.order = order if ends.is_cuda else replace(order, sorted_slots=order.slots.to(ends.device))
 
     def start(self, rows: Tensor) -> Tensor:
         """Begin to send each expert's rows to its rank: [R, H]. The result is not read before `finish`."""

@@ -116,13 +116,10 @@ class Router(nn.Module):
         self, weights: Tensor, experts: Tensor, taken: Tensor, logits: Tensor, scores: Tensor
     ) -> Tensor:
         """The weights, whose backward pass adds the gradients of the losses of balance, and counts."""
-        counts = count_choices(experts.view(1, -1), self.settings.num_experts)  # [1, E]
-        if taken is not experts:
-            kept = count_choices(taken.view(1, -1), self.settings.num_experts)
-            counts = torch.cat([counts, counts - kept])
         loss = self.auxiliary_loss(logits, scores, experts)
+        kept = None if taken is experts else taken
         injected: Tensor = _Inject.apply(  # type: ignore[no-untyped-call]
-            weights, loss, self.scale, counts, self.totals
+            weights, loss, self.scale, experts, kept, self.totals
         )
         return injected
 
@@ -173,9 +170,10 @@ def _highest(scores: Tensor, count: int) -> Tensor:
     """Numbers of the highest scores, the lower one of equals first: `topk` promises no order of those.
 
     One after the other: of 128 experts 8 take a third of the time of sorting all, on a CPU. A GPU sorts a
-    token's in one kernel, where each number takes three.
+    token's in one kernel, where each number takes three. Compiled code never sorts again for backward, where
+    other roundings might choose others.
     """
-    if scores.is_cuda:
+    if scores.is_cuda or torch.compiler.is_compiling():
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
     highest = [scores.argmax(-1, keepdim=True)]
     while len(highest) < count:
@@ -215,21 +213,44 @@ def expert_capacity(factor: float, choices: int, num_experts: int) -> int:
     return math.ceil(exact(factor) * choices / num_experts)
 
 
+def _add_counts(totals: Tensor, experts: Tensor, taken: Tensor | None) -> None:
+    """Add the choices, and of them those dropped since, to [2, E]."""
+    flat = experts.flatten()
+    if flat.is_cpu:
+        totals[0].scatter_add_(0, flat, torch.ones_like(flat))
+    else:  # one launch; on a CPU twice the time
+        totals[0].scatter_(0, flat, 1, reduce="add")
+    if taken is not None:
+        totals[1].scatter_add_(0, flat, (taken != experts).flatten().long())
+
+
+# A compiler would make new totals and copy them back.
+_opaque_add_counts = torch.library.custom_op("mlm::add_counts", _add_counts, mutates_args=("totals",))
+
+
 class _Inject(torch.autograd.Function):
     """The weights as they are; backward gives the loss the gradient `scale`, and adds to the counts."""
 
     @staticmethod
     def forward(
-        ctx: Any, weights: Tensor, loss: Tensor | None, scale: Tensor, counts: Tensor, total: Tensor
+        ctx: Any,
+        weights: Tensor,
+        loss: Tensor | None,
+        scale: Tensor,
+        experts: Tensor,
+        taken: Tensor | None,
+        totals: Tensor,
     ) -> Tensor:
         ctx.scale = None if loss is None else scale.to(loss.dtype)
-        ctx.counts, ctx.total = counts, total
+        ctx.save_for_backward(experts, taken)
+        ctx.totals = totals
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, d_weights: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.total[: ctx.counts.shape[0]] += ctx.counts
-        return d_weights, ctx.scale, None, None, None
+        add_counts = _opaque_add_counts if torch.compiler.is_compiling() else _add_counts
+        add_counts(ctx.totals, *ctx.saved_tensors)
+        return d_weights, ctx.scale, None, None, None, None
 
 
 def routers(model: nn.Module) -> list[Router]:

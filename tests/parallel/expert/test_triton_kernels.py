@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mlm.models.llama.gated import gate
 from mlm.parallel import fp8, matmul
 from mlm.parallel.expert.dispatch import combine, permute, sort_by_expert, sort_on_device
 from mlm.parallel.expert.experts import grouped_linear
@@ -74,13 +75,52 @@ def test_rows_are_permuted_and_combined_as_by_pytorch(
 
 
 @pytest.mark.parametrize("drops", [False, True])
-def test_a_gpu_sorts_choices_as_the_host_does(drops: bool) -> None:
-    order = sort_by_expert(choices(drops), E)
-    slots, ends = sort_on_device(choices(drops).flatten(), E)
-    runs = matmul.Runs(ends=ends)
-    assert runs.counts == order.runs.counts
-    assert torch.equal(slots[: ends[-1]], order.slots)
-    assert ends.equal(matmul.Runs(runs.counts).ends(torch.device("cpu")))
+@pytest.mark.parametrize("sizes", [(E, TOKENS, K), (70, 700, 4), (3, 0, 2)])
+@pytest.mark.parametrize("fuses", [False, True])
+def test_a_gpu_sorts_choices_as_the_host_does(
+    fuses: bool,
+    sizes: tuple[int, int, int],
+    drops: bool,
+    kernels: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also of several blocks, and of none; by one of PyTorch's sorts, and by counts."""
+    experts, tokens, k = sizes
+    torch.manual_seed(3)
+    labels = torch.randint(experts + drops, (tokens, k))
+    order = sort_by_expert(labels, experts, drops=drops)
+    if fuses:
+        monkeypatch.setattr(matmul, "_KERNELS", {"cpu": kernels})
+    found = sort_on_device(labels.flatten(), experts, k, drops=drops)
+    assert found.runs.counts == order.runs.counts
+    assert found.runs.ends(labels.device).dtype == torch.int32
+    for name in ("sorted_slots", "slots", "tokens", "rows"):
+        assert torch.equal(getattr(found, name), getattr(order, name)), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("clamp", [None, (0.7, 1.7)])
+def test_a_gate_is_one_pass_each_way(
+    clamp: tuple[float, float] | None,
+    dtype: torch.dtype,
+    kernels: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by PyTorch in float64, cut off once, as the interpreter rounds; a gate of NaN stays one."""
+    torch.manual_seed(0)
+    y, dy = torch.randn(3, 2, 4 * 1100).to(dtype), torch.randn(3, 2, 2 * 1100).to(dtype)
+    y[0, 0, 0] = float("nan")
+
+    def computed(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        x = y.to(dtype).requires_grad_()
+        out = gate(x, "silu", 1100, clamp=clamp)
+        return out.detach(), torch.autograd.grad(out, x, dy.to(dtype))[0]
+
+    expected = computed(torch.float64)
+    monkeypatch.setattr(matmul, "_KERNELS", {"cpu": kernels})
+    for ours, theirs in zip(computed(dtype), expected, strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), theirs, rtol=2 * DTYPES[dtype], atol=2**-20, equal_nan=True)
 
 
 @pytest.mark.parametrize("counts", [(70, 0, 9, 131), (0, 0, 0, 0)])
