@@ -156,6 +156,9 @@ class DataBuildConfig:
     """One sequence per sentence, as BERT samples need. Needs mlm[data]."""
     workers: Annotated[int | None, POSITIVE] = None
     """Processes; null means one for each core. Never changes the output."""
+    memory_gb: Annotated[float, POSITIVE] = 1.0
+    """10^9 bytes of memory that a worker takes to compare documents with one another; with less, files are
+    read more often. Never changes the output."""
     normalise: NormaliseConfig = field(default_factory=NormaliseConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
     dedup: DedupConfig = field(default_factory=DedupConfig)

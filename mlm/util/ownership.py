@@ -64,8 +64,8 @@ KINDS: dict[str, FolderType] = {
         "the work of a build",
         (
             *("tokenizer.json", "evaluation.jsonl"),
-            *(f"{stage}-{'[0-9a-f]' * 8}*" for stage in ("clean", "match", "group", "verify", "gather")),
-            *(f"{stage}-{'[0-9a-f]' * 8}*" for stage in ("tokenise", "merge")),
+            *(f"{stage}-{'[0-9a-f]' * 8}*" for stage in ("clean", "match", "link", "group", "verify")),
+            *(f"{stage}-{'[0-9a-f]' * 8}*" for stage in ("gather", "tokenise", "merge")),
         ),
         (
             *(f"{'[0-9]' * 5}{rest}" for rest in (".*", "*.npy", "*.bin", "*.idx")),

@@ -1,16 +1,16 @@
-"""Stages `match`, `group`, `verify` and `gather`: which documents are near-duplicates of an earlier one.
+"""Stages `match` and `verify`: which documents are near-duplicates of an earlier one.
 
-match   task b: documents that agree on band b, as links [m, 2]
-group   documents that links connect, directly or not, a component each
+match   task b * parts + p: documents that agree on band b, of a part of the keys, as links [m, 2]
+link, group
+        documents that links connect, directly or not, a component each (group.py)
 verify  in every component, in corpus order: a document is removed if its exact Jaccard similarity with an
         earlier kept one is above the threshold
-gather  the documents to remove, of all tasks, in order: each task of the next stage looks up its own
+gather  the documents to remove, of all tasks, in order (group.py); a task of the next stage finds its own
 
-Documents are numbered over all shards in corpus order. `match` holds AT_ONCE of their keys at a time, so
-its memory is bounded; that of `group` grows with the documents that have links, about 40 bytes each.
+Documents are numbered over all shards in corpus order. A task of `match` reads the keys of its band again for
+every `memory_gb` / KEY_BYTES of its part.
 """
 
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.corpus.duplicates import components, duplicates_in, links_of_band, star_links
+from mlm.corpus.duplicates import duplicates_in, links_of_band
 from mlm.corpus.stages.clean import save
 from mlm.corpus.stages.plan import BuildPlan, BuildStage
 from mlm.data.indexed import IndexedDataset
 
 Ids = NDArray[np.int64]
 
-AT_ONCE = 1 << 22
-"""Keys of a band in memory: with what is made of them about 130 MB."""
-PASSES = 64
-"""Limit on readings of the keys of a band; beyond AT_ONCE * PASSES documents memory grows instead."""
+KEY_BYTES = 64
+"""Memory for a key, with what is made of it."""
 
 
 @lru_cache(maxsize=1)
@@ -80,39 +78,29 @@ class CleanTexts:
 
 
 def match(plan: BuildPlan, task: int) -> None:
-    stage = plan.stages["match"]
-    links = [documents[links_of_band(keys)] for documents, keys in slices(CleanTexts(plan), task)]
-    path = stage.folder / f"{task:05d}.npy"
-    stage.finish(task, {}, [save(path, np.concatenate([np.empty((0, 2), dtype=np.int64), *links]))])
+    stage, texts = plan.stages["match"], CleanTexts(plan)
+    parts = stage.tasks // plan.config.dedup.bands
+    band, part = divmod(task, parts)
+    most = max(1, int(plan.config.memory_gb * 1e9) // KEY_BYTES)
+    passes = max(1, -(-len(texts) // (parts * most)))
+    files = []
+    for residue in range(part, parts * passes, parts):
+        documents, keys = keys_with(texts, band, residue, parts * passes)
+        links = documents[links_of_band(keys)]
+        links = links[np.argsort(links[:, 1], kind="stable")]
+        files.append(save(stage.folder / f"{task:05d}-{residue:05d}.npy", links))
+    stage.finish(task, {}, files)
 
 
-def slices(texts: CleanTexts, band: int) -> Iterator[tuple[Ids, NDArray[np.uint64]]]:
-    """All documents with their keys of a band, in slices of about AT_ONCE.
-
-    Equal keys lie in one slice, in the order of their documents.
-    """
-    count = np.uint64(min(PASSES, max(1, -(-len(texts) // AT_ONCE))))
-    for residue in range(int(count)):
-        documents, keys = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.uint64)]
-        for shard, first in enumerate(texts.firsts[:-1]):
-            of_shard = texts.keys_of(shard)[band]
-            in_slice = np.flatnonzero(of_shard % count == residue)
-            documents.append(in_slice + first)
-            keys.append(of_shard[in_slice])
-        yield np.concatenate(documents), np.concatenate(keys)
-
-
-def group(plan: BuildPlan, _: int) -> None:
-    """Components of all links. One band after another is folded in, so that few links are held at a time."""
-    before, stage = plan.stages["match"], plan.stages["group"]
-    total = len(CleanTexts(plan))
-    links = np.empty((0, 2), dtype=np.int64)
-    for band in range(before.tasks):
-        links = np.concatenate([links, load(before.folder / f"{band:05d}.npy")])
-        links = star_links(*components(links, total))
-    members, bounds = components(links, total)
-    files = [("members", members), ("bounds", bounds)]
-    stage.finish(0, {}, [save(stage.folder / f"{name}.npy", values) for name, values in files])
+def keys_with(texts: CleanTexts, band: int, residue: int, modulus: int) -> tuple[Ids, NDArray[np.uint64]]:
+    """Return the documents, in order, whose keys of a band have a residue, and these keys: [k] each."""
+    documents, keys = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.uint64)]
+    for shard, first in enumerate(texts.firsts[:-1]):
+        of_shard = texts.keys_of(shard)[band]
+        chosen = np.flatnonzero(of_shard % np.uint64(modulus) == residue)
+        documents.append(chosen + first)
+        keys.append(of_shard[chosen])
+    return np.concatenate(documents), np.concatenate(keys)
 
 
 def verify(plan: BuildPlan, task: int) -> None:
@@ -127,16 +115,7 @@ def verify(plan: BuildPlan, task: int) -> None:
         if len(component) > 1:
             duplicates += duplicates_in(component, texts.keys, texts.text, plan.config.dedup)
     removed = np.array([duplicate.document for duplicate in duplicates], dtype=np.int64)
-    stage.finish(task, {}, [save(stage.folder / f"{task:05d}.npy", removed)])
-
-
-def gather(plan: BuildPlan, _: int) -> None:
-    """The near-duplicates that all tasks of `verify` found, sorted."""
-    verified, stage = plan.stages["verify"], plan.stages["gather"]
-    removed = [load(verified.folder / f"{task:05d}.npy") for task in range(verified.tasks)]
-    near = np.sort(np.concatenate([np.empty(0, dtype=np.int64), *removed]))
-    files = [("near", near), ("firsts", CleanTexts(plan).firsts)]
-    stage.finish(0, {}, [save(stage.folder / f"{name}.npy", values) for name, values in files])
+    stage.finish(task, {}, [save(stage.folder / f"{task:05d}.npy", np.sort(removed))])
 
 
 def removal_mask(plan: BuildPlan, task: int) -> NDArray[np.bool_]:

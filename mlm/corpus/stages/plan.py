@@ -21,8 +21,12 @@ from mlm.data.corpus_files import TOKENIZER, parse_split
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.files import digest_bytes, write_atomic
 
-VERSION = 3  # of what the stages write
+VERSION = 4  # of what the stages write
 EVALUATION = "evaluation.jsonl"
+PART_BYTES, MOST_PARTS = 1 << 37, 16
+"""Input for a part of a band's keys, each of which reads them all, and most parts."""
+MOST_RANGES = 256
+"""Most tasks of `link`, each of which opens all files of `match`."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,11 @@ class BuildStage:
         """Mark a task as done, with its counts and the sizes of its files. Raises OSError."""
         sizes = {file.name: file.stat().st_size for file in files}
         write_atomic(self.marker(task), json.dumps({"counts": counts, "files": sizes}).encode())
+
+    def files(self) -> list[Path]:
+        """Return the files of all tasks, in order."""
+        markers = (json.loads(self.marker(task).read_bytes()) for task in range(self.tasks))
+        return [self.folder / name for marker in markers for name in marker["files"]]
 
     def counts(self) -> list[dict[str, Any]]:
         return [json.loads(self.marker(task).read_bytes())["counts"] for task in range(self.tasks)]
@@ -113,7 +122,9 @@ def make_plan(
     many = len(bounds) - 1
     tasks = {"clean": many}
     if config.dedup.enabled:
-        tasks |= {"match": config.dedup.bands, "group": 1, "verify": many, "gather": 1}
+        of_keys = min(MOST_PARTS, 1 + sum(shard.end - shard.begin for shard in shards) // PART_BYTES)
+        tasks |= {"match": config.dedup.bands * of_keys, "link": min(many, MOST_RANGES), "group": 1}
+        tasks |= {"verify": many, "gather": 1}
     tasks |= {"tokenise": many, "merge": len(parts)}
     ranges = [(shard.kind, shard.begin, shard.end) for shard in shards]
     identity = digest_bytes(json.dumps([VERSION, made_of, ranges, list(bounds)]).encode())

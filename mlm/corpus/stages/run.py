@@ -15,6 +15,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from mlm.corpus.stages import clean as clean_stage
+from mlm.corpus.stages import group as group_stage
 from mlm.corpus.stages import match as match_stage
 from mlm.corpus.stages import tokenise as tokenise_stage
 from mlm.corpus.stages.plan import BuildPlan, BuildStage
@@ -27,9 +28,10 @@ def run_task(plan: BuildPlan, stage: str, task: int) -> None:
     functions: dict[str, Callable[[BuildPlan, int], None]] = {
         "clean": clean_stage.run,
         "match": match_stage.match,
-        "group": match_stage.group,
+        "link": group_stage.link,
+        "group": group_stage.group,
         "verify": match_stage.verify,
-        "gather": match_stage.gather,
+        "gather": group_stage.gather,
         "tokenise": tokenise_stage.run,
         "merge": merge,
     }

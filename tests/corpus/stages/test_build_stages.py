@@ -15,7 +15,8 @@ import pytest
 
 from mlm.corpus.build import run_build
 from mlm.corpus.config import DedupConfig
-from mlm.corpus.stages import match as match_stage
+from mlm.corpus.stages import plan
+from mlm.corpus.stages.group import BYTES
 from mlm.data.indexed import IndexedDataset
 from mlm.util.errors import CorruptFileError, UserError
 from tests.corpus.texts import (
@@ -31,7 +32,7 @@ from tests.corpus.texts import (
 )
 
 END = "<|endoftext|>"
-STAGES = ("clean", "match", "group", "verify", "gather", "tokenise", "merge")
+STAGES = ("clean", "match", "link", "group", "verify", "gather", "tokenise", "merge")
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +70,11 @@ def test_rules_remove_what_they_should(source: Path) -> None:
     assert sum(count["documents"] for count in receipt["splits"].values()) == 60 - 7 - 10 + 3
 
 
+def test_no_stage_leaves_work_behind(source: Path) -> None:
+    run_build(thorough(source), quiet())
+    assert not (source.parent / "out/work").exists()
+
+
 def test_workers_do_not_change_a_byte(source: Path) -> None:
     run_build(thorough(source), quiet())
     two = replace(thorough(source, out=str(source.parent / "two")), workers=2)
@@ -87,14 +93,17 @@ def test_shards_do_not_change_a_byte(source: Path, size: int, monkeypatch: pytes
     assert len(list((source.parent / "cut/work").glob("clean-*/*.done.json"))) > 2
 
 
-def test_keys_looked_at_a_few_at_a_time_change_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No near-duplicate is missed for lying in another slice."""
+def test_memory_and_parts_of_bands_do_not_change_a_byte(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys, links and documents are read a few at a time, and nothing falls between them."""
     texts = [words(random.Random(100 + i), 60) for i in range(40)]
     texts += [with_changes(text, 50) for text in texts[:8]]
     config = thorough(write_jsonl(source.parent / "c.jsonl", [" ".join(text) for text in texts]))
     receipt = run_build(config, quiet())
-    monkeypatch.setattr(match_stage, "AT_ONCE", 5)
-    run_build(replace(config, out=str(source / "sliced")), quiet())
+    monkeypatch.setattr(plan, "PART_BYTES", 1)
+    monkeypatch.setattr(plan, "MOST_PARTS", 2)
+    run_build(replace(config, out=str(source / "sliced"), memory_gb=5 * BYTES / 1e9), quiet())
     assert output(Path(config.out)) == output(source / "sliced")
     assert receipt["removed"]["near_duplicate"]["documents"] == 8
 
