@@ -31,8 +31,8 @@ FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER, BETWEEN = (
     "between passes",
 )
 """Phases of a step: `recomputed` runs within backward; transfers and reductions lie between passes."""
-IN_ATTENTION = "recomputed in attention"
-"""The products that a fused kernel's backward pass does again: q k^T, a half of what its forward did."""
+IN_ATTENTION = "extra in attention"
+"""Products of fused kernels that the model has not: q k^T again in backward, and columns that pad values."""
 OUTSIDE, HEAD = "other", "head"
 """Labels of what no module computes, and of the modules between the layers and the vocabulary projection."""
 FIRST_LEAF = 1 << 63
@@ -102,6 +102,7 @@ class Meter(TorchDispatchMode):
         log: allocations and releases so far, on devices of type `device_type`.
         trace: work by place, if `is_traced`: that takes as long as all other counts.
         axes: name and size of the axis of each process group, by the group's name.
+        padding: share of the columns of attention's values that only pad them to the width of the queries.
     """
 
     def __init__(self, device_type: str, *, is_traced: bool = False) -> None:
@@ -109,6 +110,7 @@ class Meter(TorchDispatchMode):
         self.device_type, self.is_traced, self.trace = device_type, is_traced, Trace()
         self.counts, self.log, self.labels = StepCounts(), Log(), Labels()
         self.axes: dict[str, tuple[str, int]] = {}
+        self.padding = 0.0
         self._given_phase: str | None = None
 
     def current_phase(self) -> str:
@@ -147,10 +149,13 @@ class Meter(TorchDispatchMode):
         place = self.current_phase(), self.labels.current()
         if formula is not None:
             flops = formula(*args, **kwargs, out_val=out)
-            # five products for two in forward: one of them is made again
-            again = flops // 5 if func._overloadpacket in FUSED_BACKWARD else 0
-            self.counts.flops[place[0]] += flops - again
-            self.counts.flops[IN_ATTENTION] += again
+            extra = 0
+            if func._overloadpacket in FUSED_BACKWARD:  # five products, one again and two of values' width
+                extra = flops // 5 + round(self.padding * flops * 2 / 5)
+            elif "attention" in func._overloadpacket.__name__:
+                extra = round(self.padding * flops / 2)
+            self.counts.flops[place[0]] += flops - extra
+            self.counts.flops[IN_ATTENTION] += extra
         if self.is_traced:
             self.trace.operator(place, func, args, kwargs, out, flops)
         name = func.__name__.split(".")[0]

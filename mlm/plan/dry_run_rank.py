@@ -25,12 +25,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from mlm.data.sampler import MicroBatch, collate
+from mlm.models.shape import architecture_of
 from mlm.optim.adamw import moments
+from mlm.parallel.expert.router import Router
 from mlm.parallel.matmul import prepare_products
 from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.nf4 import held_tensors
 from mlm.parallel.pipeline.actions import SENDS_KEPT
 from mlm.parallel.pipeline.engine import NOTHING
+from mlm.parallel.sharding import ParameterShard
 from mlm.plan.dry_run_memory import CASTS, GRADIENTS, STATE, TABLES, WEIGHTS, Log
 from mlm.plan.dry_run_meter import BACKWARD, OPTIMIZER, Meter, StepCounts
 from mlm.runs.config import AttentionKernel, PretrainConfig
@@ -45,7 +48,7 @@ META = torch.device("meta")
 class DryRun:
     ctx: ParallelContext
     parameters: int
-    """Of this rank."""
+    """Of this rank, without its routers' running loads and biases."""
     layers: list[list[int]]
     """Numbers of its layers, a list for each of its chunks."""
     counts: StepCounts
@@ -75,7 +78,8 @@ def dry_run(
     sizes = {"tp": p.tp, "cp": p.cp, "pp": p.pp, "dp": dp, "ep": p.ep, "expert_tp": p.expert_tp}
     try:
         ctx = build_mesh(**sizes, device=device, timeout_s=60, host_backend="fake")  # type: ignore[arg-type]
-        meter = Meter(device.type)
+        meter, widths = Meter(device.type), architecture_of(config.model)
+        meter.padding = 1 - widths.values_dim / widths.head_dim
         axes = (ctx.tp, ctx.cp, ctx.pp, ctx.dp, ctx.replicas, ctx.tied, ctx.world, ctx.experts.ep)
         for axis in (*axes, ctx.experts.replicas):
             if axis is not None and axis.group is not None:
@@ -117,7 +121,7 @@ def run_steps(trainer: Trainer[MicroBatch], meter: Meter, *, in_full: bool) -> D
             counts = extrapolated(meter.counts, steady, counts, warmup, total)
     return DryRun(
         ctx,
-        sum(shard.parameter.numel() for shard in trainer.shards),
+        sum(shard.parameter.numel() for shard in trainer.shards if not is_router_state(shard)),
         [list(chunk.stage.layers) for chunk in trainer.model.chunks],
         counts,
         log,
@@ -173,6 +177,12 @@ def batches_of(config: PretrainConfig, sizes: Sequence[int]) -> list[MicroBatch]
     samples = train_dataset(config, sum(sizes))
     ends = accumulate(sizes)
     return [collate(samples.gather(list(range(e - n, e))), e - n) for e, n in zip(ends, sizes, strict=True)]
+
+
+def is_router_state(shard: ParameterShard) -> bool:
+    """True for running loads and biases, which are no weights of a model."""
+    module = shard.module
+    return isinstance(module, Router) and any(shard.parameter is x for x in (module.bias, module.load))
 
 
 def tag_state(trainer: Trainer[MicroBatch], meter: Meter) -> None:

@@ -29,7 +29,7 @@ from mlm.parallel.matmul import prepare_products
 from mlm.parallel.mesh import CPU, Axis, ExpertAxes, ParallelContext, folds_tp
 from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY, Log
 from mlm.plan.dry_run_meter import BACKWARD, HEAD, OPTIMIZER, OUTSIDE, RECOMPUTED, Meter
-from mlm.plan.dry_run_rank import META, MetaAttention, batches_of, countable, tag_state
+from mlm.plan.dry_run_rank import META, MetaAttention, batches_of, countable, is_router_state, tag_state
 from mlm.plan.layout import BOTH, FIRST, LAST, split_of_state
 from mlm.plan.trace import Place, TracedWatch, Work, joined
 from mlm.runs.config import PretrainConfig
@@ -58,6 +58,8 @@ class ShardSize:
     is_whole: bool
     """True for one that ZeRO leaves whole."""
     is_expert: bool
+    is_state: bool
+    """True for running state of a router, which is no parameter of the model."""
 
     @property
     def size(self) -> int:
@@ -163,6 +165,7 @@ class LayerCounts:
                     is_trained=p.requires_grad,
                     is_whole=isinstance(shard.module, Router) or is_adapter,
                     is_expert=shard.experts is not None,
+                    is_state=is_router_state(shard),
                 )
                 sizes[str(layer) if isinstance(layer, int) else ends].append(size)
         return sizes

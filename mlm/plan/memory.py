@@ -136,7 +136,7 @@ class MemoryModel:
                     size = n * shard.share(rank * folds // split.ep, ranks * folds // split.ep)
                 else:
                     size = n * shard.share(rank, ranks)
-                parameters += size
+                parameters += size * (not shard.is_state)
                 weights += shard.held_bytes(size)
                 optimizer += shard.state_bytes * size
                 cast += shard.cast_bytes * shard.size * n

@@ -60,10 +60,10 @@ class Message(NamedTuple):
 
     @property
     def ring_bytes(self) -> float:
-        """Bytes that this rank sends, if collectives go round a ring."""
+        """Bytes that this rank sends, if collectives go round a ring: never its own share."""
         n = self.ranks
         share = {"all-reduce": 2 * (n - 1) / n, "receive": 0.0}
-        share |= dict.fromkeys(("all-gather", "reduce-scatter"), (n - 1) / n)
+        share |= dict.fromkeys(("all-gather", "reduce-scatter", "all-to-all"), (n - 1) / n)
         return self.bytes * share.get(self.operation, 1.0)
 
 

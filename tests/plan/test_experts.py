@@ -8,13 +8,16 @@ import pytest
 from mlm.cli import main
 from mlm.cli.compose.composition import load_config
 from mlm.cli.plan import check_plan_layouts, check_plan_memory
+from mlm.models.shape import count_parameters
 from mlm.plan.candidates import layouts, query_of
 from mlm.plan.config import PlanDryRunConfig
 from mlm.plan.cost import CostModel, Software
+from mlm.plan.dry_run import flops_of
 from mlm.plan.dry_run_rank import DryRun, dry_run
 from mlm.plan.layer_counts import counts_of
 from mlm.plan.layout import PlannedLayout, model_flops
 from mlm.plan.layouts import run
+from mlm.plan.memory import MemoryModel
 from tests.slow import slow_but
 
 MICRO, BATCH = 2, 16
@@ -35,8 +38,7 @@ def dry(words: str) -> tuple[PlanDryRunConfig, PlannedLayout, DryRun]:
 def test_exchanged_bytes_are_those_that_the_dry_run_counts(words: str) -> None:
     """Time of a link of 1 GB/s without latency, nothing hidden."""
     config, layout, found = dry(words)
-    ranks = layout.ep
-    sent = sum(m.bytes * n for m, n in found.counts.messages.items() if m.axis == "ep") * (ranks - 1) / ranks
+    sent = sum(m.ring_bytes * n for m, n in found.counts.messages.items() if m.axis == "ep")
     plan = load_config("plan_memory", ["model=moe_tiny", "hardware=dgx_a100_80g"])
     one = replace(plan.hardware.efficiency, network=1.0)
     hardware = replace(plan.hardware, node_gbps=1.0, node_latency_us=0.0, efficiency=one)
@@ -49,6 +51,19 @@ def test_floating_point_operations_are_those_that_the_dry_run_counts() -> None:
     config, layout, found = dry("dp=4 ep=2")
     counted = sum(found.counts.flops[phase] for phase in ("forward", "backward"))
     assert counted == model_flops(config.model, config.data.seq_length, BATCH) / layout.dp
+
+
+def test_values_narrower_than_queries_and_router_state_are_no_work_or_weights_of_the_model() -> None:
+    """DeepSeek's kind: heads of 24 with values of 16 that kernels pad; biases of routers are state."""
+    options = "kv_lora_rank=16 q_lora_rank=0 rope_head_dim=8 head_dim=24 v_head_dim=16 router_bias=true"
+    words = " ".join(f"model.options.{option}" for option in options.split())
+    config, layout, found = dry(f"{words} model.options.balance=bias")
+    flops = flops_of(found)
+    assert flops["model"] == model_flops(config.model, config.data.seq_length, BATCH)
+    assert flops["hardware"] > flops["model"]
+    assert found.parameters == count_parameters(config.model)
+    memory = MemoryModel(counts_of(config, "gpu"))
+    assert memory.peak(layout).parameters == found.parameters
 
 
 @pytest.mark.slow
