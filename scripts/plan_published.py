@@ -18,7 +18,11 @@ Stated before any error of this model was looked at:
 4. What another program does differently is a switch below, a fact of its code, or one of our own settings
    (tp_overlap, fp8). What a source leaves open is one rule per table, stated at its rows.
 5. Errors of all other tables are reported as they come: median and worst, beside the naive forecast, the
-   table's FLOPs over its best TFLOP/s. The goal is 5 % median and 12 % worst.
+   table's FLOPs over its best TFLOP/s. The goal is 5 % median and 12 % worst. So are the rank correlations of
+   step times and of FLOP/s per GPU; a table of sizes has the first by itself.
+6. Ranges are the quantiles 10 % and 90 % of measured over predicted time, of all tables but the fitted one.
+   How many rows of a table they contain is told with quantiles of the others. Finer groups were tried: by
+   type of GPU alone they contain 69 % of such rows, by precision too 65 %; the tables are too few.
 
 scripts/results/published/*.csv hold the numbers, each row with its source.
 """
@@ -27,11 +31,13 @@ import csv
 import json
 import re
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
-from statistics import fmean, median
+from statistics import correlation, fmean, median
 from typing import Any
 
 from bench.shapes import PADDED_VOCAB
@@ -41,7 +47,7 @@ from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
-from mlm.plan.cost import CostModel, Software, Times
+from mlm.plan.cost import RING_HOP_S, CostModel, Software, Times
 from mlm.plan.hardware import HardwareConfig, preset, preset_of_gpu
 from mlm.plan.layer_counts import counts_of
 from mlm.plan.layout import PlannedLayout, hardware_flops
@@ -54,7 +60,13 @@ CHECKED = ROOT / "scripts/results/gpu/gpu_check.json"
 FITTED = "sc21"
 OWN = "dgx_h200"
 """Hardware of our own record."""
-ATTAINABLE = {"dgx_a100_80g": 0.859, "dgx_h100": 0.801, "dgx_h200": 0.801, "dgx2h_v100_32g": 0.859}
+ATTAINABLE = {
+    "dgx_a100_40g": 0.859,
+    "dgx_a100_80g": 0.859,
+    "dgx_h100": 0.801,
+    "dgx_h200": 0.801,
+    "dgx2h_v100_32g": 0.859,
+}
 """Share of the datasheet's peak that the fastest product reaches."""
 FLASH_2, CUDNN = {"dgx_a100_80g": 0.55, "dgx_h100": 0.35, "dgx_h200": 0.35}, {"dgx_h100": 0.5}
 """Share of it that fused attention reaches."""
@@ -68,6 +80,10 @@ class Program(Software):
     """True if tensor-parallel ranks send 1/t of a boundary each (arXiv:2104.04473, section 4.1)."""
     repeated_products: float = 0.0
     """Share of forward's products that recompute=selective repeats, with all other kernels."""
+    slice_us: float = 0.0
+    """Time of copying one rank's slice of a gathered or scattered tensor, microseconds; 0 if it is not."""
+    passes_parts: bool = False
+    """True if the parts of tp_overlap go from a rank to its neighbour, not through a collective each."""
 
 
 class ProgramCost(CostModel):
@@ -82,6 +98,14 @@ class ProgramCost(CostModel):
             return super().repeated(forward, layout)
         return (share * forward[0], 0.0, forward[2], *(0.0 for _ in forward[3:]))
 
+    def gather(self, size: float, ranks: int, stride: int) -> float:
+        """All-gather, reduce-scatter or all-to-all, as the program does it."""
+        if ranks == 1 or not size:
+            return 0.0
+        if self.software.passes_parts and stride == 1 and ranks <= self.hardware.devices_per_node:
+            return RING_HOP_S + (ranks - 1) / ranks * size / self.link(ranks, stride)[0]
+        return super().gather(size, ranks, stride) + self.software.slice_us * 1e-6 * ranks
+
     def transfer(self, layout: PlannedLayout) -> float:
         """Seconds that a boundary tensor takes to the next pipeline rank."""
         divided = layout.sequence_parallel or self.software.splits_transfers
@@ -90,9 +114,20 @@ class ProgramCost(CostModel):
 
 MEGATRON_2021 = Program(overlaps=False, gradient_bytes=2, splits_transfers=True)
 """Megatron-LM of arXiv:2104.04473: kernels between products fused, gradients in fp16, attention unfused."""
-MCORE = Program(gradient_bytes=2, splits_transfers=True)
-"""Megatron Core: --tp-comm-overlap is our tp_overlap."""
-TORCHTITAN = Program(overlaps=False, repeated_products=0.5)
+MEGATRON_2022 = replace(MEGATRON_2021, overlaps=True)
+"""Megatron-LM of arXiv:2205.05198: products of weight gradients hide messages of backward (section 4.2.2)."""
+DEEPSPEED_2021 = Program(
+    overlaps=False, overlaps_dp=False, gradient_bytes=2, dp_messages=4, backward_gathers=5 / 3, slice_us=5.0
+)
+"""DeepSpeed of April 2021 (c83e49f9e, runtime/zero). A module gathers its matrix as it runs and waits: all
+are above `stage3_prefetch_bucket_size`. `torch.distributed.all_gather` of a list copies each rank's slice
+by a kernel of its own, taken to last 5 us. What recomputation gathered is freed, but for a layer's last
+third: the rest is further than `stage3_max_reuse_distance` from its backward pass."""
+NANOTRON = Program(compiled=False)
+"""Kernels of PyTorch; tp_linear_async_communication; sums of gradients in float32."""
+MCORE = Program(gradient_bytes=2, splits_transfers=True, passes_parts=True)
+"""Megatron Core: --tp-comm-overlap is our tp_overlap, with user buffers of Transformer Engine."""
+TORCHTITAN = Program(overlaps=False, repeated_products=0.5, passes_parts=True)
 """It keeps the result of every other product, and overlaps tp only with async TP, our tp_overlap."""
 
 
@@ -208,6 +243,66 @@ def january_2021() -> list[Row]:
     return rows
 
 
+def sc21_zero3() -> list[Row]:
+    """arXiv:2104.04473, table 2: ZeRO-3 of all ranks beside tp and pp; it does not state v, taken to be 1."""
+    rows = []
+    for row in read("sc21_table2"):
+        run = run_of(gpt(row, int(row["seq"]), int(row["vocab"])), int(row["seq"]), "fp16")
+        tp, pp, gpus = int(row["tp"]), int(row["pp"]), int(row["gpus"])
+        layout = PlannedLayout(
+            tp=tp,
+            pp=pp,
+            dp=gpus // (tp * pp),
+            zero=3 if row["scheme"] == "zero3" else 0,
+            recompute="full",
+            micro_batch=int(row["micro_batch"]),
+            global_batch=int(row["global_batch"]),
+        )
+        software = DEEPSPEED_2021 if layout.zero else replace(MEGATRON_2021, overlaps_dp=False)
+        seconds = seconds_of(run, layout, float(row["tflops_per_gpu"]), "full")
+        name = f"{row['params_b']}B {row['scheme']} {gpus}"
+        rows.append(Row(name, run, layout, software, "dgx_a100_80g", 0.0, seconds, "full"))
+    return rows
+
+
+def korthikanti() -> list[Row]:
+    """arXiv:2205.05198, table 5: full recomputation, and sequence parallelism with selective."""
+    rows = []
+    for row in read("korthikanti_table5"):
+        run = run_of(gpt(row, int(row["seq"]), int(row["vocab"])), int(row["seq"]), "fp16")
+        for recompute in ("full", "selective"):
+            layout = PlannedLayout(
+                tp=int(row["tp"]),
+                pp=int(row["pp"]),
+                vp=int(row["virtual"]),
+                sequence_parallel=recompute == "selective",
+                tp_overlap=1,
+                recompute=recompute,  # type: ignore[arg-type]
+                micro_batch=int(row["micro_batch"]),
+                global_batch=int(row["global_batch"]),
+            )
+            name, seconds = f"{row['model']} {recompute}", float(row[f"{recompute}_s"])
+            again = "full" if recompute == "full" else "none"
+            rows.append(Row(name, run, layout, MEGATRON_2022, "dgx_a100_80g", 0.0, seconds, again))
+    return rows
+
+
+def september_2020() -> list[Row]:
+    """Weak scaling of September 2020, seq 1024, activations recomputed, on DGX-2 and DGX A100 40GB."""
+    rows = []
+    for row in read("megatron_sep2020"):
+        run = run_of(gpt(row, int(row["seq"]), int(row["vocab"])), int(row["seq"]), "fp16")
+        micro, dp = int(row["micro_batch"]), int(row["dp"])
+        layout = PlannedLayout(
+            tp=int(row["tp"]), dp=dp, recompute="full", micro_batch=micro, global_batch=micro * dp
+        )
+        software = replace(MEGATRON_2021, overlaps_dp=False)
+        hardware = "dgx2h_v100_32g" if row["gpu"] == "V100" else "dgx_a100_40g"
+        name, seconds = f"{row['case']} {row['gpu']} dp={dp}", float(row["iteration_ms"]) / 1e3
+        rows.append(Row(name, run, layout, software, hardware, 0.0, seconds, "full"))
+    return rows
+
+
 V1_TFLOPS = 39.0
 """Of arXiv:1909.08053's one GPU, of which its efficiencies are shares."""
 
@@ -302,6 +397,65 @@ def mcore_fp8() -> list[Row]:
     return rows
 
 
+def bridge() -> list[Row]:
+    """Megatron Bridge's Llama 3 in fp8 on H100; where FSDP is not 0, weights are sharded over it."""
+    rows = []
+    for row in read("megatron_bridge_h100"):
+        run = run_of(llama(row["model"], int(row["seq"])), int(row["seq"]), row["precision"])
+        tp, pp, cp, gpus = (int(row[name]) for name in ("tp", "pp", "cp", "gpus"))
+        layout = PlannedLayout(
+            tp=tp,
+            pp=pp,
+            vp=int(row["vp"]) if run.model.num_layers % (pp * int(row["vp"])) == 0 else 1,
+            cp=cp,
+            dp=gpus // (tp * pp * cp),
+            sequence_parallel=tp > 1,
+            tp_overlap=overlap(tp, run.data.seq_length // cp),
+            zero=3 if int(row["fsdp"]) else 2,
+            micro_batch=int(row["mbs"]),
+            global_batch=int(row["gbs"]),
+        )
+        seconds = layout.global_batch * run.data.seq_length / (float(row["tok_s_gpu"]) * gpus)
+        name = f"{row['model']} {row['container']}"
+        rows.append(Row(name, run, layout, MCORE, "dgx_h100", CUDNN["dgx_h100"], seconds))
+    return rows
+
+
+H100_TFLOPS = 989.0
+
+
+def nanotron() -> list[Row]:
+    """nanotron's best layouts on H100, of four sizes; ZeRO-1 is our zero=2."""
+    rows = []
+    for row in read("nanotron"):
+        layers, hidden, heads, ffn = (int(row[name]) for name in ("layers", "hidden", "heads", "ffn"))
+        seq, pp = int(row["seq"]), int(row["pp"])
+        model = replace(
+            llama("8B", seq),
+            num_layers=layers,
+            hidden_size=hidden,
+            num_heads=heads,
+            ffn_hidden_size=ffn,
+            vocab_size=int(row["vocab"]),
+            options={"num_kv_heads": heads, "tied": float(row["params_b"]) < 4},
+        )
+        run, dp, micro = run_of(model, seq, "bf16"), int(row["dp"]), int(row["micro_batch"])
+        layout = PlannedLayout(
+            tp=int(row["tp"]),
+            pp=pp,
+            dp=dp,
+            sequence_parallel=int(row["tp"]) > 1,
+            tp_overlap=1,
+            zero=2 if row["zero"] == "1" else 0,
+            micro_batch=micro,
+            global_batch=dp * micro * int(row["accumulation"]),
+        )
+        seconds = seconds_of(run, layout, H100_TFLOPS * float(row["mfu_pct"]) / 100, "none")
+        name = f"{row['params_b']}B {layout.label}"
+        rows.append(Row(name, run, layout, NANOTRON, "dgx_h100", FLASH_2["dgx_h100"], seconds))
+    return rows
+
+
 def torchtitan() -> list[Row]:
     """torchtitan's Llama 3.1; its pipelines have as many micro-batches as stages in a row (its default)."""
     rows = []
@@ -359,9 +513,14 @@ def own_h200() -> list[Row]:
 TABLES = {
     "sc21": ("arXiv:2104.04473, table 1 (fitted)", sc21),
     "january_2021": ("Megatron-LM, January 2021, A100", january_2021),
+    "september_2020": ("Megatron-LM, September 2020, V100 and A100", september_2020),
     "v1": ("arXiv:1909.08053, figure 5, V100", v1),
+    "sc21_zero3": ("arXiv:2104.04473, table 2, ZeRO-3 and tp + pp", sc21_zero3),
+    "korthikanti": ("arXiv:2205.05198, table 5, A100", korthikanti),
     "mcore": ("Megatron Core, H100", mcore),
     "mcore_fp8": ("Megatron Core, Llama 3 in fp8, H100", mcore_fp8),
+    "bridge": ("Megatron Bridge, Llama 3 in fp8, H100", bridge),
+    "nanotron": ("nanotron, H100", nanotron),
     "torchtitan": ("torchtitan, H100 and H200", torchtitan),
     "own_h200": ("this toolkit, one H200", own_h200),
 }
@@ -398,9 +557,21 @@ def fit(rows: Sequence[Row]) -> dict[str, float]:
     return {name: float(f"{value:.3g}") for name, value in best.items()}
 
 
+def order(values: Sequence[float]) -> list[float]:
+    """Ranks of values; equal ones share the mean of theirs."""
+    inorder = sorted(values)
+    return [inorder.index(x) + (inorder.count(x) - 1) / 2 for x in values]
+
+
 def result(rows: Sequence[Row], constants: dict[str, float]) -> dict[str, Any]:
     found, naive = errors(rows, constants), naive_errors(rows)
+    seconds = [
+        [row.seconds * (1 + e) for row, e in zip(rows, es, strict=True)] for es in (found, [0] * len(rows))
+    ]
+    rates = [[row.flops / row.layout.gpus / s for row, s in zip(rows, its, strict=True)] for its in seconds]
     return {
+        "rank_step": round(correlation(*map(order, seconds)), 3),
+        "rank_gpu": round(correlation(*map(order, rates)), 3),
         "median": round(median(map(abs, found)), 4),
         "worst": round(max(map(abs, found)), 4),
         "naive_median": round(median(map(abs, naive)), 4),
@@ -408,6 +579,7 @@ def result(rows: Sequence[Row], constants: dict[str, float]) -> dict[str, Any]:
         "rows": [
             {
                 "name": row.name,
+                "hardware": row.hardware,
                 "measured_s": round(row.seconds, 4),
                 "error": round(error, 4),
                 "naive": round(other, 4),
@@ -417,16 +589,67 @@ def result(rows: Sequence[Row], constants: dict[str, float]) -> dict[str, Any]:
     }
 
 
+def generation(hardware: str) -> str:
+    """Type of GPU by which ranges differ: an H200 computes as an H100."""
+    return next((name for name in ("v100", "a100") if name in hardware), "h100")
+
+
+Tables = dict[str, list[dict[str, Any]]]
+"""Rows of `result` by table."""
+
+
+def time_quantiles(tables: Tables, gpu: str, tails: float = 0.1) -> tuple[float, float]:
+    """Shares of the predicted time below and above which `tails` of these tables' rows lie.
+
+    Every table weighs the same, however many rows it has, and its rows on this type of GPU twice as much.
+    """
+    weighed = sorted(
+        (1 / (1 + row["error"]), (1 + (generation(row["hardware"]) == gpu)) / len(rows))
+        for rows in tables.values()
+        for row in rows
+    )
+    sums = list(accumulate(weight for _, weight in weighed))
+    low, high = (bisect_left(sums, share * sums[-1]) for share in (tails, 1 - tails))
+    return round(weighed[low][0], 2), round(weighed[high][0], 2)
+
+
+def ranges(results: dict[str, Any]) -> dict[str, Any]:
+    """Ranges by type of GPU, and how many rows of each table those without that table contain.
+
+    The fitted table is in none.
+    """
+    tables: Tables = {name: results[name]["rows"] for name in TABLES if name != FITTED}
+    contained = {}
+    for name, rows in tables.items():
+        others = {other: its for other, its in tables.items() if other != name}
+        limits = {gpu: time_quantiles(others, gpu) for gpu in {generation(row["hardware"]) for row in rows}}
+        inside = 0
+        for row in rows:
+            low, high = limits[generation(row["hardware"])]
+            inside += low <= 1 / (1 + row["error"]) <= high
+        contained[name] = inside
+    gpus = {gpu: time_quantiles(tables, gpu) for gpu in ("v100", "a100", "h100", "other")}
+    share = sum(contained.values()) / sum(map(len, tables.values()))
+    return {
+        "gpus": gpus,
+        "uncompared": time_quantiles(tables, "other", 0.05),
+        "held_out": contained,
+        "share": share,
+    }
+
+
 def markdown(results: dict[str, Any]) -> str:
     lines = [
-        "| table | rows | median | worst | naive: median | worst |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| table | rows | median | worst | naive: median | worst | in range | order of steps | of FLOP/s |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, (title, _) in TABLES.items():
         its = results[name]
         numbers = (its[key] for key in ("median", "worst", "naive_median", "naive_worst"))
+        inside = results["ranges"]["held_out"].get(name, "–")
         lines.append(
-            f"| {title} | {len(its['rows'])} | {' | '.join(f'{number:.1%}' for number in numbers)} |"
+            f"| {title} | {len(its['rows'])} | {' | '.join(f'{number:.1%}' for number in numbers)} | "
+            f"{inside} | {its['rank_step']:.2f} | {its['rank_gpu']:.2f} |"
         )
     return "\n".join(lines)
 
@@ -445,8 +668,9 @@ def main() -> None:
         for row in results[name]["rows"]:
             measured = f"{row['measured_s']:8.3f} s {row['error']:+.1%}"
             print(f"  {row['name']:50s} {measured} (naive {row['naive']:+.1%})")
+    results["ranges"] = ranges(results)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
-    print(constants, markdown(results), sep="\n")
+    print(constants, markdown(results), results["ranges"], sep="\n")
 
 
 if __name__ == "__main__":

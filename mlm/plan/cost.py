@@ -48,8 +48,14 @@ class Software:
     """True if gradients are reduced while backward runs."""
     gradient_bytes: int = 4
     """Bytes of a gradient on the wire and in memory."""
+    dp_messages: int = 1
+    """Messages in which gradients or sharded weights of a layer travel."""
+    backward_gathers: float = 1.0
+    """Gathers of sharded weights in a backward pass; more where recomputation frees them again."""
 
 
+RING_HOP_S, NETWORK_HOP_S = 3.4e-6, 14e-6
+"""Seconds of a hop of NCCL's rings over NVLink, and over a network (src/graph/tuning.cc, protocol Simple)."""
 MLM = Software()
 """This toolkit on GPUs."""
 MLM_ON_CPU = Software(compiled=False, overlaps=False, overlaps_dp=False)
@@ -148,15 +154,25 @@ class CostModel:
         return min(across, hardware.node_gbps) * share, hardware.network_latency_us * 1e-6
 
     def gather(self, size: float, ranks: int, stride: int) -> float:
-        """All-gather, reduce-scatter or all-to-all of `size` bytes: (k - 1)/k of them pass each rank."""
+        """All-gather, reduce-scatter or all-to-all of `size` bytes: (k - 1)/k of them pass each rank.
+
+        GPUs pass them round a ring, in k - 1 hops.
+        """
+        hops, node, span = ranks - 1, self.hardware.devices_per_node, ranks * stride
+        if hops < 2 or not size or self.hardware.device == "cpu":
+            return self._pass(size, ranks, stride)
+        apart = 0 if self.gpus <= node or node % span == 0 else min(-(-span // node) - 1, hops)
+        return self._pass(size, ranks, stride) + (hops - apart) * RING_HOP_S + apart * NETWORK_HOP_S
+
+    def all_reduce(self, size: float, ranks: int, stride: int) -> float:
+        """All-reduce up and down a tree: as many bytes as a reduce-scatter and an all-gather."""
+        return 2 * self._pass(size, ranks, stride)
+
+    def _pass(self, size: float, ranks: int, stride: int) -> float:
         if ranks == 1 or not size:
             return 0.0
         rate, latency = self.link(ranks, stride)
         return latency * math.ceil(math.log2(ranks)) + (ranks - 1) / ranks * size / rate
-
-    def all_reduce(self, size: float, ranks: int, stride: int) -> float:
-        """All-reduce: a reduce-scatter and an all-gather."""
-        return 2 * self.gather(size, ranks, stride)
 
     # -- passes of layers and ends
 
@@ -195,7 +211,7 @@ class CostModel:
 
     def _home_times(self, split: ParallelConfig, micro_batch: int) -> dict[str, HomeTime]:
         layout, recompute, homes = split, split.recompute, dict[str, HomeTime]()
-        if recompute in ("full", "budget") or (recompute == "selective" and self.hardware.device == "gpu"):
+        if recompute in ("full", "budget") or (recompute == "selective" and self.counts.device == "gpu"):
             split = replace(split, recompute="none")  # a layer's forward pass once more; nothing
         one, two = self.counts.counts(split).passes
         for home in one.saved_bytes:
@@ -328,11 +344,15 @@ class CostModel:
         whole = folds_tp(t, layout.expert_tp)
         copies = replicas * (t if whole else 1) // layout.ep
 
+        messages = layers * software.dp_messages
+
         def over(
             collective: Callable[[float, int, int], float], size: float, weights: float = weights
         ) -> float:
-            apart = layout.ep if whole else t * layout.ep
-            return collective(size * weights, replicas, t) + collective(size * experts, copies, apart)
+            apart, part = layout.ep if whole else t * layout.ep, size / messages
+            return messages * (
+                collective(part * weights, replicas, t) + collective(part * experts, copies, apart)
+            )
 
         times, m = self.stages(layout), layout.micro_batches
         hides = software.overlaps_dp and layout.pipeline != "zb_h1"
@@ -349,8 +369,9 @@ class CostModel:
             every = m if layout.zero_reduce == "every" else 1
             if layout.zero == 3:
                 gathers = m * exposed(gather, window_f, layers)
-                both = exposed(gather + scatter, window_b, layers)
-                reduction = every * both + (m - every) * exposed(gather, window_b, layers)
+                again = software.backward_gathers * gather
+                both = exposed(again + scatter, window_b, layers)
+                reduction = every * both + (m - every) * exposed(again, window_b, layers)
             else:
                 gathers = exposed(gather, window_f, layers)
                 reduction = every * exposed(scatter, window_b if hides else 0.0, layers)

@@ -25,7 +25,7 @@ from mlm.plan.report import (
     show_table,
     spread,
     time_caution,
-    time_error,
+    time_range,
     wide_screen,
     write_rows,
 )
@@ -80,7 +80,7 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
         failure, interval = map(format_seconds, (progress.failure_s, progress.interval_s))
         line = f"goodput {progress.share:.1%}: a failure every {failure}, a checkpoint every {interval}"
         screen.print(f"{line}; days and price include it")
-    _, assumed = time_error(query.hardware, query.run.model, best.layout.gpus, best.step.unmeasured)
+    _, assumed = time_range(query.hardware, query.run.model, best.layout.gpus, best.step.unmeasured)
     notes = [*time_caution(assumed), *node_cautions(query.hardware, best.layout)]
     for line in notes:
         screen.print(line)
@@ -98,7 +98,7 @@ def show_layouts(rows: Sequence[Row], screen: Console) -> None:
     columns = (" ##", "layout", "step#", "tokens/s#", "TFLOP/s#", "MFU#", "GiB#")
     cells = [
         (
-            *(number, row["layout"], spread(row["step_s"], row["time_error"], format_seconds)),
+            *(number, row["layout"], spread(1.0, (row["step_low_s"], row["step_high_s"]), format_seconds)),
             format_count(row["tokens_per_s"]),
             f"{row['model_tflops']:.0f}" + f" ({row['hardware_tflops']:.0f})" * (row["recompute"] == "full"),
             *(f"{row['mfu']:.1%}", f"{row['memory_bytes'] / GIB:.1f}"),
@@ -160,9 +160,9 @@ def compare(config: PlanCompareConfig) -> tuple[LayoutForecast, LayoutForecast]:
     show_table(screen, "", ("", "A#", "B#", "B - A#"), cells)
     reasons = dict[str, None]()
     for name, query, forecast in zip("AB", queries, forecasts, strict=True):
-        error, assumed = time_error(query.hardware, config.model, query.gpus, forecast.step.unmeasured)
+        shares, assumed = time_range(query.hardware, config.model, query.gpus, forecast.step.unmeasured)
         reasons |= dict.fromkeys(assumed)
-        took = spread(forecast.step.total, error, format_seconds)
+        took = spread(forecast.step.total, shares, format_seconds)
         needs = fit(forecast.memory.total, query.memory_bytes)
         screen.print(
             f"{name}: {forecast.layout.label} on {query.gpus} GPUs; {took} a step; the fullest {needs}"

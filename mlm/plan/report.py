@@ -24,8 +24,9 @@ HOUR, DAY = 3600.0, 86400.0
 WIDTH = 100  # columns of the widest table
 MOST_UNMEASURED = 0.1
 """Share of the products' time that may be of sizes that were not measured."""
-UNKNOWN_ERROR = 0.5
-"""Error of a step's time where nothing like it was compared: as large as the largest on published runs."""
+UNCOMPARED = (0.83, 1.5)
+"""Shares of the predicted time between which nine tenths of published steps were: of what is like none."""
+Range = tuple[float, float]
 Row = Mapping[str, Any]
 
 
@@ -46,6 +47,7 @@ def as_row(
     counted, rate = (query.run.model, seq, batch), batch * seq / seconds
     per_gpu = 1 / (seconds * layout.gpus * 1e12)
     model = model_flops(*counted, layout.tp) * per_gpu
+    low, high = time_range(query.hardware, query.run.model, layout.gpus, step.unmeasured)[0]
     length = None if tokens is None else tokens / rate / share
     sizes = ("micro_batch", "global_batch")
     settings = {name: getattr(layout, name) for name in DEFAULTS if name not in sizes}
@@ -55,7 +57,8 @@ def as_row(
         "micro_batch_size": layout.micro_batch,
         "global_batch_size": layout.global_batch,
         "step_s": seconds,
-        "time_error": time_error(query.hardware, query.run.model, layout.gpus, step.unmeasured)[0],
+        "step_low_s": seconds * low,
+        "step_high_s": seconds * high,
         "tokens_per_s": rate,
         "model_tflops": model,
         "hardware_tflops": hardware_flops(*counted, layout.recompute, layout.tp) * per_gpu,
@@ -102,10 +105,10 @@ def fit(needed: float, capacity: float) -> str:
     return f"needs {gib(needed)} of {gib(capacity)}: {words}"
 
 
-def time_error(
+def time_range(
     hardware: HardwareConfig, model: ModelConfig, gpus: int, unmeasured: float = 0.0
-) -> tuple[float, list[str]]:
-    """Error of a step's time, as a fraction, and what it rests on that was not measured; 0 if all was.
+) -> tuple[Range, list[str]]:
+    """Range of a step's time, as shares of it, and what it rests on that was not measured; 1 if all was.
 
     `unmeasured` is that of `StepTime`.
     """
@@ -118,21 +121,24 @@ def time_error(
         assumed.append("the efficiency of matrix products of other sizes than were measured")
     if architecture_of(model).experts:
         assumed.append("even loads of experts")
-    known = None if hardware.is_calibrated or architecture_of(model).experts else hardware.time_error
-    return (known or UNKNOWN_ERROR if assumed else 0.0), assumed
+    if not assumed:
+        return (1.0, 1.0), assumed
+    compared = not (hardware.is_calibrated or architecture_of(model).experts)
+    return ((hardware.time_low, hardware.time_high) if compared else UNCOMPARED), assumed
 
 
 def time_caution(assumed: Iterable[str]) -> list[str]:
     """A line on what times rest on that was not measured."""
     reasons = " and ".join(assumed)
-    return [f"times are ranges, and speeds of their middle: they rest on {reasons}"] if reasons else []
+    caution = "times are ranges that held four of five published runs, and speeds are the prediction's"
+    return [f"{caution}: they rest on {reasons}"] if reasons else []
 
 
-def spread(value: float, error: float, form: Callable[[float], str]) -> str:
-    """`226-319 ms`: the range of a value by its error as a fraction; the value alone without one."""
-    if not error:
-        return form(value)
-    low, high = form(value / (1 + error)), form(value * (1 + error))
+def spread(value: float, shares: Range, form: Callable[[float], str]) -> str:
+    """`226-319 ms`: the range of a value between these shares of it; the value alone if both are 1."""
+    low, high = (form(value * share) for share in shares)
+    if low == high:
+        return low
     number, _, unit = low.partition(" ")
     return f"{number if high.endswith(f' {unit}') else low}-{high}"
 

@@ -22,7 +22,7 @@ from mlm.plan.hardware import (
     unmeasured,
 )
 from mlm.plan.layout import PlannedLayout
-from mlm.plan.report import as_row, format_seconds, spread, time_error
+from mlm.plan.report import as_row, format_seconds, spread, time_range
 from mlm.plan.search import Models
 from mlm.runs.config import PretrainConfig
 from mlm.tracking.summary import Predicted
@@ -108,8 +108,9 @@ def summary(run: Forecast) -> list[str]:
         words = f"needs {gib(run.memory)} of {gib(capacity)} per GPU"
     if run.step is not None and run.mfu is not None:
         name = f"{hardware.name}, {ranks} ranks" if ranks > 1 else hardware.name
-        error, assumed = time_error(hardware, run.query.run.model, ranks, run.step.unmeasured)
-        step, mfu = spread(run.step.total, error, format_seconds), spread(run.mfu, error, "{:.0%}".format)
+        shares, assumed = time_range(hardware, run.query.run.model, ranks, run.step.unmeasured)
+        step = spread(run.step.total, shares, format_seconds)
+        mfu = spread(run.mfu, (1 / shares[1], 1 / shares[0]), "{:.0%}".format)
         words += f"; {step} a step and {mfu} MFU expected ({'; '.join([name, *assumed])})"
     if run.memory <= capacity:
         return [words]

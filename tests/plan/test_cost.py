@@ -1,5 +1,6 @@
 """The time model: work is what modules do, the pipeline equals the simulator, parts sum to the whole."""
 
+import math
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -124,12 +125,32 @@ def test_full_recomputation_is_another_forward_pass_of_each_layer() -> None:
     assert twice.parts["recompute"] == pytest.approx(4 * MODEL.num_layers * forward)
 
 
-@pytest.mark.parametrize(("ranks", "hops"), [(2, 1), (3, 2), (4, 2), (8, 3)])
-def test_a_gather_passes_all_but_the_ranks_own_part_in_log2_hops(ranks: int, hops: int) -> None:
-    model = cost()
-    rate = 300e9 * model.hardware.efficiency.network
-    assert model.gather(1e9, ranks, 1) == pytest.approx(hops * 10e-6 + (ranks - 1) / ranks * 1e9 / rate)
-    assert model.gather(1e9, 1, 1) == 0.0
+@pytest.mark.parametrize(
+    ("ranks", "stride", "near", "far"), [(2, 1, 0, 0), (8, 1, 7, 0), (4, 8, 0, 3), (16, 4, 8, 7)]
+)
+def test_a_gather_passes_all_but_the_ranks_own_part_round_a_ring(
+    ranks: int, stride: int, near: int, far: int
+) -> None:
+    """NCCL's rings have k - 1 hops, of k ranks on n nodes n - 1 between nodes; all-reduces go up a tree."""
+    model = cost(64)
+    rate, latency = model.link(ranks, stride)
+    once = latency * math.ceil(math.log2(ranks)) + (ranks - 1) / ranks * 1e9 / rate
+    hops = near * 3.4e-6 + far * 14e-6
+    assert model.gather(1e9, ranks, stride) == pytest.approx(once + hops)
+    assert model.all_reduce(1e9, ranks, stride) == pytest.approx(2 * once)
+    assert model.gather(1e9, 1, 1) == model.gather(0.0, ranks, stride) == 0.0
+
+
+def test_sharded_layers_wait_for_a_ring_of_all_ranks_each() -> None:
+    """The same bytes for each of the ranks: 8 times the nodes, 8 times the hops, of 24 layers three times."""
+
+    def seconds(gpus: int) -> float:
+        layout = PlannedLayout(dp=gpus, zero=3, global_batch=gpus)
+        return cost(gpus, Software(overlaps_dp=False)).step(layout).parts["dp"]
+
+    more = seconds(1024) - seconds(128)
+    hops = (1024 - 128 - 112) * 3.4e-6 + 112 * 14e-6
+    assert more == pytest.approx(3 * 24 * (hops + 3 * 20e-6), rel=0.05)
 
 
 def test_communication_across_nodes_shares_their_network() -> None:
@@ -208,11 +229,11 @@ def test_the_last_message_is_never_hidden() -> None:
 
 @pytest.mark.parametrize(("zero", "reduce"), [(3, "last"), (3, "every"), (2, "last"), (2, "every")])
 def test_sharded_weights_are_gathered_as_often_as_they_are_used(zero: Any, reduce: Any) -> None:
-    """Where nothing hides it: with zero=3 twice a micro-batch, with zero=2 once a step."""
+    """Where nothing hides it: with zero=3 twice a micro-batch, with zero=2 once a step; layer by layer."""
     model, m = cost(software=Software(overlaps_dp=False)), 4
     layout = PlannedLayout(dp=4, zero=zero, zero_reduce=reduce, global_batch=4 * m)
-    elements = count_parameters(MODEL)
-    gather, scatter = model.gather(2 * elements, 4, 1), model.gather(4 * elements, 4, 1)
+    layers, elements = MODEL.num_layers, count_parameters(MODEL) / MODEL.num_layers
+    gather, scatter = (layers * model.gather(size * elements, 4, 1) for size in (2, 4))
     gathers, scatters = 2 * m if zero == 3 else 1, m if reduce == "every" else 1
     assert model.step(layout).parts["dp"] == pytest.approx(gathers * gather + scatters * scatter)
 
@@ -235,7 +256,8 @@ def test_replicas_divide_the_products_of_muon_and_send_their_results() -> None:
 
     products = 2 * (seconds(1) - seconds(2))
     assert products > 24 * 5 * 60 * MODEL.hidden_size**3 / 312e12
-    assert seconds(2) - seconds(4) == pytest.approx(products / 4)
+    hops = 24 * 3 * 3.4e-6  # of a message for each layer
+    assert seconds(2) - seconds(4) == pytest.approx(products / 4 - hops)
     rate = 300e9 * hardware().efficiency.network
     sent = 2 * 24 * 12 * MODEL.hidden_size**2 * 3 / 4 / rate
     assert seconds(4, 0, 300) - seconds(4, 0) == pytest.approx(sent, rel=0.01)

@@ -15,7 +15,7 @@ from mlm.plan import forecast as module
 from mlm.plan import run_forecast
 from mlm.plan.forecast import lines, most_of_small
 from mlm.plan.hardware import GIB, preset
-from mlm.plan.report import UNKNOWN_ERROR, format_seconds, spread, time_error
+from mlm.plan.report import UNCOMPARED, format_seconds, spread, time_range
 from mlm.plan.run_forecast import Forecast, forecast, summary
 from mlm.runs.config import PretrainConfig
 from mlm.tracking.runs import RunRecords, read_run
@@ -44,32 +44,34 @@ def test_the_line_names_memory_and_mfu_of_the_layout() -> None:
     found = of_8b(512, "tp=8", "dp=64")
     step = found.step.total if found.step else 0
     (line,) = summary(found)
+    took = spread(step, (0.92, 1.42), format_seconds)
+    mfu = spread(found.mfu or 0, (1 / 1.42, 1 / 0.92), "{:.0%}".format)
     assert line == (
-        f"needs {found.memory / GIB:.1f} GiB of 79.2 GiB per GPU; {spread(step, 0.1, format_seconds)} a step "
-        f"and {spread(found.mfu or 0, 0.1, '{:.0%}'.format)} MFU expected (DGX A100 80GB, 512 ranks; "
+        f"needs {found.memory / GIB:.1f} GiB of 79.2 GiB per GPU; {took} a step "
+        f"and {mfu} MFU expected (DGX A100 80GB, 512 ranks; "
         "constants of other programs (`mlm plan calibrate` measures this one's))"
     )
 
 
 def test_what_was_not_measured_makes_ranges() -> None:
-    """By the error on other runs where one is known; of links and loads of experts none is."""
+    """By the quantiles of published runs; nothing was compared of links and loads of experts."""
     dense, experts = (config_of(f"model={name}").model for name in ("gpt2_8b", "mixtral_8x7b"))
     measured = replace(A100, is_calibrated=True)
-    assert time_error(A100, dense, 8)[0] == 0.1
-    assert time_error(replace(A100, time_error=None), dense, 8)[0] == UNKNOWN_ERROR
-    assert time_error(measured, dense, 512) == (0.0, [])
+    exact = ((1.0, 1.0), [])
+    assert time_range(A100, dense, 8)[0] == (0.92, 1.42)
+    assert time_range(measured, dense, 512) == exact
     one_node = replace(measured, network_is_assumed=True)
-    assert time_error(one_node, dense, 8) == (0.0, [])
-    assert time_error(one_node, dense, 16)[0] == UNKNOWN_ERROR
-    assert time_error(measured, dense, 8, 0.05) == (0.0, [])
-    (unmeasured,) = time_error(measured, dense, 8, 0.2)[1]
+    assert time_range(one_node, dense, 8) == exact
+    assert time_range(one_node, dense, 16)[0] == UNCOMPARED
+    assert time_range(measured, dense, 8, 0.05) == exact
+    (unmeasured,) = time_range(measured, dense, 8, 0.2)[1]
     assert unmeasured.startswith("the efficiency of matrix products of other sizes")
-    assert time_error(measured, experts, 8) == (UNKNOWN_ERROR, ["even loads of experts"])
-    assert len(time_error(A100, experts, 8)[1]) == 2
-    assert spread(2.0, 0.25, format_seconds) == "1.6-2.5 s"
-    assert spread(0.9, 0.25, format_seconds) == "720 ms-1.12 s"
-    assert spread(0.4, 0.25, "{:.0%}".format) == "32%-50%"
-    assert spread(2.0, 0.0, format_seconds) == "2 s"
+    assert time_range(measured, experts, 8) == (UNCOMPARED, ["even loads of experts"])
+    assert len(time_range(A100, experts, 8)[1]) == 2
+    assert spread(2.0, (0.8, 1.54), format_seconds) == "1.6-3.08 s"
+    assert spread(0.9, (0.8, 1.25), format_seconds) == "720 ms-1.12 s"
+    assert spread(0.4, (0.8, 1.25), "{:.0%}".format) == "32%-50%"
+    assert spread(2.0, (1.0, 1.0), format_seconds) == "2 s"
 
 
 def test_a_layout_that_does_not_fit_names_the_command_that_finds_others() -> None:
