@@ -155,9 +155,11 @@ def pip(words: Words) -> None:
 
 def sbatch(words: Words) -> None:
     """The script exists, and what it starts composes."""
-    assert words[0] == "scripts/slurm/pretrain.sbatch"
+    started = {"pretrain.sbatch": ["pretrain"], "data_build.sbatch": ["data", "build", "executor=ray"]}
+    folder, _, name = words[0].rpartition("/")
+    assert folder == "scripts/slurm"
     assert (ROOT / words[0]).exists()
-    compose(["pretrain", *words[1:]])
+    compose([*started[name], *words[1:]])
 
 
 def activate(words: Words) -> None:

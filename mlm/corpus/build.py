@@ -18,7 +18,8 @@ from mlm.corpus.read.shards import group, input_lines, split_inputs, with_digest
 from mlm.corpus.stages.passages import plan_passages
 from mlm.corpus.stages.plan import EVALUATION, BuildPlan, make_plan, shard_bytes
 from mlm.corpus.stages.publish import count_documents, publish, reject_empty_parts, summary, write_rejected
-from mlm.corpus.stages.run import run_stages
+from mlm.corpus.stages.ray_executor import RayExecutor, executor_problems
+from mlm.corpus.stages.run import Executor, LocalExecutor, run_stages
 from mlm.data.corpus_files import MARKER, TOKENIZER, parse_split
 from mlm.data.receipt import INPUTS, RECEIPT, Receipt, damaged_file, read_receipt, write_receipt
 from mlm.data.tokenizer import Tokenizer
@@ -68,7 +69,7 @@ def run_build(config: DataBuildConfig, screen: Console | None = None) -> Receipt
             size = shard_bytes(sum(item.bytes for item in inputs))
             shards = split_inputs(inputs, size)
             plan = make_plan(config, work, shards, group(shards, size), made_of)
-            write_atomic(out / MARKER, b"")
+            write_atomic(out / MARKER, os.urandom(8))  # by which nodes know the folder
             receipt = build(plan, inputs, listing.account(), made_of, out, screen)
         if config.dedup.enabled and not config.decontaminate.against:
             screen.print(
@@ -81,13 +82,14 @@ def run_build(config: DataBuildConfig, screen: Console | None = None) -> Receipt
 
 
 def preflight(config: DataBuildConfig) -> list[str]:
-    """Return problems of the folders to write; called before the input is read."""
+    """Return problems of the folders to write and of the executor; called before the input is read."""
     try:
         tokenizer = Tokenizer.load(config.tokenizer, eod=config.eod)
     except UserError as error:
         return list(error.problems)
     folders = claims(config, tokenizer)
-    return [problem for folder, claim in folders for problem in claim_problems(folder, **claim)]
+    problems = [problem for folder, claim in folders for problem in claim_problems(folder, **claim)]
+    return [*problems, *executor_problems(config.executor)]
 
 
 def claims(config: DataBuildConfig, tokenizer: Tokenizer) -> list[tuple[Path, dict[str, Any]]]:
@@ -113,18 +115,19 @@ def build(
     screen: Console,
 ) -> Receipt:
     config = plan.config
-    run_stages(plan, config.workers or available_cores())
-    facts = count_documents(plan)
-    if (split := plan_passages(plan, facts["splits"])) is not None:
-        run_stages(plan := split, config.workers or available_cores())
+    with make_executor(config, screen) as executor:
+        run_stages(plan, executor)
         facts = count_documents(plan)
-        number = facts["passages"]["documents"]
-        few = f"{number} documents are" if number > 1 else "one document is"
-        off = "; filter.min_tokens=auto is off for them" if config.filter.min_tokens == "auto" else ""
-        screen.print(
-            f"{few} too few for split={config.split}: split into consecutive passages, train first, at ends "
-            f"of paragraphs if there are any{off}"
-        )
+        if (split := plan_passages(plan, facts["splits"])) is not None:
+            run_stages(plan := split, executor)
+            facts = count_documents(plan)
+            number = facts["passages"]["documents"]
+            few = f"{number} documents are" if number > 1 else "one document is"
+            off = "; filter.min_tokens=auto is off for them" if config.filter.min_tokens == "auto" else ""
+            screen.print(
+                f"{few} too few for split={config.split}: split into consecutive passages, train first, at "
+                f"ends of paragraphs if there are any{off}"
+            )
     facts |= {"not_read": not_read}
     reject_empty_parts(plan, facts)
     names = publish(plan, out)
@@ -134,6 +137,12 @@ def build(
     (out / MARKER).unlink()
     screen.print(summary(out, receipt))
     return receipt
+
+
+def make_executor(config: DataBuildConfig, screen: Console) -> Executor:
+    if config.executor.kind == "ray":
+        return RayExecutor(config.executor.address, config.workers, screen)
+    return LocalExecutor(config.workers or available_cores())
 
 
 def ingredients(

@@ -114,6 +114,17 @@ class DecontaminateConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutorConfig:
+    """What runs the tasks of a build. Never changes the output."""
+
+    kind: Literal["local", "ray"] = "local"
+    """local: processes of this machine; ray: all nodes of a Ray cluster, which share the folders of input
+    and out. Needs mlm[ray]."""
+    address: Annotated[str | None, OnlyIf("kind", "ray")] = None
+    """HOST:PORT of the cluster's head; null takes RAY_ADDRESS, else the cluster that this machine is in."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataBuildConfig:
     """The run spec of `mlm data build`: text to a clean corpus in Megatron's .bin/.idx."""
 
@@ -155,10 +166,12 @@ class DataBuildConfig:
     sentences: bool = False
     """One sequence per sentence, as BERT samples need. Needs mlm[data]."""
     workers: Annotated[int | None, POSITIVE] = None
-    """Processes; null means one for each core. Never changes the output."""
+    """Tasks at a time; null means one for each core, with executor=ray of all nodes. Never changes the
+    output."""
     memory_gb: Annotated[float, POSITIVE] = 1.0
     """10^9 bytes of memory that a worker takes to compare documents with one another; with less, files are
     read more often. Never changes the output."""
+    executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     normalise: NormaliseConfig = field(default_factory=NormaliseConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
     dedup: DedupConfig = field(default_factory=DedupConfig)

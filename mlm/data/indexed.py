@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mlm.data.stored_corpus import StoredTokens, stored_pointer, stored_tokens
 from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.files import copy_bytes, digest_file, fsync_directory, sampled_digest, sync
+from mlm.util.files import copy_bytes, digest_file, fsync_directory, partial_path, sampled_digest, sync
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -219,14 +219,18 @@ class IndexedWriter:
         self.prefix, self.dtype = Path(prefix), dtype
         self.num_documents = self.num_sequences = self.num_tokens = 0
         self._open = ExitStack()
+        self._partial = {
+            suffix: partial_path(self.prefix.with_name(self.prefix.name + suffix))
+            for suffix in (".bin", ".lengths", ".documents", ".idx")
+        }
 
     def __enter__(self) -> "IndexedWriter":
         with ExitStack() as opening:
-            for suffix in (".bin", ".lengths", ".documents", ".idx"):
-                opening.callback(self._partial(suffix).unlink, missing_ok=True)
+            for path in self._partial.values():
+                opening.callback(path.unlink, missing_ok=True)
             # a large buffer: fewer system calls than documents
             self._bin, self._lengths, self._documents = (
-                opening.enter_context(open(self._partial(suffix), "w+b", buffering=1 << 18))
+                opening.enter_context(open(self._partial[suffix], "w+b", buffering=1 << 18))
                 for suffix in (".bin", ".lengths", ".documents")
             )
             self._documents.write(POSITION.pack(0))
@@ -284,22 +288,19 @@ class IndexedWriter:
         self._documents.flush()
         self._lengths.seek(0)
         code, position = next(code for code, dtype in DTYPES.items() if dtype == self.dtype), 0
-        with open(self._partial(".idx"), "wb") as f:
+        with open(self._partial[".idx"], "wb") as f:
             f.write(HEADER.pack(MAGIC, VERSION, code, self.num_sequences, self.num_documents + 1))
-            copy_bytes(self._partial(".lengths"), f, 4 * self.num_sequences)
+            copy_bytes(self._partial[".lengths"], f, 4 * self.num_sequences)
             while block := self._lengths.read(4 * CHUNK):
                 sizes = np.frombuffer(block, dtype="<i4").astype(np.int64) * self.dtype.itemsize
                 ends = position + np.cumsum(sizes)
                 f.write((ends - sizes).astype("<i8").tobytes())
                 position = int(ends[-1])
-            copy_bytes(self._partial(".documents"), f, POSITION.size * (self.num_documents + 1))
+            copy_bytes(self._partial[".documents"], f, POSITION.size * (self.num_documents + 1))
             sync(f)
         sync(self._bin)
         # An .idx vouches for its .bin: the old one is removed first and the new one written last.
         idx_path(self.prefix).unlink(missing_ok=True)
-        os.replace(self._partial(".bin"), bin_path(self.prefix))
-        os.replace(self._partial(".idx"), idx_path(self.prefix))
+        os.replace(self._partial[".bin"], bin_path(self.prefix))
+        os.replace(self._partial[".idx"], idx_path(self.prefix))
         fsync_directory(self.prefix.parent)
-
-    def _partial(self, suffix: str) -> Path:
-        return self.prefix.with_name(f".{self.prefix.name}{suffix}.{os.getpid()}.partial")

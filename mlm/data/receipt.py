@@ -50,14 +50,19 @@ def read_receipt(folder: Path) -> Receipt | None:
 
 def write_receipt(folder: Path, facts: Receipt, files: list[str]) -> Receipt:
     """Write corpus.json: settings and inputs, counts, and digests of its files. Raises OSError."""
-    packages = ("mlm", "tokenizers", "numpy", "ftfy", "rensa")
     receipt = {
         **facts,
         "files": {name: file_entry(folder / name) for name in files},
-        "versions": {"python": platform.python_version()} | {name: version_of(name) for name in packages},
+        "versions": versions(),
     }
     write_atomic(folder / RECEIPT, dump_json(receipt))
     return receipt
+
+
+def versions() -> dict[str, str]:
+    """Return the releases of Python and of the packages that a corpus's content depends on."""
+    packages = ("mlm", "tokenizers", "numpy", "ftfy", "rensa")
+    return {"python": platform.python_version()} | {name: version_of(name) for name in packages}
 
 
 def version_of(package: str) -> str:

@@ -35,11 +35,7 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
         mode = path.stat().st_mode
     if mode is not None and not stat.S_ISREG(mode):
         raise not_regular_error(path, mode)
-    # hidden while it is written, with as much of the name as a file system allows
-    end = f".{os.getpid()}.partial"
-    name = os.fsencode(path.name)[: LONGEST_NAME - len(end) - 1]
-    partial = path.with_name(f".{os.fsdecode(name)}{end}")
-    partial.unlink(missing_ok=True)  # of a killed process with this id
+    partial = partial_path(path)
     try:
         with open(partial, "xb") as f:
             if callable(content):
@@ -56,6 +52,16 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
         partial.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def partial_path(path: Path) -> Path:
+    """Return a hidden name for a file while it is written, .NAME.DIGITS.partial.
+
+    No other process takes it, of this host or of another that shares the folder and has the same process ids.
+    """
+    end = f".{int.from_bytes(os.urandom(6))}.partial"
+    name = os.fsencode(path.name)[: LONGEST_NAME - len(end) - 1]  # as much as a file system allows
+    return path.with_name(f".{os.fsdecode(name)}{end}")
 
 
 def file_type(mode: int) -> str:

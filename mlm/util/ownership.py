@@ -247,10 +247,10 @@ def _delete(path: Path, inside: Sequence[str]) -> None:
 
 
 def _is_partial(name: str, patterns: Iterable[str]) -> bool:
-    """True for an incomplete file that a kill left (`write_atomic`): .NAME.PID.partial."""
-    stem, dot, pid = name.removeprefix(".").removesuffix(".partial").rpartition(".")
+    """True for an incomplete file that a kill left (`partial_path`): .NAME.DIGITS.partial."""
+    stem, dot, digits = name.removeprefix(".").removesuffix(".partial").rpartition(".")
     hidden = name.startswith(".") and name.endswith(".partial")
-    return hidden and bool(dot) and pid.isdigit() and matches_any(stem, (*patterns, MARKER))
+    return hidden and bool(dot) and digits.isdigit() and matches_any(stem, (*patterns, MARKER))
 
 
 # ---- places that are never ours

@@ -25,7 +25,9 @@ RECIPES = groups(CONFIG_DIR)["recipe"]
 TASKS = groups(CONFIG_DIR)["task"]
 HARDWARE = groups(CONFIG_DIR)["hardware"]
 GROUPS = {
-    group: names for group, names in groups(CONFIG_DIR).items() if group not in ("recipe", "task", "hardware")
+    group: names
+    for group, names in groups(CONFIG_DIR).items()
+    if group not in ("recipe", "executor", "task", "hardware")
 }  # of `pretrain`
 V1_LAYOUTS = {"v1_1_2b": 64, "v1_2_5b": 128, "v1_4_2b": 256, "v1_8_3b": 512}  # GPUs, figure 5
 SC21 = {  # arXiv:2104.04473, table 1: billions of parameters as printed, GPUs
@@ -69,6 +71,13 @@ def test_shipped_recipe_composes_into_a_build_without_problem(name: str) -> None
     config = load_config("data_build", ["input=i", "tokenizer=t", "out=o", f"recipe={name}"])
     assert check_build(config) == []
     assert config.dedup.enabled == (name != "plain")
+
+
+@pytest.mark.parametrize("name", groups(CONFIG_DIR)["executor"])
+def test_shipped_executor_composes_into_a_build_without_problem(name: str) -> None:
+    config = load_config("data_build", ["input=i", "tokenizer=t", "out=o", f"executor={name}"])
+    assert check_build(config) == []
+    assert config.executor.kind == name
 
 
 @pytest.mark.parametrize("name", thinned(HARDWARE, 3))

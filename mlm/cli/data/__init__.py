@@ -72,6 +72,8 @@ COMMANDS = (
             mlm data build data=text tokenizer=corpus out=corpus recipe=plain
             # Compressed files, split by documents
             mlm data build 'data=web/*.jsonl.zst' tokenizer=gpt2 out=corpus split=0.9/0.05/0.05
+            # On all nodes of a Ray cluster, which share the folders
+            mlm data build data=/shared/web tokenizer=gpt2 out=/shared/corpus executor=ray
         """,
         aliases={"data": "input"},
         keys="""

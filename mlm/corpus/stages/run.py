@@ -1,7 +1,8 @@
 """Running the tasks of a build: all stages, one after the other, with progress.
 
-They run in the standard library's process pool: datatrove's executor waits for ever for a task whose worker
-was killed, and when its own process is killed leaves another running.
+An executor does the tasks of a stage: processes of this machine here, a Ray cluster in ray_executor.py. The
+processes are the standard library's pool: datatrove's executor waits for ever for a task whose worker was
+killed, and when its own process is killed leaves another running.
 """
 
 import multiprocessing.forkserver
@@ -13,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import Protocol, Self
 
 from mlm.corpus.stages import clean as clean_stage
 from mlm.corpus.stages import group as group_stage
@@ -22,6 +24,20 @@ from mlm.corpus.stages.plan import BuildPlan, BuildStage
 from mlm.corpus.stages.publish import merge
 from mlm.util.errors import UserError
 from mlm.util.terminal import Advance, progress_bar
+
+
+class Executor(Protocol):
+    """What does tasks, in a `with` block; leaving it by an exception ends those in progress."""
+
+    def run(self, plan: BuildPlan, stage: BuildStage, tasks: list[int], advance: Advance) -> None:
+        """Do the given tasks of a stage, in any order. `advance` receives 1 for each.
+
+        Raises UserError for bad input and for workers that are lost.
+        """
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
 
 
 def run_task(plan: BuildPlan, stage: str, task: int) -> None:
@@ -38,22 +54,27 @@ def run_task(plan: BuildPlan, stage: str, task: int) -> None:
     functions[stage](plan, task)
 
 
-def run_stages(plan: BuildPlan, workers: int) -> None:
+def run_stages(plan: BuildPlan, executor: Executor) -> None:
     """Run the unfinished tasks of every stage. Raises UserError for bad input, KeyboardInterrupt."""
-    with Workers(workers) as pool:
-        for number, stage in enumerate(plan.stages.values(), 1):
-            stage.folder.mkdir(parents=True, exist_ok=True)
-            for partial in stage.folder.glob(".*.partial"):  # of a task that was killed
-                partial.unlink(missing_ok=True)
-            tasks = [task for task in range(stage.tasks) if not stage.is_done(task)]
-            if stage.tasks == len(plan.shards):
-                tasks.sort(key=plan.size_of, reverse=True)  # the last to finish is then a short one
-            with progress_bar(f"{number}/{len(plan.stages)} {stage.name}", len(tasks)) as advance:
-                pool.run(plan, stage, tasks, advance)
+    for number, stage in enumerate(plan.stages.values(), 1):
+        stage.folder.mkdir(parents=True, exist_ok=True)
+        for partial in stage.folder.glob(".*.partial"):  # of a task that was killed
+            partial.unlink(missing_ok=True)
+        # Markers that are there: a client of NFS remembers a file that it looked for in vain.
+        markers = set(os.listdir(stage.folder))
+        tasks = [
+            task
+            for task in range(stage.tasks)
+            if stage.marker(task).name not in markers or not stage.is_done(task)
+        ]
+        if stage.tasks == len(plan.shards):
+            tasks.sort(key=plan.size_of, reverse=True)  # the last to finish is then a short one
+        with progress_bar(f"{number}/{len(plan.stages)} {stage.name}", len(tasks)) as advance:
+            executor.run(plan, stage, tasks, advance)
 
 
-class Workers:
-    """Worker processes, started when first needed; they end when this process does."""
+class LocalExecutor:
+    """Worker processes of this machine, started when first needed; they end when this process does."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -64,7 +85,6 @@ class Workers:
         self._pool: ProcessPoolExecutor | None = None
 
     def run(self, plan: BuildPlan, stage: BuildStage, tasks: list[int], advance: Advance) -> None:
-        """Do the given tasks of a stage, in any order. `advance` receives 1 for each."""
         if self.count == 1 or len(tasks) <= 1:
             for task in tasks:  # here, where `tokenizers` may use all cores
                 run_task(plan, stage.name, task)
@@ -90,7 +110,7 @@ class Workers:
                 f"memory: set fewer, and run this again: finished tasks are kept"
             ) from error
 
-    def __enter__(self) -> "Workers":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

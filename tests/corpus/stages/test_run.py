@@ -13,7 +13,7 @@ import pytest
 
 from mlm.corpus.stages import run
 from mlm.corpus.stages.plan import BuildPlan, BuildStage
-from mlm.corpus.stages.run import Workers
+from mlm.corpus.stages.run import LocalExecutor
 from mlm.util.errors import UserError
 from tests.slow import slow_but
 
@@ -64,7 +64,7 @@ def test_a_killed_worker_is_reported_in_a_line_and_ends_the_others(
 ) -> None:
     monkeypatch.setattr(run, "run_task", killed_or_long)
     said = r"workers=2: a worker was killed in stage clean"
-    with pytest.raises(UserError, match=said), Workers(2) as workers:
+    with pytest.raises(UserError, match=said), LocalExecutor(2) as workers:
         workers.run(cast(BuildPlan, FolderAsPlan(tmp_path)), BuildStage("clean", 2, tmp_path), [0, 1], int)
     assert len(pids_in(tmp_path)) == 2
     wait_until_gone(pids_in(tmp_path))
@@ -80,7 +80,7 @@ from tests.corpus.stages.test_run import FolderAsPlan, long
 run.run_task = long
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 path = Path(sys.argv[1])
-with run.Workers(2) as workers:
+with run.LocalExecutor(2) as workers:
     workers.run(FolderAsPlan(path), BuildStage("clean", 2, path), [0, 1], int)
 """
 
