@@ -26,6 +26,7 @@ STEPS = (
     Step("nccl", "Collectives and FSDP2 on one rank", "gpu.nccl:run", 90, 15),
     Step("waits", "Places where a step waits for the device", "gpu.waits:run", 90, 20),
     Step("stacks", "Training speed as shipped: small, 8B-like, mixtures, 8 bits", "gpu.stacks:run", 420, 240),
+    Step("peers", "The same models by transformers, and torchao", "gpu.stacks:run_peers", 420, 150),
     Step("speed-1.2b", "Training speed of GPT-2 1.2B", "gpu.speed:run_1_2b", 150, 60),
     Step("switches", "The 1.2B step with each gain on or off, and in 8 bits", "gpu.switches:run", 300, 140),
     Step("speed-124m", "Training speed of GPT-2 124M", "gpu.speed:run_124m", 90, 35),
