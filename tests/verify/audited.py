@@ -171,6 +171,18 @@ def no_loss(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
     return AuditSubject(module=nn.Linear(4, 4), batch=torch.ones(3, 4))
 
 
+class Grouped(nn.Linear):
+    """Experts as in mixtures of transformers: their product has no float64."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([len(x)], dtype=torch.int32)
+        return torch.nn.functional.grouped_mm(x, self.weight.T[None], offs=ends)
+
+
+def lacks_float64(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
+    return AuditSubject(module=Grouped(16, 16), batch=torch.ones(16, 16), loss=lambda y: y.square().mean())
+
+
 def uneven(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
     """Ranks hold 3 of 8 columns each."""
     tp = mesh["tp"].get_group()

@@ -133,6 +133,7 @@ def test_axes_are_audited_alone_where_the_layout_parts() -> None:
             ("changes_batch", "the subject changes its batch in place"),
             ("absent", " has no absent; type FILE.py:FUNCTION"),
             ("HIDDEN", "the subject fails in build on one process: TypeError: 'int' object is not callable"),
+            ("lacks_float64", "got Double; build it in float32, this operation has no float64"),
             ("not_finite", "the output of 1 in step 1 is not finite on one process either"),
             (
                 "no_loss",

@@ -215,7 +215,8 @@ class World:
         if "cuda" in text.lower():
             return f"the subject needs CUDA ({text}); build it on mesh.device_type, which is cpu here"
         if self.size == 1:
-            return f"the subject fails in {state} on one process: {text}"
+            fix = "; build it in float32, this operation has no float64" if "got Double" in text else ""
+            return f"the subject fails in {state} on one process: {text}{fix}"
         others = "" if len(own) == self.size else "; other ranks do not"
         return f"rank {rank} of {self.size} fails in {state}: {text}{others}"
 
