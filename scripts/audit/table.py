@@ -22,6 +22,11 @@ PARALLEL = ({"tp": 2}, {"dp": 2}, {"tp": 2, "dp": 2}, {"pp": 2}, {"tp": 2, "pp":
 HEALTHY = (
     *(("plain_trainer", "build", layout) for layout in PARALLEL),
     ("plain_trainer", "healthy_sequence_parallel", {"tp": 4, "dp": 2}),
+    ("gqa_trainer", "build", {"tp": 2, "dp": 2}),
+    ("gqa_trainer", "build", {"cp": 2}),
+    ("gqa_trainer", "healthy_float32_norms", {"tp": 2}),
+    ("gqa_trainer", "healthy_bf16_norms", {"tp": 2}),
+    ("gqa_trainer", "healthy_bf16_norms", {"dp": 2, "cp": 2}),
     ("healthy", "torch_ddp", {"dp": 2}),
     ("healthy", "torch_fsdp2", {"dp": 2}),
     ("healthy", "torch_tp", {"tp": 2}),
@@ -51,7 +56,7 @@ HEALTHY = (
     ("grouped", "fsdp2_beside_tp", {"tp": 2, "dp": 2}),
     *(("picotron_llama", "build", layout) for layout in PARALLEL[:4] if "PICOTRON" in os.environ),
 )
-TP, DP, PP = {"tp": 2}, {"dp": 2}, {"pp": 2}
+TP, DP, PP, CP = {"tp": 2}, {"dp": 2}, {"pp": 2}, {"cp": 2}
 PLANTED = (
     ("mlp_output_not_reduced", TP, "missing all-reduce"),
     ("attention_output_reduced_twice", TP, "doubled all-reduce"),
@@ -67,7 +72,7 @@ PLANTED = (
     ("sequence_gather_order", TP, "shards permuted"),
     ("norm_gradients_not_reduced", TP, "gradients not summed"),
     ("sum_over_replicas", DP, "unscaled mean"),
-    ("mean_of_local_means", DP, "wrong reduction"),
+    ("mean_of_local_means", DP, "divided by local tokens"),
     ("replicas_not_reduced", DP, "gradients not reduced"),
     ("tied_not_summed", PP, "tied weights not summed"),
     ("norm_misses_shards", TP, "norm misses parameters"),
@@ -77,7 +82,37 @@ PLANTED = (
     ("dropout_equal", TP, "dropout streams"),
     ("dropout_apart", TP, "dropout streams"),
     ("rate_by_rank", DP, "replicas drift"),
-    ("position_offset", TP, "depends on the rank"),
+    ("position_offset", TP, "positions begin again"),
+)
+GQA = (
+    ("gradients_in_bf16", DP, "reduction in a narrow format"),
+    ("decay_twice_beside_bf16_norms", TP, "weight decay"),
+    ("norm_skips_kv", TP, "norm misses parameters"),
+    ("z_loss_of_own_vocabulary", TP, "local statistics"),
+    ("smoothing_over_own_vocabulary", TP, "local statistics"),
+    ("mask_of_own_rows", CP, "positions begin again"),
+    ("loss_times_own_count", DP, "divided by local tokens"),
+    ("kv_gradients_of_own_queries", CP, "gradients not summed"),
+    ("norm_of_roots", TP, "norm of roots"),
+    ("labels_shifted_in_chunks", CP, "labels at the ends of chunks"),
+    ("positions_begin_again", CP, "positions begin again"),
+    ("same_samples", DP, "the same part on each rank"),
+    ("keys_of_own_tokens", CP, "part taken for all"),
+    ("gate_and_up_in_one_block", TP, "shards permuted"),
+    ("no_decay_on_a_rank", TP, "replicas drift"),
+    ("rate_times_replicas", DP, "update scaled"),
+    ("norm_without_table", TP, "norm misses parameters"),
+    ("head_summed_twice", DP, "unscaled mean"),
+    ("stale_half", DP, "replicas drift"),
+    ("row_products_in_bf16", TP, "reduction in a narrow format"),
+    ("input_gradient_averaged", TP, "averaged instead of summed"),
+    ("cp_not_reduced", CP, "gradients not summed"),
+    ("clip_by_own_norm", TP, "replicas drift"),
+    ("update_before_reduction", DP, "gradients not reduced"),
+    ("norms_not_reduced_over_cp", CP, "gradients not summed"),
+    # found, without a cause: no hypothesis reproduces them
+    ("scale_of_own_width", TP, "depends on the layout"),
+    ("kv_repeated_by_rank", TP, "depends on the layout"),
 )
 CORE = (
     ("label_smoothing", TP, "local statistics"),
@@ -90,6 +125,7 @@ GROUPED = (("heads_not_summed", {"tp": 4}, "gradients not summed"),)
 BUGS = (
     *(("grouped", *case) for case in GROUPED),
     *(("plain_trainer", *case) for case in PLANTED),
+    *(("gqa_trainer", *case) for case in GQA),
     *(("core", *case) for case in CORE),
     *(("picotron_llama", *case) for case in PICOTRON),
 )

@@ -116,6 +116,23 @@ def test_audit_names_the_place_and_the_cause(
     assert (finding.place, finding.cause) == (place, cause)
 
 
+@pytest.mark.parametrize(
+    ("bug", "layout", "cause"),
+    slow_but(
+        {0}, [case for case in table.GQA if case[0] in ("gradients_in_bf16", "decay_twice_beside_bf16_norms")]
+    ),
+)
+def test_one_narrow_format_does_not_hide_an_error_elsewhere(
+    bug: str, layout: dict[str, int], cause: str
+) -> None:
+    found = outcomes(bug, file=table.HERE / "gqa_trainer.py", **layout)
+    assert isinstance(found, list), found
+    finding = found[0].finding
+    assert finding is not None
+    assert finding.cause == cause
+    assert "bf16" in found[0].rounding
+
+
 @pytest.mark.slow
 def test_axes_are_audited_alone_where_the_layout_parts() -> None:
     found = outcomes("replicas", tp=2, dp=2)
@@ -220,6 +237,7 @@ def test_audit_of_other_code_names_its_bugs_and_nothing_of_what_is_right(
 ) -> None:
     if file not in (
         "plain_trainer",
+        "gqa_trainer",
         "healthy",
         "schedules",
     ):  # they replace functions of torch, or load a model

@@ -44,3 +44,5 @@ BACKWARD = (
     "key-value heads) over tp, experts over the ranks that hold the same ones"
 )
 """Of a wrong gradient there: the first in backward."""
+NEITHER = "it is no sum, mean, multiple or order of what ranks have"
+"""Of a difference that no hypothesis reproduces."""

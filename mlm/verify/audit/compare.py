@@ -2,13 +2,15 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from mlm.util.errors import UserError
+from mlm.verify.audit.formats import EPS
 from mlm.verify.audit.parts import (
     SPLIT_AXES,
     How,
@@ -29,6 +31,10 @@ from mlm.verify.verdict import FLOOR, TOLERANCES
 ROUNDING = 1e-10
 """Fraction of a model's largest gradient below which an element of one holds rounding in float64. Keys'
 biases are such: softmax cancels them, so that their true gradient is zero."""
+SPREADS = 3.0
+"""Differences between one process and its runs with other rounding that a layout may differ by."""
+LAYOUT_ONLY = 64 * EPS["fp32"]
+"""Rounding of a tensor where a layout alone computes in float32, as buckets of gradients do."""
 
 Layout = Mapping[str, int]
 Ranks = dict[tuple[int, ...], Record]
@@ -58,9 +64,11 @@ class Location:
 class Comparison:
     """Every tensor that both have, compared in the order of the reference's computation.
 
+    `spreads` say how far runs of one process whose narrow formats round otherwise are apart: a tensor's
+    tolerance, and without narrow formats it is that of float64.
     Of our trainer, `lr_sum` is the unit of weights: its learning rates added up; `eps` is the optimizer's.
-    Its loss is the global batch's on every rank, which others' need not be. Raises UserError where names do
-    not match.
+    Its loss is the global batch's on every rank, which others' need not be, and tolerances are its format's.
+    Raises UserError where names do not match.
     """
 
     def __init__(
@@ -69,17 +77,27 @@ class Comparison:
         ranks: Ranks,
         layout: Layout,
         *,
+        spreads: Mapping[tuple[int, str, str, int], float] = MappingProxyType({}),
         lr_sum: float | None = None,
         eps: float = 0.0,
     ) -> None:
-        self.layout, self.reference, self.ranks = layout, reference, ranks
+        self.layout, self.reference, self.ranks, self.spreads = layout, reference, ranks, spreads
         self.lr_sum, self.eps = lr_sum, eps
         self.replicas = layout["dp"] * layout["cp"]
+        self.replayed: dict[Key, Tensor] = {}
+        """Outputs of modules of one process under hypotheses."""
         self.locations: list[Location] = []
         self.skipped: list[str] = []
         """What could not be compared, and why, for each step."""
         formats = list(TOLERANCES)
         self.precision = max((r.precision for r in (reference, *ranks.values())), key=formats.index)
+        self.layout_formats = {
+            (place, name)
+            for record in ranks.values()
+            for place, name in record.formats.items()
+            if formats.index(name) > formats.index(reference.formats.get(place, "fp64"))
+        }
+        """Places at which ranks compute in a narrower format than one process, and that."""
         self._largest: dict[tuple[int, str], float] = {}
         self._calls = {
             id(record): Counter((k.step, k.kind, k.name, k.item) for k in record.tensors)
@@ -123,18 +141,43 @@ class Comparison:
         begin = self.reference.tensors.get(Key(0, "initial", key.name))
         return 0.0 if begin is None else difference(self.reference.tensors[key], begin)
 
+    @property
+    def rounding(self) -> str:
+        """What rounding may hide, in words; empty where all is float64."""
+        formats = self.reference.formats | dict(self.layout_formats)
+        if not formats:
+            return ""
+        places = list(dict.fromkeys(place or "the whole module" for place in formats))
+        more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+        words = (
+            (KINDS[kind], max(p.limit for p in self.locations if p.key.kind == kind))
+            for kind in KINDS
+            if any(p.key.kind == kind for p in self.locations) and kind != "initial"
+        )
+        bounds = ", ".join(f"{limit:.1g} of the {kind}" for kind, limit in words)
+        return f"{self.precision} in {', '.join(places[:3])}{more}, which hides errors below {bounds}"
+
     def _unit_and_limit(self, key: Key, whole: Tensor) -> tuple[float, float]:
         """The size in which a difference is measured, and the tolerance in it."""
-        tolerance = TOLERANCES[self.precision]
+        is_ours = self.lr_sum is not None
+        tolerance = TOLERANCES[self.precision if is_ours else "fp64"]
         size, floor = magnitude(whole), FLOOR * self._largest[key[:2]]
+        unit, limit = max(size, floor) or 1.0, tolerance.gradient if key.step == 0 else tolerance.later
         if key.kind == "loss":
-            return 1.0 if self.lr_sum is not None else max(size, 1.0), tolerance.loss  # nats a token
-        if key.kind == "norm":
-            return size, tolerance.norm
-        if key.kind == "weight":
-            moved = max(self._moved(key), floor, 1e-30) if self.lr_sum is None else self.lr_sum
-            return moved, tolerance.weight
-        return max(size, floor) or 1.0, tolerance.gradient if key.step == 0 else tolerance.later
+            unit, limit = 1.0 if is_ours else max(size, 1.0), tolerance.loss  # nats a token
+        elif key.kind == "norm":
+            unit, limit = size, tolerance.norm
+        elif key.kind == "weight":
+            unit = max(self._moved(key), floor, 1e-30) if self.lr_sum is None else self.lr_sum
+            limit = tolerance.weight
+        if is_ours or not unit:
+            return unit, limit
+        rounding = SPREADS * self.spreads.get(whose(key), 0.0)
+        if self.layout_formats:
+            rounding = max(rounding, LAYOUT_ONLY * size)
+        if key.kind == "weight" and (own := self.reference.formats.get(key.name)):
+            rounding = max(rounding, EPS[own] * size)  # an element may round the other way
+        return unit, max(limit, rounding / unit)
 
     def _compare(self, key: Key, whole: Tensor, stage: int, parts: Parts) -> None:
         unit, limit = self._unit_and_limit(key, whole)
@@ -198,6 +241,20 @@ class Comparison:
         return replace(found, pairs=pairs)
 
 
+def whose(key: Key) -> tuple[int, str, str, int]:
+    """The tensor of all calls of a module in a step."""
+    return key.step, key.kind, key.name, key.item
+
+
+def spreads_of(reference: Record, runs: Sequence[Record]) -> dict[tuple[int, str, str, int], float]:
+    """Largest differences of runs from a reference, by tensor."""
+    spreads: dict[tuple[int, str, str, int], float] = {}
+    for key, tensor in reference.tensors.items():
+        apart = max((difference(run.tensors[key], tensor) for run in runs), default=0.0)
+        spreads[whose(key)] = max(apart, spreads.get(whose(key), 0.0))
+    return spreads
+
+
 def magnitude(tensor: Tensor) -> float:
     return float(tensor.abs().amax()) if tensor.numel() else 0.0
 
@@ -246,11 +303,16 @@ def placement_of(name: str, parts: Parts, whole: Tensor, ranks: Ranks, layout: L
     )
 
 
-def assemble_weights(shapes: Mapping[str, Tensor], ranks: Ranks, layout: Layout) -> dict[str, Tensor]:
-    """The layout's initial weights as those of one process. Raises UserError where names or shapes differ."""
-    weights = {}
-    for name, like in shapes.items():
-        stages = held(ranks, Key(0, "initial", name))
+def assemble(shapes: Mapping[str, Tensor], ranks: Ranks, layout: Layout, like: Key) -> dict[str, Tensor]:
+    """The layout's weights or gradients, of one kind and step, as those of one process.
+
+    Raises UserError where names or shapes of initial weights differ; what has no gradient is left out.
+    """
+    whole = {}
+    for name, shape in shapes.items():
+        stages = held(ranks, like._replace(name=name))
+        if not stages and like.kind != "initial":
+            continue
         if not stages:
             own = sorted({n for record in ranks.values() for n in record.splits} - set(shapes))
             alone = f"{', '.join(own[:3]) or 'none'} on ranks alone"
@@ -258,6 +320,6 @@ def assemble_weights(shapes: Mapping[str, Tensor], ranks: Ranks, layout: Layout)
                 f"parameter {name} of one process is on no rank, {alone}", fix="map these with names="
             )
         parts = next(iter(stages.values()))
-        weights[name] = torch.empty(like.shape, dtype=like.dtype)
-        fill(weights[name], parts, placement_of(name, parts, weights[name], ranks, layout))
-    return weights
+        whole[name] = torch.empty(shape.shape, dtype=shape.dtype)
+        fill(whole[name], parts, placement_of(name, parts, whole[name], ranks, layout))
+    return whole

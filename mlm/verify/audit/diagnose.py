@@ -14,13 +14,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mlm.verify.audit.causes import BACKWARD, CAUSES, FACTS, FORWARD
+from mlm.verify.audit.causes import BACKWARD, CAUSES, FACTS, FORWARD, NEITHER
 from mlm.verify.audit.compare import Comparison, Location, magnitude
+from mlm.verify.audit.hypotheses import (
+    FIT,
+    explain_loss,
+    explain_norm,
+    explain_parts,
+    explain_rounding,
+    explain_update,
+    values_of,
+)
 from mlm.verify.audit.parts import SPLIT_AXES, are_copies, difference, scale_of
 from mlm.verify.audit.record import KINDS, Split
+from mlm.verify.audit.replay import explain_replay
 
-FIT = 1e-6
-"""Formulas hold to this fraction of the largest element, or to ten tolerances."""
 MOST_NAMES = 4
 
 
@@ -57,6 +65,8 @@ def diagnose(comparison: Comparison) -> Finding | None:
     if torn := [place for place in initial if unequal(place) or equal(place)]:
         return _torn(torn)
     if not (wrong := comparison.wrong):
+        if rounded := explain_rounding(comparison, ()):
+            return Finding(rounded[2], "reduction", 1, 0.0, *rounded[:2])
         return _dropout(comparison)
     place = wrong[0]
     if place.key.kind == "gradient" and not _has_outputs(comparison):  # backward begins with the last
@@ -67,6 +77,8 @@ def diagnose(comparison: Comparison) -> Finding | None:
         cause, sentence, *names = "lost", "no rank has it; look at how layers are distributed"
     elif not all(bool(part.isfinite().all()) for part in place.match.parts.values()):
         cause, sentence, *names = "not finite", "it is NaN or infinite, and a number on one process"
+    elif rounded := explain_rounding(comparison, [p for p in wrong if p.key[:2] == place.key[:2]]):
+        cause, sentence, *names = *rounded[:2], _list([p for p in wrong if p.key[:2] == place.key[:2]])
     else:
         cause, sentence, *names = functions.get(place.key.kind, _activation)(comparison, place)
     name = names[0] if names else place.key.name or "the whole module"
@@ -97,7 +109,11 @@ def pattern(comparison: Comparison, locations: Sequence[Location]) -> Pattern | 
             if all(_adds_up(place, axis, is_mean=name == "mean") for place in locations):
                 return Pattern(name, axis)
         for name, multiple in (("shifted", 1), ("times and shifted", size)):
-            if slope is not None and math.isclose(slope, multiple, rel_tol=FIT):
+            if (
+                slope is not None
+                and math.isclose(slope, multiple, rel_tol=FIT)
+                and _is_bias(comparison, locations[0], size - 1)
+            ):
                 return Pattern(name, axis, slope)
     if is_scaled:
         return Pattern("scaled", factor=factor)
@@ -142,6 +158,18 @@ def _slope(place: Location) -> float | None:
             slope = scale_of(*pairs[0])
             return slope if all(is_close(y, slope * x, place) for y, x in pairs) else math.nan
     return None
+
+
+def _is_bias(comparison: Comparison, place: Location, times: int) -> bool:
+    """True if a constant shift is so many times that of a parameter."""
+    biases = [x for key, x in comparison.reference.tensors.items() if key.kind == "initial" and x.ndim == 1]
+    slope = _slope(place) or 1.0
+    shifts = [(part - slope * right).flatten(0, -2)[0].abs() for part, right in place.match.pairs.values()]
+    return any(
+        x.shape == shift.shape and is_close(shift, times * x.abs(), place)
+        for x in biases
+        for shift in shifts[:1]
+    )
 
 
 def unequal(place: Location) -> str | None:
@@ -211,28 +239,24 @@ def _activation(comparison: Comparison, place: Location) -> tuple[str, ...]:
     """The cause of a wrong output or gradient of an output."""
     kind, same = place.key.kind, [p for p in comparison.locations if p.key[:2] == place.key[:2]]
     before = next((p for p, following in pairwise(same) if following is place), None)
-    name = before.key.name if before is not None else "the loss"
-    if kind == "output" and not place.key.name and (cause := _split_loss(comparison, place)):
+    name = before.key.name if before is not None else "the loss" if kind == "backward" else "what is"
+    if kind == "output" and not place.key.name and (cause := _gathered(comparison, place)):
         return cause
-    if ranks := _wrong_ranks(place):
-        why = f"{name} before it is right, it is wrong on {ranks} alone; look at what reads a rank's place"
-        return "depends on the rank", f"{why} (positions, masks, samples, random numbers)"
+    if (kind == "backward" or not place.key.name) and (cause := explain_loss(comparison, place.key.step)):
+        return cause
+    if kind == "output" and (cause := explain_parts(comparison, place)):
+        return cause
     if not place.match.sums and (found := _worded(kind, pattern(comparison, [place]), name)):
         return found
     if before is not None and before.match.sums:  # right as addends, and taken for the sum
         found = _worded(kind, Pattern("addends", before.match.sums[0]))
         assert found is not None
         return (*found, name)
-    splits = () if before is None or kind != "output" else before.match.placement.values()
-    if any(isinstance(how, Split) and how.axis != "dp" for how in splits):
-        return (
-            "shards permuted",
-            f"{name} before it is right in parts: these are not the parts that this takes them for, or what "
-            "is computed between them reads the size of a part; look at the order of fused rows (q, k, v; "
-            "gate, up), of heads and of ranks, and at divisors",
-        )
-    why = f"{name} before it is right; look at communication between them, and at what reads the layout"
-    return "depends on the layout", f"{why} (masks, samples, random numbers, divisors)"
+    if cause := explain_replay(comparison, place):
+        return cause
+    ranks = _wrong_ranks(place)
+    where = f"{name} before it is right, it is wrong on {ranks or 'all ranks'}"
+    return f"depends on the {'rank' if ranks else 'layout'}", f"{where}; {NEITHER}"
 
 
 def _wrong_ranks(place: Location) -> str:
@@ -246,16 +270,20 @@ def _wrong_ranks(place: Location) -> str:
 
 
 def _loss(comparison: Comparison, place: Location) -> tuple[str, ...]:
-    head = _values(place)
-    if cause := _split_loss(comparison, place):
-        return cause
+    head = values_of(place)
+    if cause := _gathered(comparison, place) or explain_loss(comparison, place.key.step):
+        return cause[0], f"{head}: {cause[1]}"
     gradients = [p for p in comparison.locations if p.key[:2] == (place.key.step, "gradient")]
     found = pattern(comparison, gradients) if any(p.is_wrong for p in gradients) else None
     if found is not None and found.name in ("times", "divided", "scaled"):
-        head += f", and all gradients are {found.factor:.6g} times those of one process"
-    elif not _has_outputs(comparison):
+        return "wrong divisor", f"{head}, and all gradients are {found.factor:.6g} times those of one process"
+    if not _has_outputs(comparison):
         return "forward pass", f"{head}: {FORWARD}"
-    return "wrong divisor", f"{head}; look at its divisor, the tokens of the global batch, and at labels"
+    if (found := pattern(comparison, [place])) and found.name in ("times", "divided"):
+        return "wrong divisor", f"{head}, {found.factor:.6g} times as much"
+    if not any(p.is_wrong for p in gradients):
+        return "reported loss", f"{head}, and all gradients are right: only what is reported is not"
+    return "loss", f"{head}, and all outputs are right; {NEITHER}"
 
 
 def _has_outputs(comparison: Comparison) -> bool:
@@ -263,30 +291,16 @@ def _has_outputs(comparison: Comparison) -> bool:
     return any(place.key.kind == "output" for place in comparison.locations)
 
 
-def _split_loss(comparison: Comparison, place: Location) -> tuple[str, str] | None:
-    """The cause of a wrong loss, or losses of tokens, over a vocabulary that is split over tp."""
+def _gathered(comparison: Comparison, place: Location) -> tuple[str, str] | None:
+    """The cause of a loss, or losses of tokens, that is log(tp) too large."""
     tp, pairs = comparison.layout["tp"], place.match.pairs.values()
-    outputs = [p for p in comparison.locations if p.key[:2] == (place.key.step, "output") and p.key.name]
     if tp > 1 and all(is_close(part - ref, torch.full_like(ref, math.log(tp)), place) for part, ref in pairs):
         return (
             "gathered logits in a split loss",
             f"it is log({tp}) too large: a vocabulary-parallel loss received whole logits, and counts each "
             "on every tp rank; give it this rank's logits",
         )
-    if tp > 1 and outputs and isinstance(outputs[-1].match.placement.get("tp"), Split):
-        return (
-            "local statistics",
-            f"the logits are right, split over tp, and {_values(place)}: it takes a rank's part of the "
-            "vocabulary for all; look at maxima, sums, means, sizes (label smoothing, z-loss)",
-        )
     return None
-
-
-def _values(place: Location) -> str:
-    """Means of what ranks have, and the right one, in words."""
-    values = dict.fromkeys(f"{float(part.double().mean()):.10g}" for part in place.match.parts.values())
-    right = float(next(iter(place.match.pairs.values()))[1].double().mean())
-    return f"it is {', '.join(list(values)[:MOST_NAMES])} in place of {right:.10g}"
 
 
 def _gradients(comparison: Comparison, place: Location) -> tuple[str, ...]:
@@ -297,15 +311,11 @@ def _gradients(comparison: Comparison, place: Location) -> tuple[str, ...]:
         return "tied weights not summed", stages, _list(wrong[:1])
     if found := _worded("gradient", pattern(comparison, wrong)):
         return (*found, names)
+    if cause := explain_loss(comparison, place.key.step):
+        return (*cause, names)
     if not _has_outputs(comparison):
         return _along_the_model(comparison, step, wrong)
-    return (
-        "wrong reduction",
-        f"inside the model gradients are right but for a scale of each replica, those of {names} are not; "
-        "look at how they are reduced, and at what a loss is divided by: tokens of all replicas, or a mean "
-        "over replicas weighs them wrongly",
-        names,
-    )
+    return "wrong reduction", f"inside the model gradients are right but for a scale; {NEITHER}", names
 
 
 def _along_the_model(
@@ -333,18 +343,15 @@ def _tied(wrong: Sequence[Location]) -> str | None:
     return f"stages {stages} each have the gradient of their own use of it; sum these"
 
 
-def _norm(_: Comparison, place: Location) -> tuple[str, ...]:
-    is_less = any(float(part) < float(right) for part, right in place.match.pairs.values())
-    why = "add the squares of each part once: over tp, pp, ep and shards of dp, and of copies on one rank"
-    return f"norm {'misses' if is_less else 'repeats'} parameters", f"{_values(place)}; {why}"
+def _norm(comparison: Comparison, place: Location) -> tuple[str, ...]:
+    if cause := explain_norm(comparison, place):
+        return cause
+    return "norm", f"{values_of(place)}, the gradients are right; {NEITHER}"
 
 
 def _weights(comparison: Comparison, place: Location) -> tuple[str, ...]:
     wrong = [p for p in comparison.wrong if p.key[:2] == place.key[:2]]
+    cause, why = explain_update(comparison, wrong) or ("update depends on the layout", NEITHER)
     if axis := next(filter(None, map(unequal, wrong)), None):
-        why = f"copies on {axis} ranks differ: look at what it reads (rate, moments, loads of experts)"
-        cause = "replicas drift"
-    else:
-        why = "look at the optimizer (state, decay, updates of an element that read others) and clipping"
-        cause = "update depends on the layout"
-    return cause, f"the gradients are right, the update is not; {why}", _list(wrong)
+        cause, why = "replicas drift", f"copies on {axis} ranks differ ({cause}: {why})"
+    return cause, f"the gradients are right, the update is not: {why}", _list(wrong)

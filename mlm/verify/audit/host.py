@@ -30,9 +30,10 @@ from mlm.parallel.watch import is_transport_error
 from mlm.util.errors import UserError, format_settings
 from mlm.util.system import die_with_parent
 from mlm.verify.audit.calls import match_calls
-from mlm.verify.audit.compare import Comparison, Layout, Ranks, assemble_weights
+from mlm.verify.audit.compare import Comparison, Layout, Ranks, assemble, spreads_of
 from mlm.verify.audit.diagnose import Finding, diagnose
-from mlm.verify.audit.record import AXES, AuditSubject, Record, Recorder
+from mlm.verify.audit.record import AXES, KINDS, OF_MODULES, AuditSubject, Key, Record, Recorder
+from mlm.verify.audit.replay import question_of, replay
 from mlm.verify.config import AuditConfig
 
 Build = Callable[..., AuditSubject]
@@ -42,6 +43,8 @@ STUCK = 1.5
 """Timeouts of a collective after which ranks that report nothing count as stuck."""
 LOST_PEER = 75
 """Exit code of a rank whose error is that another is lost or late."""
+NOISES = 3
+"""Runs of one process by which the rounding of narrow formats is measured."""
 NOTE = 200
 """Bytes that say what a rank does."""
 IMPORTING = "MLM_AUDIT"
@@ -57,6 +60,8 @@ class Outcome:
     wrong: int = 0
     skipped: tuple[str, ...] = ()
     precision: str = "fp64"
+    rounding: str = ""
+    """Where formats are narrower than float64, and which errors these hide."""
 
     @property
     def described(self) -> str:
@@ -66,7 +71,8 @@ class Outcome:
     @property
     def sentence(self) -> str:
         if (found := self.finding) is None:
-            return f"ALIKE: {self.described} in {self.compared} tensors of one process ({self.precision})"
+            how = self.rounding or self.precision
+            return f"ALIKE: {self.described} in {self.compared} tensors of one process ({how})"
         return f"PARTS at {found.where} with {self.described}: {found.cause}: {found.sentence}"
 
 
@@ -129,28 +135,56 @@ def audit_layout(build: Build, layout: Layout, config: AuditConfig) -> Outcome:
                 f"the subject is not deterministic: {key.words} differs between two runs of one process; "
                 "draw its random numbers from torch's generator, which is seeded"
             )
+    noise: list[Record] = []
+    if reference.formats:
+        worlds = [
+            World(build, ones, config, None if failure else world, seed) for seed in range(1, NOISES + 1)
+        ]
+        noise = [record for each in worlds for record in each.wait().values()]
+    spreads = spreads_of(reference, noise)
     reference, ranks, unmatched = match_calls(reference, ranks, layout)
-    comparison = Comparison(reference, ranks, layout)
+    comparison = Comparison(reference, ranks, layout, spreads=spreads)
     if comparison.blind:
         problem = f"{comparison.blind} is not finite on one process either: nothing after it says anything"
         raise UserError(problem, fix="give a batch and weights of which it is a number")
+    found = diagnose(comparison)
+    if found is not None and found.cause.startswith("depends on") and not failure:
+        before, place = question_of(comparison)
+        task = partial(replay, before=before, place=place, layout=layout)
+        with suppress(UserError):  # a module that fails on a part
+            (record,) = World(build, ones, config, world, task=task).wait().values()
+            comparison.replayed = {
+                key: x for key, x in record.tensors.items() if key.kind not in (*KINDS, *OF_MODULES)
+            }
+            found = diagnose(comparison)
     return Outcome(
         dict(layout),
-        diagnose(comparison),
+        found,
         len(comparison.locations),
         len(comparison.wrong),
         tuple(dict.fromkeys(unmatched + comparison.skipped)),
         comparison.precision,
+        comparison.rounding,
     )
 
 
 class World:
-    """Ranks of one layout; `weights_of` is the layout whose initial weights they take."""
+    """Ranks of one layout; `weights_of` is the layout whose initial weights and gradients they take.
+
+    With a seed, their narrow formats round at random; a task takes the place of the steps.
+    """
 
     def __init__(
-        self, build: Build, layout: Layout, config: AuditConfig, weights_of: "World | None" = None
+        self,
+        build: Build,
+        layout: Layout,
+        config: AuditConfig,
+        weights_of: "World | None" = None,
+        seed: int = 0,
+        task: Callable[[Recorder], None] | None = None,
     ) -> None:
         self.build, self.layout, self.config, self.weights_of = build, layout, config, weights_of
+        self.seed, self.task = seed, task
         self.size, host = math.prod(layout.values()), os.getpid()
         self.store = TemporaryFile()  # noqa: SIM115  # the files are open as long as this
         self.files = [TemporaryFile() for _ in range(self.size)]  # noqa: SIM115
@@ -253,11 +287,17 @@ class World:
         subject = self.build(mesh)
         if not isinstance(subject, AuditSubject):
             raise UserError(f"build returns {type(subject).__name__}; return an AuditSubject")
-        recorder = Recorder(subject, note)
+        recorder = Recorder(subject, note, self.seed)
         if self.weights_of is not None:
             shapes = {name: p.detach() for name, p in recorder.parameters.items()}
-            weights = assemble_weights(shapes, self.weights_of.records(), self.weights_of.layout)
-            recorder.load(weights)
+            ranks, layout = self.weights_of.records(), self.weights_of.layout
+            recorder.load(assemble(shapes, ranks, layout, Key(0, "initial", "")))
+            for step in range(self.config.steps):  # so that clipping and updates are judged by themselves
+                gradients = assemble(shapes, ranks, layout, Key(step, "gradient", ""))
+                recorder.updates |= {(step, name): grad for name, grad in gradients.items()}
+        if self.task is not None:
+            self.task(recorder)
+            return recorder.record
         return recorder.run(self.config.steps)
 
 

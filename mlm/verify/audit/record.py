@@ -25,13 +25,12 @@ from torch.utils._pytree import tree_leaves
 
 from mlm.util.errors import UserError
 from mlm.util.files import digest_bytes
+from mlm.verify.audit.formats import COLLECTIVES, EPS, FORMATS, Formats
 
 AXES = ("pp", "dp", "cp", "tp")
 """Axes of the mesh that a build function receives, outermost first; those not asked for have size 1."""
 WRAPPERS = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
 """What DDP, `torch.compile`, FSDP and activation checkpointing add to names."""
-FORMATS = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-"""Formats by falling precision, and their names in TOLERANCES."""
 KINDS = {
     "initial": "initial weight",
     "output": "output",
@@ -44,7 +43,6 @@ KINDS = {
 """Types of recorded tensors in the order of computation, and their names."""
 OF_MODULES = ("input", "output", "backward")
 """Types of tensors of modules; inputs serve to match calls."""
-COLLECTIVES = ("c10d", "_c10d_functional")
 DROPOUT = F.dropout
 
 
@@ -129,7 +127,11 @@ class Record:
     offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Of parameters whose region is known: that of this rank's part in the whole."""
     precision: str = "fp64"
-    """The narrowest format that an operation of forward or backward returned."""
+    """The narrowest format that an operation returned."""
+    formats: dict[str, str] = field(default_factory=dict)
+    """Formats of modules, phases and parameters that are not float64."""
+    reductions: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Formats of operands, and of reductions that are narrower, by place."""
     masks: list[tuple[str, str, str]] = field(default_factory=list)
     """Of each dropout: its module, digests of its input and of its mask."""
 
@@ -157,10 +159,12 @@ class Record:
 class Recorder(TorchDispatchMode):
     """Runs a subject and records it; as a mode it sees each operation, and notes the collective under way."""
 
-    def __init__(self, subject: AuditSubject, note: Callable[[str], None]) -> None:
+    def __init__(self, subject: AuditSubject, note: Callable[[str], None], seed: int = 0) -> None:
         super().__init__()
-        self.subject, self.note = subject, note
-        self.record, self.step, self.narrowest = Record(), 0, 0
+        self.subject, self.note, self.phase = subject, note, ""
+        self.record, self.step, self.formats = Record(), 0, Formats(seed)
+        self.updates: dict[tuple[int, str], Tensor] = {}
+        """Whole gradients by step and name, in place of its own after they are recorded."""
         self.calls: Counter[tuple[str, int]] = Counter()
         """Calls in this step: of modules in each micro-batch, and of outermost modules (-1)."""
         self.micro = 0
@@ -180,13 +184,14 @@ class Recorder(TorchDispatchMode):
             subject.optimizer.register_step_pre_hook(lambda *_: self._record_gradients())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # it calls operations on tensors, and collectives
+            return NotImplemented
         if func.namespace in COLLECTIVES:
             place = f" of {self.where[-1]}" if self.where else ""
             self.note(f"{func._opname.strip('_')}{place}")
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.dtype in FORMATS and leaf.numel() > 1:
-                self.narrowest = max(self.narrowest, list(FORMATS).index(leaf.dtype))
+        place = self.where[-1] if self.where else self.phase
+        self.formats.see(func, args, result, place, is_update=self.phase == "update")
         return result
 
     def run(self, steps: int) -> Record:
@@ -218,35 +223,44 @@ class Recorder(TorchDispatchMode):
             self._keep("loss", "loss", loss)
         subject = self.subject
         if not self._has_gradients():
-            self.note("reduction")
+            self._begin("reduction")
             with self:
                 if subject.reduce is not None:
                     subject.reduce()
                 self._record_gradients()
                 if subject.clip is not None:
+                    self._begin("clipping")
                     self._keep("norm", "norm", torch.as_tensor(subject.clip()))
-            if subject.optimizer is not None:
-                subject.optimizer.step()
+                if subject.optimizer is not None:
+                    self._begin("update")
+                    subject.optimizer.step()
         self._record_parameters("weight")
         subject.module.zero_grad()
-        self.record.precision = list(FORMATS.values())[self.narrowest]
+        own = {name: FORMATS[p.dtype] for name, p in self.parameters.items() if p.dtype in FORMATS}
+        narrow = {name: each for name, each in own.items() if each != "fp64"} | self.formats.narrowest
+        self.record.formats, self.record.reductions = narrow, self.formats.reductions
+        self.record.precision = max((*narrow.values(), "fp64"), key=list(EPS).index)
+
+    def _begin(self, phase: str) -> None:
+        self.phase = phase
+        self.note(phase)
 
     def _compute(self) -> Tensor | None:
         """Forward and backward; the loss."""
         subject = self.subject
         with self:
             if subject.step is not None:
-                self.note("step")
+                self._begin("step")
                 return subject.step()
-            self.note("forward")
+            self._begin("forward")
             batch = subject.batch
             if isinstance(batch, Mapping):
                 output = subject.module(**batch)
             else:
                 output = subject.module(*(batch if isinstance(batch, tuple) else (batch,)))
-            self.note("loss")
+            self._begin("loss")
             loss: Tensor = output if subject.loss is None else subject.loss(output)
-            self.note("backward")
+            self._begin("backward")
             loss.backward()
         return loss
 
@@ -298,6 +312,8 @@ class Recorder(TorchDispatchMode):
             grad = parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
             if grad is not None:
                 self._keep("gradient", name, whole(grad))
+            if grad is not None and (update := self.updates.get((self.step, name))) is not None:
+                (grad.to_local() if isinstance(grad, DTensor) else grad).copy_(update)
 
     def _name(self, name: str) -> str:
         return self.subject.names(WRAPPERS.sub("", name).rstrip("."))
