@@ -9,7 +9,8 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache, reduce
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mlm.config.fields import (
     Aliases,
@@ -174,9 +175,8 @@ def describe_values(leaf: Leaf) -> str:
 
 
 def alternatives(kind: Any) -> list[Any]:
-    """The members of an optional type; of any other, the type itself."""
-    args = get_args(kind)
-    return list(args) if args and type(None) in args else [kind]
+    """The members of a union; of any other type, itself."""
+    return list(get_args(kind)) if get_origin(kind) in (Union, UnionType) else [kind]
 
 
 def choices(kind: Any) -> list[Any]:

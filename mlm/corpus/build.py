@@ -7,20 +7,23 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from mlm.config.build import to_dict
 from mlm.corpus.benchmarks import dump_benchmarks, read_benchmarks
-from mlm.corpus.config import DataBuildConfig
+from mlm.corpus.config import DataBuildConfig, as_paths
+from mlm.corpus.read.encoding import AUTO
 from mlm.corpus.read.finding import find_inputs
 from mlm.corpus.read.records import Input
-from mlm.corpus.read.shards import group, input_lines, split_inputs, with_digests
+from mlm.corpus.read.shards import describe_encodings, group, input_lines, split_inputs, with_digests
 from mlm.corpus.stages.passages import plan_passages
 from mlm.corpus.stages.plan import EVALUATION, BuildPlan, make_plan, shard_bytes
 from mlm.corpus.stages.publish import count_documents, publish, reject_empty_parts, summary, write_rejected
 from mlm.corpus.stages.ray_executor import RayExecutor, executor_problems
 from mlm.corpus.stages.run import Executor, LocalExecutor, run_stages
 from mlm.data.corpus_files import MARKER, TOKENIZER, parse_split
+from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import INPUTS, RECEIPT, Receipt, damaged_file, read_receipt, write_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import UserError, writing_to
@@ -30,6 +33,8 @@ from mlm.util.ownership import claim_folder, claim_problems, delete_owned
 from mlm.util.system import available_cores
 from mlm.util.terminal import console, one_line
 
+FEW_TOKENS = 10
+"""Tokens of train per id of the vocabulary, below which the vocabulary is large for the text."""
 WORK = "work"
 """Folder in `out` of the files between the stages."""
 
@@ -57,7 +62,9 @@ def run_build(config: DataBuildConfig, screen: Console | None = None) -> Receipt
         (_, claim), (_, claim_of_work) = claims(config, tokenizer)
         claim_folder(out, **claim)
         stack.enter_context(sole_build(out))
-        inputs = with_digests(listing.inputs)
+        inputs = with_digests(listing.inputs, config.encoding)
+        if config.encoding == AUTO and (found := describe_encodings(inputs)):
+            screen.print(f"encoding=auto: {found}")
         evaluation = dump_benchmarks(read_benchmarks(config.decontaminate.against))
         made_of = ingredients(config, inputs, tokenizer, digest_bytes(evaluation) if evaluation else None)
         if (receipt := reusable(out, made_of)) is not None:
@@ -94,7 +101,7 @@ def preflight(config: DataBuildConfig) -> list[str]:
 
 def claims(config: DataBuildConfig, tokenizer: Tokenizer) -> list[tuple[Path, dict[str, Any]]]:
     """Return the folders that a build makes or adopts, and the arguments that claim them."""
-    reads = [config.input, *config.decontaminate.against]
+    reads = [*as_paths(config.input), *config.decontaminate.against]
     return [
         (Path(config.out), {"kind": "corpus", "inputs": reads, "same": {TOKENIZER: tokenizer.content}}),
         (Path(config.out, WORK), {"kind": "corpus-work", "inputs": [*reads, config.tokenizer]}),
@@ -102,7 +109,7 @@ def claims(config: DataBuildConfig, tokenizer: Tokenizer) -> list[tuple[Path, di
 
 
 def delete_work(config: DataBuildConfig) -> str | None:
-    reads = [config.input, config.tokenizer, *config.decontaminate.against, config.out]
+    reads = [*as_paths(config.input), config.tokenizer, *config.decontaminate.against, config.out]
     return delete_owned(Path(config.out, WORK), "corpus-work", inputs=reads)
 
 
@@ -136,6 +143,8 @@ def build(
     receipt = write_receipt(out, made_of | facts, [*names, TOKENIZER, INPUTS, *write_rejected(plan, out)])
     (out / MARKER).unlink()
     screen.print(summary(out, receipt))
+    if (note := vocabulary_note(out, receipt)) is not None:
+        screen.print(note)
     return receipt
 
 
@@ -143,6 +152,18 @@ def make_executor(config: DataBuildConfig, screen: Console) -> Executor:
     if config.executor.kind == "ray":
         return RayExecutor(config.executor.address, config.workers, screen)
     return LocalExecutor(config.workers or available_cores())
+
+
+def vocabulary_note(out: Path, receipt: Receipt) -> str | None:
+    """Warn in a line of a vocabulary that is large for the text; None if it is not."""
+    tokens, size = receipt["splits"]["train"]["tokens"], receipt["vocab_size"]
+    if tokens >= FEW_TOKENS * size:
+        return None
+    used = len(np.unique(IndexedDataset(out / "train").tokens[:]))
+    return (
+        f"the vocabulary is large for this text: train has {tokens:,} tokens, of {used:,} of {size:,} ids; "
+        "`mlm data tokenizer` learns a smaller one"
+    )
 
 
 def ingredients(

@@ -17,9 +17,15 @@ from mlm.config.fields import (
 )
 from mlm.data.config import SPLITS, StoredPath
 
+Paths = str | tuple[str, ...]
+"""Value of `input=`."""
 MAX_DOCUMENT_BYTES = 1 << 26
 ENABLED, AGAINST, CUT = OnlyIf("enabled"), OnlyIf("against"), OnlyIf("action", "cut")
 HUB = OnlyIf("input", "hub:*")
+
+
+def as_paths(given: Paths) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else given
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,9 +134,10 @@ class ExecutorConfig:
 class DataBuildConfig:
     """The run spec of `mlm data build`: text to a clean corpus in Megatron's .bin/.idx."""
 
-    input: StoredPath
-    """File, folder or glob of .jsonl, .ndjson, .json of lines, .txt (also .gz, .zst, .bz2, .xz) or .parquet;
-    or hub:OWNER/NAME, a Hub dataset. s3://BUCKET/NAME is a file or folder in an S3-compatible store.
+    input: StoredPath | tuple[StoredPath, ...]
+    """File, folder or glob of .jsonl, .ndjson, .json of lines, .txt, .md, .html (also .gz, .zst, .bz2, .xz)
+    or .parquet; or hub:OWNER/NAME, a Hub dataset. s3://BUCKET/NAME is a file or folder in an S3-compatible
+    store. Or a list of them: [a.txt,b]. HTML needs mlm[data].
 
     A folder with train.* may hold validation.* and test.*: each becomes that part."""
     tokenizer: InputPath
@@ -143,6 +150,9 @@ class DataBuildConfig:
     On a command line write slashes (0.9/0.05/0.05): Hydra takes commas for a sweep."""
     text_key: str = "text"
     """Key (or column) that holds a document's text."""
+    encoding: str = "utf-8"
+    """Encoding of .jsonl, .txt, .md and .html: a name such as latin-1 or cp1251, or auto, which detects that
+    of each file that is not UTF-8 and needs mlm[data]."""
     hub_config: Annotated[str | None, HUB] = None
     """Configuration (subset) of a Hub dataset."""
     hub_split: Annotated[str, HUB] = "train"

@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterable, Iterator
 
 from tokenizers import models, pre_tokenizers, trainers
 
-from mlm.corpus.config import MAX_DOCUMENT_BYTES
+from mlm.corpus.config import MAX_DOCUMENT_BYTES, Paths
 from mlm.corpus.read.finding import search
 from mlm.corpus.read.read import read_shard
 from mlm.corpus.read.records import BadRecordError
-from mlm.corpus.read.shards import split_inputs
+from mlm.corpus.read.shards import split_inputs, with_encoding
 from mlm.data.tokenizer import Tokenizer
 from mlm.data.tokenizer_settings import EOD
 from mlm.data.vocabulary_files import BERT_SPECIAL, CONTINUES, UNK, byte_level, word_piece
-from mlm.util.errors import UserError
+from mlm.util.errors import UserError, format_value
 from mlm.util.terminal import progress_bar
 
 LETTERS = 1000
@@ -21,13 +21,13 @@ LETTERS = 1000
 Texts = Callable[[], Iterable[str]]
 
 
-def texts_of(path: str, text_key: str) -> Texts:
+def texts_of(given: Paths, text_key: str, encoding: str) -> Texts:
     """Return an iterable over the documents of `input=` that are not held out, with a bar. Raises UserError.
 
     Iterating raises UserError for a bad record, and at the end if all texts were empty.
     """
-    inputs = [item for item in search(path).inputs if item.split in (None, "train")]
-    shards = split_inputs(inputs, 1 << 26)
+    inputs = [item for item in search(given).inputs if item.split in (None, "train")]
+    shards = split_inputs([with_encoding(item, encoding) for item in inputs], 1 << 26)
 
     def reject(error: BadRecordError) -> None:
         raise error.to_user_error("fix or delete it")
@@ -43,7 +43,9 @@ def texts_of(path: str, text_key: str) -> Texts:
                     yield document.text
                 advance(1)
         if not seen:
-            raise UserError(f"input={path} holds no text to train on; name a file with documents")
+            raise UserError(
+                f"input={format_value(given)} holds no text to train on; name a file with documents"
+            )
 
     return texts
 

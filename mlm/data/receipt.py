@@ -61,7 +61,7 @@ def write_receipt(folder: Path, facts: Receipt, files: list[str]) -> Receipt:
 
 def versions() -> dict[str, str]:
     """Return the releases of Python and of the packages that a corpus's content depends on."""
-    packages = ("mlm", "tokenizers", "numpy", "ftfy", "rensa")
+    packages = ("mlm", "tokenizers", "numpy", "ftfy", "rensa", "resiliparse")
     return {"python": platform.python_version()} | {name: version_of(name) for name in packages}
 
 

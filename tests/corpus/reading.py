@@ -6,7 +6,7 @@ from pathlib import Path
 from mlm.corpus.read.finding import search
 from mlm.corpus.read.read import read_shard
 from mlm.corpus.read.records import BadRecordError, Document, InputShard
-from mlm.corpus.read.shards import split_inputs
+from mlm.corpus.read.shards import split_inputs, with_encoding
 
 
 @dataclass
@@ -32,9 +32,10 @@ def read(
     shard_bytes: int = 1 << 20,
     text_key: str = "text",
     max_bytes: int = 1 << 20,
+    encoding: str = "utf-8",
 ) -> Outcome:
     """Read all that an input names."""
-    shards = split_inputs(search(str(path)).inputs, shard_bytes)
+    shards = split_inputs([with_encoding(item, encoding) for item in search(str(path)).inputs], shard_bytes)
     return read_shards(shards, text_key=text_key, max_bytes=max_bytes)
 
 

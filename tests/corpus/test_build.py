@@ -96,3 +96,13 @@ def test_work_is_gone_when_the_corpus_is_there(source: Path) -> None:
     written = ".mlm.json corpus-inputs.jsonl corpus.json tokenizer.json"
     written += " train.bin train.idx validation.bin validation.idx"
     assert sorted(path.name for path in (source.parent / "out").iterdir()) == written.split()
+
+
+@pytest.mark.parametrize("repeats, is_said", [(1, True), (1000, False)])
+def test_vocabulary_large_for_the_text_is_said(tmp_path: Path, repeats: int, is_said: bool) -> None:
+    source = write_jsonl(tmp_path / "text/train.jsonl", ["a cat and a cat"] * repeats)
+    screen = quiet()
+    receipt = build(source.parent, screen)
+    tokens = IndexedDataset(tmp_path / "out/train").tokens[:].tolist()
+    told = f"{len(tokens):,} tokens, of {len(set(tokens))} of {receipt['vocab_size']} ids"
+    assert (told in screen.file.getvalue()) == is_said

@@ -96,3 +96,15 @@ def test_name_of_another_kind_of_file_becomes_no_folder(tmp_path: Path, name: st
         f"settings included; use out={tmp_path / 'tokenizer.json'}"
     )
     assert not (tmp_path / name).exists()
+
+
+def test_vocabulary_that_the_text_does_not_support_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_jsonl(tmp_path / "t.jsonl", ["one word and another"])
+    learned = made(source, tmp_path / "a.json", vocab_size=1000).vocab_size
+    line = f"vocab_size=1000 is more than the text supports: {learned} tokens were learned"
+    assert line in capsys.readouterr().out
+    made(source, tmp_path / "b.json", vocab_size=learned)
+    made(tmp_path / "b.json", tmp_path / "c.json", vocab_size=1000)  # imported, not learned
+    assert "supports" not in capsys.readouterr().out

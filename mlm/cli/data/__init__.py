@@ -6,10 +6,21 @@ Settings of `mlm data build` are in mlm/corpus/config.py.
 from mlm.cli.command import Command
 from mlm.cli.data.settings import DataInspectConfig, DataTokenizerConfig, DataVerifyConfig
 from mlm.corpus.config import DataBuildConfig
+from mlm.corpus.read.encoding import AUTO, codec_of
 from mlm.data.config import SPLITS
 from mlm.util.errors import Problem
 
 MAX_BANDS = 1024  # a task and a column of keys each
+
+
+def check_encoding(config: DataBuildConfig | DataTokenizerConfig) -> list[Problem]:
+    try:
+        if config.encoding != AUTO:
+            codec_of(config.encoding)
+    except LookupError:
+        fix = "use auto, utf-8, latin-1, cp1252, cp1251, shift_jis or another name that Python knows"
+        return [Problem.at("encoding", config.encoding, "is no encoding of text", fix)]
+    return []
 
 
 def check_build(config: DataBuildConfig) -> list[Problem]:
@@ -24,6 +35,7 @@ def check_build(config: DataBuildConfig) -> list[Problem]:
     if not decontaminate.parts or not set(decontaminate.parts) <= set(SPLITS):
         parts, fix = f"[{','.join(decontaminate.parts)}]", f"name some of {', '.join(SPLITS)}"
         problems.append(Problem.at("decontaminate.parts", parts, "must be parts of a corpus", fix))
+    problems += check_encoding(config)
     for low, high in (("min_words", "max_words"), ("min_mean_word_length", "max_mean_word_length")):
         least, most = getattr(rules, low), getattr(rules, high)
         if least is not None and most is not None and least > most:
@@ -38,6 +50,7 @@ COMMANDS = (
         other_names=("tokenize",),
         spec=DataTokenizerConfig,
         target="mlm.cli.data.run:run_tokenizer",
+        local_check=check_encoding,
         preflight="mlm.cli.data.run:preflight_tokenizer",
         summary="train a tokenizer on text (byte-level BPE, WordPiece), or import one",
         about="""Trains a byte-level BPE as GPT-2's or a WordPiece vocabulary as BERT's on text, or reads the
@@ -70,6 +83,8 @@ COMMANDS = (
             mlm data build data=book.txt tokenizer=gpt2 out=corpus
             # Clean text, already in train.jsonl and validation.jsonl
             mlm data build data=text tokenizer=corpus out=corpus recipe=plain
+            # Files and folders, of which some are not in UTF-8
+            mlm data build 'input=[book.txt,pages]' tokenizer=gpt2 out=corpus encoding=auto
             # Compressed files, split by documents
             mlm data build 'data=web/*.jsonl.zst' tokenizer=gpt2 out=corpus split=0.9/0.05/0.05
             # On all nodes of a Ray cluster, which share the folders

@@ -1,4 +1,4 @@
-"""`mlm data tokenizer`, `mlm data inspect` and `mlm data verify`; corpus/build.py has `mlm data build`."""
+"""The targets of `mlm data …` but `mlm data build`, which is in corpus/build.py."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -25,13 +25,15 @@ def run_tokenizer(config: DataTokenizerConfig) -> Path:
     path = tokenizer_path(config.out)
     if problems := preflight_tokenizer(config):
         raise UserError(problems[0])
-    if is_tokenizer(config.input):
+    is_learned = False
+    if isinstance(config.input, str) and is_tokenizer(config.input):
         tokenizer = Tokenizer.load(config.input, eod=config.eod)
-    elif config.kind == "wordpiece":
-        texts = texts_of(config.input, config.text_key)
-        tokenizer = train_wordpiece(texts, config.vocab_size, lowercase=config.lowercase)
     else:
-        tokenizer = train_bpe(texts_of(config.input, config.text_key)(), config.vocab_size)
+        texts, is_learned = texts_of(config.input, config.text_key, config.encoding), True
+        if config.kind == "wordpiece":
+            tokenizer = train_wordpiece(texts, config.vocab_size, lowercase=config.lowercase)
+        else:
+            tokenizer = train_bpe(texts(), config.vocab_size)
     if path.is_file() and digest_at(path, config.eod) != tokenizer.digest:
         raise UserError(
             f"out={path} is another tokenizer: corpora may depend on it; set another out=, or delete it"
@@ -45,6 +47,9 @@ def run_tokenizer(config: DataTokenizerConfig) -> Path:
     if not path.is_file():  # else it is there already: the digests are equal
         write_result(path, tokenizer.content)
     console().print(f"{path}: {tokenizer.vocab_size} tokens, {tokenizer.digest}")
+    if is_learned and tokenizer.vocab_size < config.vocab_size:
+        learned = f"{tokenizer.vocab_size} tokens were learned"
+        console().print(f"vocab_size={config.vocab_size} is more than the text supports: {learned}")
     return path
 
 

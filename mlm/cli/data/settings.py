@@ -1,4 +1,4 @@
-"""Settings of `mlm data tokenizer`, `inspect` and `verify`; mlm/corpus/config.py has those of `build`."""
+"""Settings of the commands `mlm data …` but `mlm data build`, whose are in mlm/corpus/config.py."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -11,7 +11,7 @@ from mlm.data.config import DataPath, StoredPath
 class DataTokenizerConfig:
     """The run spec of `mlm data tokenizer`: train a tokenizer on text, or convert a foreign one."""
 
-    input: StoredPath
+    input: StoredPath | tuple[StoredPath, ...]
     """Text as `mlm data build` takes it (held-out parts of a folder are not read), or a tokenizer to take
     over: a folder with vocab.json and merges.txt, a vocab.txt, or a tokenizer.json."""
     out: OutPlace
@@ -25,6 +25,8 @@ class DataTokenizerConfig:
     vocab.txt the tokenizer_config.json beside it decides, else the absence of capitals in its tokens."""
     text_key: str = "text"
     """Key (or column) that holds a document's text."""
+    encoding: str = "utf-8"
+    """Encoding of the text, as in `mlm data build`."""
     eod: str | None = None
     """End-of-document token of a tokenizer to take over; null finds it by its name."""
 

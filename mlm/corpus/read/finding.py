@@ -2,6 +2,7 @@
 
 import glob
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -9,22 +10,26 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mlm.corpus.config import DataBuildConfig
+from mlm.corpus.config import DataBuildConfig, Paths, as_paths
 from mlm.corpus.read.records import Input
 from mlm.corpus.read.tables import HUB, HubSource, find_hub
 from mlm.data.config import SPLITS
 from mlm.data.receipt import INPUTS, RECEIPT, REJECTED
 from mlm.data.records import is_json_lines
-from mlm.util.errors import UserError
+from mlm.util.errors import UserError, format_value
 from mlm.util.object_store import S3, is_stored, list_objects
 from mlm.util.ownership import KINDS, file_type_name, kind_of_folder, matches_any
 
-LINES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "txt"}
-READABLE = ".jsonl, .ndjson, .json of lines, .txt (also .gz, .zst, .bz2, .xz) or .parquet"
+SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "txt", ".md": "txt", ".markdown": "txt"}
+SUFFIXES |= {".html": "html", ".htm": "html"}
+TEXTS = {*SUFFIXES.values()}
+"""Formats of text, in some encoding."""
+READABLE = ".jsonl, .ndjson, .json of lines, .txt, .md, .html (also .gz, .zst, .bz2, .xz) or .parquet"
 WILDCARDS = "*?["
 LISTED = 100
 """Limit on the files that a receipt names for each reason; all are counted."""
 UNKNOWN_FORMAT, NO_PART, OWN, HIDDEN = "unknown format", "no part of the corpus", "written by mlm", "hidden"
+CARD, ATTRIBUTES = "description of a dataset", "attributes of documents (Dolma)"
 NAME_OTHERS = "make it readable, move it away, or name the others by a glob"
 
 
@@ -72,22 +77,21 @@ def find_inputs(config: DataBuildConfig) -> Listing:
     Raises UserError for none, two for one part, one that cannot be read, or one that the build would
     overwrite or could not distinguish from its own files.
     """
-    listing = search(
-        config.input, HubSource(config.input, config.hub_config, config.hub_split, config.hub_revision)
-    )
-    if config.input.startswith((HUB, S3)):
-        return listing
-    out, given = os.path.realpath(config.out), os.path.realpath(config.input)
+    listing = search(config.input, HubSource("", config.hub_config, config.hub_split, config.hub_revision))
+    out = os.path.realpath(config.out)
+    given = [os.path.realpath(path) for path in as_paths(config.input)]
     written = {os.path.join(out, name) for name in (REJECTED, INPUTS, RECEIPT, "tokenizer.json")}
     for item in listing.inputs:
+        if item.path.startswith((HUB, S3)):
+            continue
         real = os.path.realpath(item.path)
         if real in written:
             raise UserError(f"out={config.out} would replace the input {item.path}; set another out=")
         # files in `out` are the user's only if `out` is the input folder itself, or above it
-        if is_below(real, out) and not is_below(given, out):
+        if is_below(real, out) and not any(is_below(path, out) for path in given):
             raise UserError(
-                f"out={config.out} lies inside input={config.input} and holds {item.path}, which no build "
-                "wrote; set another out=, or move the file"
+                f"out={config.out} lies inside input={format_value(config.input)} and holds {item.path}, "
+                "which no build wrote; set another out=, or move the file"
             )
     return listing
 
@@ -96,10 +100,36 @@ def is_below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
 
 
-def search(path: str, hub: HubSource | None = None) -> Listing:
-    """Find the contents of an `input=`: a Hub dataset, a file, a folder or a glob. Raises UserError."""
+def search(given: Paths, hub: HubSource | None = None) -> Listing:
+    """Find the contents of an `input=`: Hub datasets (`hub` has their settings), files, folders, globs.
+
+    The files of several are named by their number too. Raises UserError, also for a file that two name.
+    """
+    listings = [search_path(path, replace(hub or HubSource(""), path=path)) for path in as_paths(given)]
+    if not listings:
+        raise UserError("input=[] names nothing to read: name a file, a folder or a glob")
+    if len(listings) == 1:
+        return listings[0]
+    inputs = [
+        replace(item, name=f"{number}/{item.name}")
+        for number, listing in enumerate(listings)
+        for item in listing.inputs
+    ]
+    places = Counter(os.path.realpath(item.path) for item in inputs)
+    if twice := next((item for item in inputs if places[os.path.realpath(item.path)] > 1), None):
+        raise UserError(f"input={format_value(given)} names {twice.path} twice: remove one of the two")
+    if len({item.split is None for item in inputs}) > 1:
+        held = next(item for item in inputs if item.split)
+        raise UserError(
+            f"input={format_value(given)}: {held.path} is the part {held.split}, and others are of no part: "
+            "build a corpus of each"
+        )
+    return Listing(tuple(inputs), tuple(entry for listing in listings for entry in listing.unread))
+
+
+def search_path(path: str, hub: HubSource) -> Listing:
     if path.startswith(HUB):
-        dataset, size, digest = find_hub(hub or HubSource(path))
+        dataset, size, digest = find_hub(hub)
         return Listing((Input(path, dataset, size, digest, None),))
     ignore_patterns.cache_clear()  # another build may have begun or ended
     root, setting = Path(path), f"input={path}"
@@ -118,7 +148,17 @@ def search(path: str, hub: HubSource | None = None) -> Listing:
         held = f", only {len(others)} others such as {others[0]}" if others else ""
         fix = "name another, or rename it to its format; a .jsonl holds one object per line"
         raise UserError(f"{setting} holds no {READABLE}{held}: {fix}")
-    return listing
+    return without_cards(listing)
+
+
+def without_cards(listing: Listing) -> Listing:
+    """Leave out the README.md of a dataset: it is of records, not one of them."""
+    kinds = {item.path: kind_of(Path(item.path)) or "" for item in listing.inputs}
+    if not any(kind.startswith(("jsonl", "parquet")) for kind in kinds.values()):
+        return listing
+    cards = [item for item in listing.inputs if Path(item.path).name.lower() == "readme.md"]
+    inputs = tuple(item for item in listing.inputs if item not in cards)
+    return Listing(inputs, (*listing.unread, *(Unread(Path(item.path), CARD) for item in cards)))
 
 
 def in_store(url: str) -> Listing:
@@ -162,6 +202,7 @@ def in_folder(root: Path) -> Listing:
         seen.add(real)
         reasons = {name: HIDDEN for name in (*folders, *names) if name.startswith(".")}
         reasons |= {name: OWN for name in (*folders, *names) if is_own(folder / name)}
+        reasons |= {name: ATTRIBUTES for name in folders if name == "attributes" and "documents" in folders}
         unread += [Unread(folder / name, reason) for name, reason in reasons.items()]
         folders[:] = sorted(name for name in folders if name not in reasons)
         files += [folder / name for name in names if name not in reasons]
@@ -260,8 +301,8 @@ def formats(path: Path) -> tuple[str, str | None]:
     name = path.name.lower()
     packing = next((suffix for suffix in (".gz", ".zst", ".bz2", ".xz") if name.endswith(suffix)), "")
     inner = Path(name.removesuffix(packing))
-    if inner.suffix in LINES:
-        return inner.stem, LINES[inner.suffix] + packing
+    if inner.suffix in SUFFIXES:
+        return inner.stem, SUFFIXES[inner.suffix] + packing
     if inner.suffix == ".json":
         try:
             holds_lines = bool(packing) or (path.is_file() and is_json_lines(path))

@@ -6,6 +6,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
+from mlm.corpus.read.encoding import UTF_8
 from mlm.data.records import open_binary, readable
 from mlm.util.errors import CorruptFileError, UserError, type_of
 
@@ -26,6 +27,8 @@ class Input:
     """The part it belongs to, None if its documents are divided."""
     state: tuple[int, ...] = ()
     """Size and times of change when it was digested; empty for a Hub dataset."""
+    encoding: str = UTF_8
+    """Python's name of its encoding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class InputShard:
 
     input: Input
     kind: str
-    """jsonl, txt (also .gz, .zst, .bz2, .xz), parquet or hub."""
+    """jsonl, txt, html (also .gz, .zst, .bz2, .xz), parquet or hub."""
     begin: int
     """In bytes of a file, rows of a Parquet file (where row groups begin), or
     shards of a Hub dataset."""
@@ -84,16 +87,22 @@ class Document:
 
 
 class BadRecordError(Exception):
-    """A record that is not a document: the rule it breaks, and the problem in one line, without a fix."""
+    """A record that is not a document: the rule it breaks, and the problem in one line.
 
-    def __init__(self, rule: str, detail: str, location: Location | None = None) -> None:
+    Attributes:
+        location: set by its reader where `reject` would not know it exactly
+        fix: None for that of the command
+    """
+
+    def __init__(
+        self, rule: str, detail: str, location: Location | None = None, fix: str | None = None
+    ) -> None:
         super().__init__(rule, detail)
-        self.rule, self.detail, self.location = rule, detail, location
-        """Its location, which its reader sets where `reject` would not know it exactly."""
+        self.rule, self.detail, self.location, self.fix = rule, detail, location, fix
 
     def to_user_error(self, fix: str) -> UserError:
         kind = CorruptFileError if self.rule == "damaged" else UserError
-        return kind(f"{self.location}: {self.detail}: {fix}")
+        return kind(f"{self.location}: {self.detail}: {self.fix or fix}")
 
 
 @dataclass(frozen=True, slots=True)

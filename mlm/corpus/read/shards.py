@@ -10,9 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from mlm.corpus.read.finding import kind_of
+from mlm.corpus.read.encoding import AUTO, UTF_8, codec_of, detect
+from mlm.corpus.read.finding import TEXTS, kind_of
 from mlm.corpus.read.records import Input, InputShard
+from mlm.corpus.read.streams import DamagedError, blocks
 from mlm.corpus.read.tables import HUB, HubSource, open_hub, row_ranges
 from mlm.data.records import readable
 from mlm.util.errors import UserError
@@ -31,8 +34,8 @@ TEXT_END = b"<|endoftext|>"
 def split_inputs(inputs: Iterable[Input], shard_bytes: int) -> list[InputShard]:
     """Split the inputs into shards in corpus order, at least one for each input.
 
-    Uncompressed .jsonl is split every `shard_bytes` bytes (a line belongs to its first byte), Parquet
-    where row groups begin; a .txt or compressed file is one shard. Raises UserError.
+    Uncompressed .jsonl in UTF-8 is split every `shard_bytes` bytes (a line belongs to its first byte),
+    Parquet where row groups begin; any other file is one shard. Raises UserError.
     """
     shards = list[InputShard]()
     for item in inputs:
@@ -44,7 +47,7 @@ def split_inputs(inputs: Iterable[Input], shard_bytes: int) -> list[InputShard]:
         elif kind == "parquet":
             ranges = row_ranges(item.path, shard_bytes)
         else:
-            step = shard_bytes if kind == "jsonl" else max(item.bytes, 1)
+            step = shard_bytes if kind == "jsonl" and item.encoding == UTF_8 else max(item.bytes, 1)
             ranges = [(begin, min(begin + step, item.bytes)) for begin in range(0, max(item.bytes, 1), step)]
         shards += (InputShard(item, kind, begin, end, item.split) for begin, end in ranges)
     return shards
@@ -67,8 +70,11 @@ def group(shards: Sequence[InputShard], shard_bytes: int) -> tuple[int, ...]:
     return (*bounds, len(shards))
 
 
-def with_digests(inputs: Sequence[Input]) -> tuple[Input, ...]:
-    """Return the inputs with content digests; a Hub dataset has one already. Raises UserError."""
+def with_digests(inputs: Sequence[Input], encoding: str) -> tuple[Input, ...]:
+    """Return the inputs with content digests, which a Hub dataset has already, and encodings.
+
+    Raises UserError.
+    """
     digested = list[Input]()
     with progress_bar("input", sum(item.bytes for item in inputs), in_bytes=True) as advance:
         for item in inputs:
@@ -77,14 +83,45 @@ def with_digests(inputs: Sequence[Input]) -> tuple[Input, ...]:
                 with readable(item.path):
                     digest = digest_file(Path(item.path), advance)
                 item = replace(item, digest=digest, state=state, bytes=state[0])
+            item = with_encoding(item, encoding)
+            if item.state:
                 check_unchanged(item)
             digested.append(item)
     return tuple(digested)
 
 
+def with_encoding(item: Input, encoding: str) -> Input:
+    """Return an input with the encoding that `encoding=` names, or that is detected. Raises UserError."""
+    kind = (kind_of(Path(item.path)) or "").partition(".")[0]
+    if item.path.startswith(HUB) or kind not in TEXTS:
+        return item
+    if encoding != AUTO:
+        return replace(item, encoding=codec_of(encoding))
+    try:
+        return replace(item, encoding=detect(blocks(item.path), item.path, is_page=kind == "html"))
+    except DamagedError:
+        return item  # reading it reports the damage
+
+
+def describe_encodings(inputs: Iterable[Input]) -> str:
+    """Name the first files of each encoding but UTF-8; empty for none."""
+    names: dict[str, list[str]] = {}
+    for item in inputs:
+        if item.encoding != UTF_8:
+            names.setdefault(item.encoding, []).append(item.name)
+    return "; ".join(
+        f"{', '.join(files[:3])}{f' and {len(files) - 3} more' if len(files) > 3 else ''} read as {encoding}"
+        for encoding, files in names.items()
+    )
+
+
 def input_lines(inputs: Sequence[Input]) -> bytes:
-    """Return a line of JSON with name, size and digest of each input."""
-    lines = ({"name": item.name, "bytes": item.bytes, "digest": item.digest} for item in inputs)
+    """Return a line of JSON with name, size and digest of each input, and its encoding if not UTF-8."""
+    lines = list[dict[str, Any]]()
+    for item in inputs:
+        lines.append({"name": item.name, "bytes": item.bytes, "digest": item.digest})
+        if item.encoding != UTF_8:
+            lines[-1]["encoding"] = item.encoding
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from mlm.corpus.read.encoding import UTF_8, transcoded
 from mlm.data.records import check_supported, open_binary, readable
 from mlm.util.extras import load_extra
 from mlm.util.object_store import is_stored
@@ -32,17 +33,17 @@ class DamagedError(Exception):
     """Line reached, where it is known."""
 
 
-def blocks(path: str, *, begin: int = 0) -> Iterator[bytes]:
+def blocks(path: str, *, begin: int = 0, encoding: str = UTF_8) -> Iterator[bytes]:
     """Yield the content of a file from byte `begin` on (0 for compressed ones), in blocks of at most 256 KiB.
 
-    Raises DamagedError after the last sound block, and UserError if the file cannot be read or the package
-    for Zstandard is missing.
+    With another encoding it is converted to UTF-8 (`transcoded`). Raises DamagedError after the last sound
+    block, and UserError if the file cannot be read or the package for Zstandard is missing.
     """
     suffix = Path(path.lower()).suffix
-    if suffix == ".zst":
-        return zstd_blocks(path)
-    raw = raw_blocks(path, begin)
-    return packed_blocks(path, raw, UNPACKERS[suffix]) if suffix in UNPACKERS else raw
+    content = zstd_blocks(path) if suffix == ".zst" else raw_blocks(path, begin)
+    if suffix in UNPACKERS:
+        content = packed_blocks(path, content, UNPACKERS[suffix])
+    return content if encoding == UTF_8 else transcoded(content, encoding)
 
 
 def raw_blocks(path: str, begin: int) -> Iterator[bytes]:

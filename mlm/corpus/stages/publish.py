@@ -15,7 +15,7 @@ from mlm.corpus.stages.plan import BuildPlan
 from mlm.corpus.stages.tokenise import MATCHES, load_ngram_index
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
 from mlm.data.receipt import REJECTED
-from mlm.util.errors import UserError
+from mlm.util.errors import UserError, format_value
 from mlm.util.files import fsync_directory, write_atomic
 from mlm.util.terminal import add_row, table
 
@@ -95,7 +95,8 @@ def reject_empty_parts(plan: BuildPlan, facts: Facts) -> None:
         fixes.insert(0, "repair the input")
     if plan.is_divided and add_up(facts["splits"].values(), "documents"):
         fixes = [f"give it a larger share than split={plan.config.split}, or 0 to leave it out"]
-    raise UserError(f"input={plan.config.input}: no document for {empty} ({gone}); {', or '.join(fixes)}")
+    given = f"input={format_value(plan.config.input)}"
+    raise UserError(f"{given}: no document for {empty} ({gone}); {', or '.join(fixes)}")
 
 
 def describe_removed(gone: dict[str, int]) -> str:

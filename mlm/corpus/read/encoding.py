@@ -1,0 +1,65 @@
+"""Encodings of text: UTF-8, one that the user names, or the one that resiliparse detects (its uchardet)."""
+
+import codecs
+import re
+from collections.abc import Iterable, Iterator
+
+from mlm.util.errors import UserError
+from mlm.util.extras import load_extra
+
+UTF_8 = "utf-8"
+AUTO = "auto"
+BOMS = {codecs.BOM_UTF8: UTF_8, codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
+BOMS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+SAMPLE = 1 << 20
+"""Bytes to detect an encoding from, of lines that are not ASCII."""
+NOT_ASCII = re.compile(rb"[^\n]*[\x80-\xff][^\n]*\n?")
+UNDECODABLE = "mlm.undecodable"
+codecs.register_error(UNDECODABLE, lambda error: ("\udcff", getattr(error, "end", 0)))
+
+
+def codec_of(encoding: str) -> str:
+    """Return the name of Python's codec for an encoding. Raises LookupError if it has none for text."""
+    codec = codecs.lookup(encoding)
+    if not getattr(codec, "_is_text_encoding", True):
+        raise LookupError(encoding)
+    return codec.name
+
+
+def transcoded(source: Iterable[bytes], encoding: str) -> Iterator[bytes]:
+    """Yield a text as UTF-8, with the byte 0xFF, which UTF-8 never holds, for what cannot be decoded."""
+    decoder = codecs.getincrementaldecoder(encoding)(UNDECODABLE)
+    for block in source:
+        if text := decoder.decode(block):
+            yield text.encode(UTF_8, "surrogateescape")
+    if text := decoder.decode(b"", final=True):
+        yield text.encode(UTF_8, "surrogateescape")
+
+
+def detect(source: Iterable[bytes], path: str, *, is_page: bool) -> str:
+    """Return the encoding of a text: by its byte order mark, UTF-8 if it is valid, else the likeliest.
+
+    A web page may declare it. Raises UserError if none is likely, or resiliparse is missing.
+    """
+    decoder, is_utf8, sample, head = codecs.getincrementaldecoder(UTF_8)(), True, bytearray(), b""
+    for block in source:
+        if not head and (found := next((name for bom, name in BOMS.items() if block.startswith(bom)), None)):
+            return found
+        head = head or block[:1024]
+        try:
+            decoder.decode(block)
+        except UnicodeDecodeError:
+            is_utf8 = False
+            decoder.reset()
+        sample += b"".join(NOT_ASCII.findall(block))[: SAMPLE - len(sample)]
+        if not is_utf8 and len(sample) >= SAMPLE:
+            break
+    if is_utf8 and not decoder.getstate()[0]:
+        return UTF_8
+    library = load_extra("resiliparse.parse.encoding", f"encoding={AUTO}")
+    content = head * is_page + sample
+    found = library.detect_encoding(content, max_len=0, from_html_meta=is_page)
+    if found == UTF_8 or b"\0" in content:  # UTF-8 is its answer where it has none; no 8-bit text holds NUL
+        fix = "name it, such as encoding=latin-1; encoding=utf-8 names the first line that is not"
+        raise UserError(f"input {path}: no encoding is likely; {fix}")
+    return codec_of(found)
