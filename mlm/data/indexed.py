@@ -262,21 +262,24 @@ class IndexedWriter:
         self.num_documents += 1
         self.num_tokens += count
 
-    def append(self, other: IndexedDataset) -> None:
-        """Append all documents of another corpus of the same dtype, which may be empty.
+    def append(self, other: IndexedDataset, begin: int = 0, end: int | None = None) -> None:
+        """Append documents begin … end - 1 of another corpus of the same dtype, by default all.
 
         The kernel copies the tokens, by reference where it can. Raises CorruptFileError.
         """
         assert other.dtype == self.dtype, f"{other.dtype} tokens do not go into a file of {self.dtype}"
-        copy_bytes(other.bin_path, self._bin, other.num_tokens * self.dtype.itemsize)
-        for start in range(0, other.num_sequences, CHUNK):
-            self._lengths.write(other.lengths[start : start + CHUNK].tobytes())
-        for start in range(1, other.num_documents + 1, CHUNK):
-            boundaries = other.document_indices[start : start + CHUNK] + self.num_sequences
-            self._documents.write(boundaries.astype("<i8").tobytes())
-        self.num_documents += other.num_documents
-        self.num_sequences += other.num_sequences
-        self.num_tokens += other.num_tokens
+        end, size = other.num_documents if end is None else end, self.dtype.itemsize
+        first, last = other.document_indices[[begin, end]].tolist()
+        token, num_tokens = other.first_token(begin), other.first_token(end) - other.first_token(begin)
+        copy_bytes(other.bin_path, self._bin, num_tokens * size, begin=token * size)
+        for start in range(first, last, CHUNK):
+            self._lengths.write(other.lengths[start : min(start + CHUNK, last)].tobytes())
+        for start in range(begin + 1, end + 1, CHUNK):
+            boundaries = other.document_indices[start : min(start + CHUNK, end + 1)]
+            self._documents.write((boundaries + (self.num_sequences - first)).astype("<i8").tobytes())
+        self.num_documents += end - begin
+        self.num_sequences += last - first
+        self.num_tokens += num_tokens
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._open:

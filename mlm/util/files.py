@@ -129,14 +129,15 @@ def sync(f: BinaryIO) -> None:
         os.fsync(f.fileno())
 
 
-def copy_bytes(source: Path, target: BinaryIO, count: int) -> None:
-    """Append the first `count` bytes of a file to one open for writing.
+def copy_bytes(source: Path, target: BinaryIO, count: int, *, begin: int = 0) -> None:
+    """Append `count` bytes of a file, from byte `begin` on, to one open for writing.
 
     The kernel copies, where it can; on some file systems only references. Raises CorruptFileError if the
     source is shorter, OSError.
     """
     target.flush()
     with open(source, "rb", buffering=0) as f:
+        f.seek(begin)
         left, copies = count, hasattr(os, "copy_file_range")  # not on macOS
         try:
             while copies and left and (done := os.copy_file_range(f.fileno(), target.fileno(), left)):
@@ -148,7 +149,9 @@ def copy_bytes(source: Path, target: BinaryIO, count: int) -> None:
             target.write(block)
             left -= len(block)
     if left:
-        raise CorruptFileError(f"{source} is truncated: expected {count} bytes, found {count - left}")
+        raise CorruptFileError(
+            f"{source} is truncated: expected {begin + count} bytes, found {begin + count - left}"
+        )
 
 
 def fsync_directory(path: Path) -> None:

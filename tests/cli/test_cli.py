@@ -32,7 +32,7 @@ class TestSurface:
             eval loss, eval wikitext103, eval lambada, eval all, generate, chat, finetune, eval,
             reshard, convert, import hf, import megatron, export megatron, export dcp, export hf, export gguf,
             ckpt inspect, ckpt verify, ckpt diff, ckpt prune, ckpt rollback,
-            data tokenizer, data build, data inspect, data verify
+            data tokenizer, data build, data merge, data split, data inspect, data verify
         """
         assert [command.name for command in COMMANDS] == [name.strip() for name in names.split(",")]
 

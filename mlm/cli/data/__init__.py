@@ -4,7 +4,13 @@ Settings of `mlm data build` are in mlm/corpus/config.py.
 """
 
 from mlm.cli.command import Command
-from mlm.cli.data.settings import DataInspectConfig, DataTokenizerConfig, DataVerifyConfig
+from mlm.cli.data.settings import (
+    DataInspectConfig,
+    DataMergeConfig,
+    DataSplitConfig,
+    DataTokenizerConfig,
+    DataVerifyConfig,
+)
 from mlm.corpus.config import DataBuildConfig
 from mlm.corpus.read.encoding import AUTO, codec_of
 from mlm.data.config import SPLITS
@@ -42,6 +48,11 @@ def check_build(config: DataBuildConfig) -> list[Problem]:
             problem = f"filter.{low}={least} is above filter.{high}={most}: no document could pass"
             problems.append(Problem((f"filter.{low}", f"filter.{high}"), problem))
     return problems
+
+
+def check_merge(config: DataMergeConfig) -> list[Problem]:
+    fix = "name corpora to join: mlm data merge corpora/a corpora/b"
+    return [] if len(config.paths) > 1 else [Problem(("paths",), "paths names fewer than two corpora", fix)]
 
 
 COMMANDS = (
@@ -95,6 +106,37 @@ COMMANDS = (
             input tokenizer out split bad_input filter.min_tokens dedup.threshold decontaminate.against
             workers
         """,
+    ),
+    Command(
+        name="data merge",
+        other_names=("merge_datasets",),
+        spec=DataMergeConfig,
+        target="mlm.cli.data.run:run_merge",
+        local_check=check_merge,
+        summary="join corpora of one tokenizer, their documents in sequence",
+        about="""Writes one corpus of all documents of several, in the order given, byte for byte as
+            Megatron-LM's merge_datasets.py does. To mix corpora by weight, train with data.blend.""",
+        examples="""
+            # Two corpora, part by part
+            mlm data merge corpora/wiki corpora/web out=corpora/both
+            # Pairs of Megatron-LM, which become train
+            mlm data merge a_text_document b_text_document out=corpora/both
+        """,
+        positional=("paths",),
+        several=True,
+    ),
+    Command(
+        name="data split",
+        spec=DataSplitConfig,
+        target="mlm.cli.data.run:run_split",
+        summary="divide a corpus into train, validation and test by documents",
+        about="""Writes a corpus whose parts are consecutive documents of another, with the bounds that
+            Megatron-LM's --split gives a corpus of one sequence per document.""",
+        examples="""
+            # As Megatron-LM's --split 969,30,1
+            mlm data split my_text_document out=corpus split=969/30/1
+        """,
+        positional=("path",),
     ),
     Command(
         name="data inspect",

@@ -3,9 +3,16 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from mlm.cli.data.settings import DataInspectConfig, DataTokenizerConfig, DataVerifyConfig
+from mlm.cli.data.settings import (
+    DataInspectConfig,
+    DataMergeConfig,
+    DataSplitConfig,
+    DataTokenizerConfig,
+    DataVerifyConfig,
+)
 from mlm.corpus.inspect import Facts, facts_of
 from mlm.corpus.read.finding import kind_of
+from mlm.corpus.recombine import merge_corpora, split_corpus
 from mlm.corpus.train_tokenizer import texts_of, train_bpe, train_wordpiece
 from mlm.corpus.verify import verify_corpus
 from mlm.data.corpus_files import corpora_at, eod_of, tokenizer_beside
@@ -87,6 +94,14 @@ def digest_at(path: Path, eod: str | None) -> str | None:
         return Tokenizer.load(path, eod=eod).digest
     except UserError:
         return None
+
+
+def run_merge(config: DataMergeConfig) -> None:
+    merge_corpora(config.paths, config.out)
+
+
+def run_split(config: DataSplitConfig) -> None:
+    split_corpus(config.path, config.out, config.split)
 
 
 def run_inspect(config: DataInspectConfig) -> None:

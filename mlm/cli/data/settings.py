@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mlm.config.fields import NOT_NEGATIVE, InputPath, OnlyIf, OutPlace, ResultFile
+from mlm.config.fields import NOT_NEGATIVE, InputPath, OnlyIf, OutFolder, OutPlace, ResultFile
 from mlm.data.config import DataPath, StoredPath
 
 
@@ -29,6 +29,30 @@ class DataTokenizerConfig:
     """Encoding of the text, as in `mlm data build`."""
     eod: str | None = None
     """End-of-document token of a tokenizer to take over; null finds it by its name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataMergeConfig:
+    """The run spec of `mlm data merge`: corpora of one tokenizer, joined."""
+
+    paths: tuple[InputPath, ...] = ()
+    """Corpus folders, or prefixes of .bin/.idx pairs, in the order of their documents. Of a folder with
+    train.bin each part is joined with its like; other pairs go into train."""
+    out: OutFolder
+    """Corpus folder to write."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSplitConfig:
+    """The run spec of `mlm data split`: a corpus, divided into parts by documents."""
+
+    path: DataPath
+    """Prefix of a .bin/.idx pair, or a folder with one."""
+    out: OutFolder
+    """Corpus folder to write."""
+    split: str = "969/30/1"
+    """Weights of train, validation and test, of which 0 leaves one out: consecutive documents, as
+    Megatron-LM's --split takes them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -122,7 +122,7 @@ def search(given: Paths, hub: HubSource | None = None) -> Listing:
         held = next(item for item in inputs if item.split)
         raise UserError(
             f"input={format_value(given)}: {held.path} is the part {held.split}, and others are of no part: "
-            "build a corpus of each"
+            "build a corpus of each, and join them by `mlm data merge`"
         )
     return Listing(tuple(inputs), tuple(entry for listing in listings for entry in listing.unread))
 
