@@ -24,8 +24,9 @@ Stated before any error of this model was looked at:
    How many rows of a table they contain is told with quantiles of the others. Finer groups were tried: by
    type of GPU alone they contain 69 % of such rows, by precision too 65 %; the tables are too few.
 
-Not stated before: the hops of rings, `passes_parts`, DeepSpeed's switches and the weights of point 6 (twice for
-the same GPU, of nine choices that held 65 to 78 %) were chosen when the errors of these tables were known.
+Not stated before: the hops of rings, `passes_parts`, DeepSpeed's switches and the weights of point 6 (twice
+for the same GPU, of nine choices that held 65 to 78 %) were chosen when the errors of the tables
+were known.
 
 scripts/results/published/*.csv hold the numbers, each row with its source.
 """
