@@ -52,7 +52,7 @@ OWN_CONFIG = "write your settings to DIR/experiment/NAME.yaml and type --config-
                 "mlm plan layouts: hardware=dgx_h100_80g: no such choice; did you mean dgx_h100? (list: mlm "
                 "plan layouts --help)",
             ),
-            ("data", "mlm data: name a task: tokenizer, build, inspect, verify"),
+            ("data", "mlm data: name a task: tokenizer, build, merge, split, inspect, verify"),
             ("data bild", "mlm data: unknown task 'bild'; did you mean 'build'?"),
             (
                 "generate ckpt=. prompt=a seq_length=4096",

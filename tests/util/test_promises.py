@@ -36,7 +36,8 @@ OURS = json.dumps({"task": "loss", "versions": {"mlm": "0.1"}}).encode()
 KIND = {
     **dict.fromkeys(("pretrain", "finetune", "reshard", "import_hf", "import_megatron", "convert"), "run"),
     **{"export_megatron": "exported-model", "export_dcp": "exported-model"},
-    **{"data_build": "corpus", "export_hf": "exported-model", "verify_resume": "verify-resume"},
+    **dict.fromkeys(("data_build", "data_merge", "data_split"), "corpus"),
+    **{"export_hf": "exported-model", "verify_resume": "verify-resume"},
     **{"eval": "predictions", "parity": "verify-resume"},
 }
 """Kind of the folder that a command's `out` becomes."""

@@ -414,7 +414,7 @@ CASES = {
         same,
         replace(EP, moe="sigmoid"),
         "router.bias",
-        "loads of experts",
+        "copies on dp ranks differ",
     ),
     "a z-loss dropped": Sabotage(
         "mlm.parallel.expert.router.Router.auxiliary_loss",
