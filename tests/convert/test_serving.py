@@ -30,7 +30,7 @@ STARTS_IN_S = 200
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run named runs/chat, and what the page exports of it."""
     folder = tmp_path_factory.mktemp("serving")
-    write_llama(folder / "llama", seed=3)
+    write_llama(folder / "llama", seed=3, head_dim=32)  # the least of vLLM on a CPU
     import_model(folder / "llama", folder / "runs/chat", verify=False)
     with contextlib.chdir(folder):
         for line in EXPORTS.splitlines():

@@ -16,7 +16,9 @@ from tests.finetune.runs import finetuning
 POSITIONS = 96
 
 
-def write_llama(folder: Path, template: str | None = MARKED, seed: int = 0, *, kind: str = "Llama") -> Path:
+def write_llama(
+    folder: Path, template: str | None = MARKED, seed: int = 0, *, kind: str = "Llama", **changes: Any
+) -> Path:
     """A Llama, a Mixtral or a Phi3, of random weights and the tokenizer in the style of Qwen's."""
     write_tokenizer(folder, "qwen2", template)
     torch.manual_seed(seed)
@@ -28,7 +30,7 @@ def write_llama(folder: Path, template: str | None = MARKED, seed: int = 0, *, k
     }
     shape |= {"vocab_size": 340, "num_key_value_heads": 2, "max_position_embeddings": POSITIONS}
     own: dict[str, dict[str, Any]] = {"Mixtral": {"num_local_experts": 4}, "Phi3": {"pad_token_id": None}}
-    shape |= own.get(kind, {})
+    shape |= own.get(kind, {}) | changes
     settings = getattr(transformers, f"{kind}Config")(
         **shape, bos_token_id=None, eos_token_id=None, initializer_range=0.1
     )
