@@ -442,7 +442,7 @@ CASES = {
         decay_on_first_rank_only,
         PP,
         "(updated weight, step 1",
-        "look at the optimizer",
+        "update depends on the layout",
     ),
 }
 

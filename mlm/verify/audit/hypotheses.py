@@ -6,7 +6,7 @@ Each returns a cause and a sentence, or None.
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations, product
+from itertools import combinations
 from typing import NamedTuple
 
 import torch
@@ -187,45 +187,32 @@ def explain_norm(comparison: Comparison, place: Location) -> Cause | None:
         for r in (comparison.reference, *comparison.ranks.values())
     )
     own = {at: sum(squares.values()) for at, squares in zip(comparison.ranks, ranks, strict=True)}
-    held = _copies(comparison, step)
-    shares = {
-        at: sum(square / held.get(name, 1) for name, square in squares.items())
-        for at, squares in zip(comparison.ranks, ranks, strict=True)
-    }
     total, bound = sum(whole.values()), max(FIT / 10, 10 * place.limit)
     found = {at: float(r.tensors[place.key]) for at, r in comparison.ranks.items() if place.key in r.tensors}
     if not math.isclose(total**0.5, float(comparison.reference.tensors[place.key]), rel_tol=bound):
         return None  # another norm
     head, axes = values_of(place), [n for n, axis in enumerate(AXES) if layout[axis] > 1]
-    choices = [c for size in range(len(axes) + 1) for c in combinations(axes, size)]
-    for (of, counted), axis in product(((own, ""), (shares, ", copies counted once")), choices):
-        groups = {
-            at: [x for b, x in of.items() if all(b[n] == at[n] for n in range(len(AXES)) if n not in axis)]
-            for at in of
-        }
+    for axis in (c for size in range(len(axes) + 1) for c in combinations(axes, size)):
+        others = [n for n in range(len(AXES)) if n not in axis]
+        groups = {at: [b for b in own if all(b[n] == at[n] for n in others)] for at in own}
         over = ", ".join(AXES[n] for n in axis)
+        if all(
+            math.isclose(sum(found.get(b, 0.0) ** 2 for b in groups[at]), total, rel_tol=bound) for at in own
+        ):
+            why = f"squares of ranks along {over} add up to the right one: each has its own parts alone"
+            return "norm misses parameters", f"{head}: {why}"
         for name, formula in FORMULAS.items() if axis else [*FORMULAS.items()][:1]:
-            if not all(math.isclose(x, formula(groups[at]), rel_tol=bound) for at, x in found.items()):
+            squares = {at: [own[b] for b in groups[at]] for at in found}
+            if not all(math.isclose(x, formula(squares[at]), rel_tol=bound) for at, x in found.items()):
                 continue
             if name != "norm of parts":
-                why = f"{name} of ranks along {over}{counted}; add squares, then take the root"
+                why = f"{name} of ranks along {over}; add squares, then take the root"
                 return "norm of roots", f"{head}: {why}"
-            if sum(next(iter(groups.values()))) < total:
+            if sum(next(iter(squares.values()))) < total:
                 summed = over and f", summed over {over}"
-                return "norm misses parameters", f"{head}: of the parts of a rank{counted}{summed} alone"
+                return "norm misses parameters", f"{head}: of the parts of a rank{summed} alone"
             return "norm repeats parameters", f"{head}: copies on ranks along {over} are added; add each once"
     return _of_parameters(comparison, place, whole, {x * x - total for x in found.values()}, bound * total)
-
-
-def _copies(comparison: Comparison, step: int) -> dict[str, int]:
-    """Ranks of a replica that hold the same gradient, by parameter."""
-    placements = {
-        p.key.name: p.match.placement for p in comparison.locations if p.key[:2] == (step, "gradient")
-    }
-    return {
-        name: math.prod(comparison.layout[n] for n, how in axes.items() if how == "copy" and n != "dp")
-        for name, axes in placements.items()
-    }
 
 
 def _of_parameters(
