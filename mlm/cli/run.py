@@ -196,7 +196,13 @@ def _take_model(job: Job, composition: Composition) -> None:
     is_chosen = any(key.split(".")[0] in ("model", "experiment") for key in keys) or job.overrides.problems
     if command.model_of_ckpt is None or job.saved is not None or is_chosen or "ckpt" not in keys:
         return
-    if found := resolve(command.model_of_ckpt)(composition.tree.ckpt, composition.tree.out):
+    try:
+        found = resolve(command.model_of_ckpt)(composition.tree.ckpt, composition.tree.out)
+    except UserError:
+        if not (job.arguments.cfg or job.arguments.resolve):
+            raise
+        return  # what is composed can be shown without
+    if found:
         name, model = found
         composition.tree.model = OmegaConf.create(model)
         shape = f"{model['num_layers']} layers, hidden size {model['hidden_size']}"

@@ -115,9 +115,9 @@ GQA = (
     ("kv_repeated_by_rank", TP, "depends on the layout"),
 )
 CORE = (
-    ("label_smoothing", TP, "local statistics"),
+    ("label_smoothing", TP, "loss"),
     ("gathered_logits", TP, "gathered logits in a split loss"),
-    ("mean_of_local_means", DP, "wrong reduction"),
+    ("mean_of_local_means", DP, "divided by local tokens"),
 )
 PICOTRON = (("build", {"tp": 2, "pp": 2}, "shards begin equal"),) if "PICOTRON" in os.environ else ()
 """Its PipelineParallel draws the weights of attention and MLPs anew: every tp rank's shards from one seed."""

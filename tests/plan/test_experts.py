@@ -9,6 +9,7 @@ from mlm.cli import main
 from mlm.cli.compose.composition import load_config
 from mlm.cli.plan import check_plan_layouts, check_plan_memory
 from mlm.models.shape import count_parameters
+from mlm.plan import cost
 from mlm.plan.candidates import layouts, query_of
 from mlm.plan.config import PlanDryRunConfig
 from mlm.plan.cost import CostModel, Software
@@ -35,8 +36,11 @@ def dry(words: str) -> tuple[PlanDryRunConfig, PlannedLayout, DryRun]:
 
 
 @pytest.mark.parametrize("words", slow_but({0}, ["dp=4 ep=2", "tp=2 dp=4 ep=4"]))
-def test_exchanged_bytes_are_those_that_the_dry_run_counts(words: str) -> None:
+def test_exchanged_bytes_are_those_that_the_dry_run_counts(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Time of a link of 1 GB/s without latency, nothing hidden."""
+    monkeypatch.setattr(cost, "RING_HOP_S", 0.0)
     config, layout, found = dry(words)
     sent = sum(m.ring_bytes * n for m, n in found.counts.messages.items() if m.axis == "ep")
     plan = load_config("plan_memory", ["model=moe_tiny", "hardware=dgx_a100_80g"])

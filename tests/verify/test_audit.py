@@ -146,7 +146,7 @@ def test_axes_are_audited_alone_where_the_layout_parts() -> None:
     thinned(
         [
             ("needs_cuda", "the subject needs CUDA"),
-            ("random", "the subject is not deterministic: the output of the whole module in step 1"),
+            ("random", "the subject is not deterministic: the input of the whole module in step 1"),
             ("changes_batch", "the subject changes its batch in place"),
             ("absent", " has no absent; type FILE.py:FUNCTION"),
             ("HIDDEN", "the subject fails in build on one process: TypeError: 'int' object is not callable"),

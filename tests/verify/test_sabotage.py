@@ -4,6 +4,7 @@ A rank replaces a function by a broken one while it compares. Those that act alo
 one process they are compared with; the others are written so as to leave it alone.
 """
 
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -98,7 +99,9 @@ def decay_on_first_rank_only(trainer: Trainer, loss: Tensor) -> StepOutcome:
 
 
 def samples_of_first_replica(plan: RankSampler, number: int) -> list[Batch] | None:
-    return TRUE_PLAN(replace(plan, rank=0), number)
+    first = copy(plan)  # replace() would start the thread of another loader, which comes here too, and so on
+    first.rank = 0
+    return TRUE_PLAN(first, number)
 
 
 def bias_before_sum(layer: RowParallelLinear, x: Tensor) -> Tensor:

@@ -87,7 +87,8 @@ class RayExecutor:
                 self._lost[node] += 1
                 losses[task] += 1
                 if losses[task] == ATTEMPTS:
-                    problem = f"stage {stage.name} lost a task {ATTEMPTS} times, at last on node {node}"
+                    where = f", at last on node {node}" if node else ""  # which some did not live to tell
+                    problem = f"stage {stage.name} lost a task {ATTEMPTS} times{where}"
                     fix = "perhaps for memory: set fewer workers, and run this again: finished tasks are kept"
                     raise executor_error(problem, fix) from error
                 waiting.append(task)

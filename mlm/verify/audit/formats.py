@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 FORMATS = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -66,7 +67,9 @@ class Formats:
 
 
 def _floats(tree: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.dtype in FORMATS and x.numel()]
+    """Those with numbers of their own, which a DTensor or the result of a collective under way has not."""
+    tensors = [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.dtype in FORMATS and x.numel()]
+    return [x for x in tensors if not is_traceable_wrapper_subclass(x)]
 
 
 def _storage(x: Tensor) -> int:

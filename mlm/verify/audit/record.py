@@ -114,7 +114,7 @@ class Key(NamedTuple):
     def words(self) -> str:
         """`the output of 2.norm in step 1`."""
         of = "" if self.name in KINDS else f" of {self.name or 'the whole module'}"
-        return f"the {KINDS[self.kind]}{of} in step {self.step + 1}"
+        return f"the {KINDS.get(self.kind, self.kind)}{of} in step {self.step + 1}"
 
 
 @dataclass
