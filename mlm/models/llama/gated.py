@@ -60,7 +60,7 @@ def gate(
 
 
 class _Gate(torch.autograd.Function):
-    """Both of the following in one pass forward and one backward, by Triton; keeps its input."""
+    """A SwiGLU, clamped or not, in one pass forward and one backward, by Triton; keeps its input."""
 
     @staticmethod
     def forward(ctx: Any, pairs: Tensor, *numbers: float) -> Tensor:
