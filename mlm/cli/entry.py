@@ -14,7 +14,7 @@ from mlm.cli.outcome import FAILED, INTERRUPTED, MISTAKE, OK, print_stdout, repo
 from mlm.launch.stop import note_stop_requests, unblock_stop_signals
 from mlm.launch.typed import record_command_line
 from mlm.util.errors import UserError
-from mlm.util.system import resolve, writable_streams
+from mlm.util.system import resolve, warn_once, writable_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with noting, record_command_line(words):
         try:
             unblock_stop_signals()  # what arrived before the handlers were there arrives now
+            warn_once()
             with writable_streams() as output:
                 code = _main(words)
         except KeyboardInterrupt:

@@ -34,7 +34,7 @@ def _page_problem(config: ReportConfig) -> Problem | None:
         return Problem(("out", "watch"), f"out={config.out}: watch=true writes the page again", fix)
     if is_stream(config.out) or Path(config.out).is_dir() or Path(config.out).suffix in (".html", ".htm"):
         return None
-    fix = f"use a file that ends in .html, such as out={Path(config.out).stem or 'report'}.html"
+    fix = f"use a file that ends in .html, such as out={Path(config.out).with_suffix('.html')}"
     return Problem.at("out", config.out, "a page ends in .html", fix)
 
 

@@ -24,7 +24,7 @@ from mlm.launch.failure import (
     save_failure,
 )
 from mlm.launch.stop import SIGNAL_NAMES, Stopped, keep_noting
-from mlm.util.system import die_with_parent, resolve, writable_streams
+from mlm.util.system import die_with_parent, resolve, warn_once, writable_streams
 
 
 def main() -> None:
@@ -32,6 +32,7 @@ def main() -> None:
     folder, job = path.parent, json.loads(path.read_bytes())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     die_with_parent(job["parent"])
+    warn_once(job["warned"])
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
         keep_noting(SIGNAL_NAMES)  # threads of torch that begin while none is blocked would die of them
     if rank:  # rank 0 keeps the terminal

@@ -15,7 +15,7 @@ from mlm.tracking.config import missing_extras
 from mlm.util.errors import Problem, UserError
 from mlm.util.extras import load_extra
 from mlm.util.lock import LOCK, single_writer
-from mlm.util.ownership import CHECKPOINTS, claim_problems
+from mlm.util.ownership import CHECKPOINTS, claim_problems, file_type_name
 from mlm.util.system import resolve
 
 PROMPTS = "train.sample_prompts"
@@ -50,7 +50,8 @@ def run_start_problems(config: PretrainConfig, *, compares: bool = True) -> list
     Without `compares` the caller compares the run with its checkpoint. Called before any rank starts. The
     lock is tried only without a launcher, whose ranks would block each other.
     """
-    if problems := claim_problems(config.out, "run", inputs=protected_from(config)):
+    problems = claim_problems(config.out, "run", inputs=protected_from(config))
+    if problems := problems or _replaced_files(config.out):
         return problems
     folder = Path(config.out, CHECKPOINTS)
     try:
@@ -69,6 +70,14 @@ def run_start_problems(config: PretrainConfig, *, compares: bool = True) -> list
     except UserError as error:
         return list(error.problems)
     return problems
+
+
+def _replaced_files(out: str) -> list[str]:
+    """Return the problems of names of a run's files that a folder, or anything else than a file, has."""
+    names = "config.yaml metrics.jsonl tokenizer.json checkpoints/latest best/checkpoints/latest"
+    paths = [Path(out, name) for name in names.split()]
+    wrong = [path for path in paths if os.path.lexists(path) and not path.is_file()]
+    return [f"out={out}: {path} is {file_type_name(path)}; delete or rename it" for path in wrong]
 
 
 def _holds_saves(folder: Path) -> bool:

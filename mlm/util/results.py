@@ -113,7 +113,7 @@ def result_problems(
             return []
         mode = status.st_mode
         if stat.S_ISDIR(mode):
-            return [f"{what}: is a directory; name a file in it, such as {key}={file / 'result.json'}"]
+            return [f"{what}: is a directory; name a file in it"]
         if _stream(file) is not None:
             return []
         if not stat.S_ISREG(mode):

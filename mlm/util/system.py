@@ -6,10 +6,11 @@ Standard library only: a launched rank needs it before it imports torch.
 import ctypes
 import errno
 import gc
+import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -122,6 +123,27 @@ def writable_streams() -> Iterator[LastingStream]:
     finally:
         output.flush()
         sys.stdout, sys.stderr = before
+
+
+_warned = set[str]()
+
+
+def warn_once(said: Iterable[str] = ()) -> set[str]:
+    """Print each warning once from now on: checks before a start, and the run, come upon the same.
+
+    `said` are texts that another process has printed. Returns all that are printed, as they are.
+    """
+    _warned.update(said)
+    if (handler := logging.lastResort) is not None:
+        handler.addFilter(_is_new)
+    return _warned
+
+
+def _is_new(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    is_new = text not in _warned
+    _warned.add(text)
+    return is_new
 
 
 def _take_every_text(stream: TextIO) -> None:

@@ -95,7 +95,7 @@ def test_file_that_changed_since_it_was_saved_stays(llama: Path, tmp_path: Path)
         ("sat? " * 400, "the message has "),
         ("/sytem a cat", "/sytem: unknown command; use /reset, /system, /save, /help, /exit"),
         ("/save x.jsonl", "/save: nothing is said yet"),
-        ("sat?\n/save /", "/save /: is a directory; name a file in it, such as /save /result.json"),
+        ("sat?\n/save /", "/save /: is a directory; name a file in it"),
     ],
 )
 def test_mistake_in_a_line_is_one_line(llama: Path, text: str, line: str) -> None:

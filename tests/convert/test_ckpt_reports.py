@@ -249,6 +249,21 @@ def test_the_best_checkpoint_of_a_finetuned_run_is_verified_too(tmp_path: Path, 
     assert found["continues_from"] == str(checkpoint(run, 3))
 
 
+@pytest.mark.parametrize("folder", ["", "best"])
+@pytest.mark.parametrize("content", [None, "step-00000009", "rubbish"])
+def test_latest_that_leads_nowhere_is_damage_of_a_run_and_of_its_best(
+    tmp_path: Path, capsys: Output, folder: str, content: str | None
+) -> None:
+    run = write_run(tmp_path / "run")
+    write_run(run / "best", steps=(2,))
+    latest = run / folder / CHECKPOINTS / LATEST
+    latest.unlink()
+    latest.mkdir() if content is None else latest.write_text(content)
+    assert mlm("ckpt", "verify", run, f"out={tmp_path}/x.json") == 1
+    assert f"mlm ckpt verify: {latest} " in capsys.readouterr().err
+    assert read(tmp_path / "x.json")["whole"] is False
+
+
 @pytest.mark.parametrize(
     ("latest", "damaged", "continues"), [(3, (), 3), (1, (), 1), (3, (3,), 2), (2, (2, 3), 1)]
 )

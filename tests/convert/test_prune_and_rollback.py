@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from mlm.checkpoint.native import pruning
-from mlm.checkpoint.native.folders import CHECKPOINTS, LATEST, latest_checkpoint, latest_name, step_name
+from mlm.checkpoint.native.folders import (
+    BEST,
+    CHECKPOINTS,
+    LATEST,
+    latest_checkpoint,
+    latest_name,
+    step_name,
+)
 from mlm.util.lock import single_writer
 from tests.checkpoint.native.helpers import save
 from tests.checkpoints_on_disk import checkpoint, damage, mlm, shorten, tensors, training_state, write_run
@@ -169,6 +176,20 @@ def test_latest_moves_back_and_newer_ones_are_set_aside(chain: Path, capsys: Out
     assert names(chain) == [f"aside-{step_name(4)}", f"aside-{step_name(5)}", *map(step_name, (1, 2, 3))]
     assert (chain / CHECKPOINTS / f"aside-{step_name(5)}").stat().st_ino == before[step_name(5)]
     assert f"mlm ckpt rollback {chain} 5" in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize("command", ["rollback", "verify"])
+def test_advice_on_what_continues_is_a_command_that_is_taken(run: Path, capsys: Output, command: str) -> None:
+    """A run by its folder, whatever named its checkpoints; weights alone are no run to resume."""
+    (run / "config.yaml").touch()
+    weights = {"model.w": tensors()["model.w"]}
+    state = {**training_state(2), "weights_only": True}
+    save(run / BEST / CHECKPOINTS, 2, weights, state=state)
+    for given, advice in ((run / CHECKPOINTS, f"resume={run}"), (run / BEST, f"ckpt={run / BEST} ")):
+        assert mlm("ckpt", command, given) == 0
+        out = capsys.readouterr().out.replace("\n", " ")
+        assert advice in f"{out} "
+        assert ("resume=" in out) == (given.name != BEST)
 
 
 def test_it_goes_forward_again_until_training_continues(chain: Path, capsys: Output) -> None:

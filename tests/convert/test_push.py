@@ -174,7 +174,8 @@ def test_pushed_adapters_name_a_base_that_others_have(
 @pytest.mark.parametrize(
     "ckpt, words, problem",
     [
-        ("run", ["push=chat"], "push=chat: no name of a repository: use push=OWNER/NAME"),
+        ("run", ["push=chat"], "push=chat: no name of a repository of the Hub; use push=OWNER/NAME"),
+        ("on-run", ["base=me base"], "base=me base: no name of a repository of the Hub; use base=OWNER/NAME"),
         ("on-llama", ["push=me/chat"], "first (hf upload OWNER/BASE {folder}/llama --private) and add base="),
         (
             "on-run",

@@ -26,7 +26,7 @@ from mlm.checkpoint.native.run_state import Lineage, Save
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import fsync_directory
 from mlm.util.ownership import CHECKPOINTS as CHECKPOINTS
-from mlm.util.ownership import owner_of
+from mlm.util.ownership import file_type_name, owner_of
 
 log = logging.getLogger(__name__)
 
@@ -72,13 +72,23 @@ def read_pointer(root: Path) -> tuple[str | None, str | None]:
     """
     path = root / LATEST
     try:
-        if not path.is_file():  # a pipe would block
+        if not os.path.lexists(path):
             return None, None
+        if not path.is_file():  # a pipe would block
+            return None, f"is {file_type_name(path)}"
         with open(path, "rb") as f:
             name = f.read(1 << 10).decode("ascii", "replace").strip().partition("\n")[0]
     except OSError as error:
-        return None, f"it cannot be read: {error.strerror}"
-    return (name, None) if STEP_NAME.fullmatch(name) else (None, "it names no checkpoint (step-…)")
+        return None, f"cannot be read: {error.strerror}"
+    return (name, None) if STEP_NAME.fullmatch(name) else (None, "names no checkpoint (step-…)")
+
+
+def pointer_problem(root: Path) -> str | None:
+    """Why `latest` leads to no checkpoint; None if it does, or is not there. Raises CheckpointError."""
+    name, problem = read_pointer(root)
+    if name is not None and step_of(Path(name)) not in checkpoints(root):
+        problem = f"names {name}, which is gone"
+    return problem and f"{root / LATEST} {problem}"
 
 
 def latest_name(root: Path) -> str | None:
@@ -93,25 +103,22 @@ def latest_checkpoint(root: Path) -> Path | None:
     warning says so where it is not the one that `latest` names. Raises CorruptFileError when there are
     checkpoints but none to continue from is whole: starting afresh would be no remedy.
     """
-    named, problem = read_pointer(root)
-    problems = [f"{root / LATEST}: {problem}"] if problem else []
+    problem = pointer_problem(root)
+    problems = [problem] if problem else []
     for path in candidates(root):
         if problem := checkpoint_problem(path):
             problems.append(problem)
             continue
-        if not problems and named not in (None, step_directory_name(path)):
-            problems.append(f"{root / LATEST} names {named}, which is gone")
         if problems:
             log.warning("%s; continuing from the newest whole checkpoint, %s", problems[0], path)
         return path
     present = checkpoints(root)
     if not present:
         return None
-    why = problems[0] if problems else f"{root / LATEST} names {named}, which is gone"
-    newest, remedy = max(present), ""
+    named, newest, remedy = latest_name(root), max(present), ""
     if named is not None and newest > step_of(Path(named)):
         remedy = f". To continue from {step_name(newest)}, write its name into {root / LATEST}"
-    raise CorruptFileError(f"{root}: no checkpoint is whole. {why}{remedy}")
+    raise CorruptFileError(f"{root}: no checkpoint is whole. {problems[0]}{remedy}")
 
 
 def step_directory_name(path: Path) -> str:

@@ -8,6 +8,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from mlm.checkpoint.native.declaration import declare_shards, file_name, merge_declared
 from mlm.checkpoint.native.exchange import ONE_RANK, Ranks
 from mlm.checkpoint.native.folders import (
+    candidates,
     discard,
     latest_checkpoint,
     latest_name,
@@ -25,6 +27,7 @@ from mlm.checkpoint.native.folders import (
     resolve,
     set_newer_aside,
     staging_path,
+    step_directory_name,
     step_name,
 )
 from mlm.checkpoint.native.format import (
@@ -96,7 +99,10 @@ def save_checkpoint(
     do not tile their tensors; NotFiniteError on every rank if a tensor holds NaN or infinity; LostPeer if a
     rank does not take part.
     """
-    explain = partial(_explain_save, root, ranks.rank, latest_name(root))
+    previous = None
+    with suppress(CheckpointError):  # of a folder that cannot be read
+        previous = next(map(step_directory_name, candidates(root)), None)
+    explain = partial(_explain_save, root, ranks.rank, previous)
     assert staged is None or save_id is not None, "what is staged carries its save id"
     save_id, main_step = ranks.broadcast([save_id or uuid.uuid4().hex, step])
     staging = staging_path(root, step, save_id)

@@ -5,10 +5,12 @@ from functools import cache
 from pathlib import Path
 
 from mlm.checkpoint.native.folders import BEST, CHECKPOINTS, checkpoints, latest_name, locate, step_name
-from mlm.checkpoint.native.format import CheckpointError
+from mlm.checkpoint.native.format import CheckpointError, read_manifest_head
 from mlm.checkpoint.native.retention import Moves, checkpoint_doubt, choose_step, move_latest
+from mlm.checkpoint.native.run_state import is_weights_only
 from mlm.checkpoint.native.verify import content_problem
 from mlm.cli.ckpt.settings import CkptRollbackConfig
+from mlm.cli.compose.saved import CONFIG
 from mlm.tracking.history import FILE_NAME, diverged_since
 from mlm.training.mirror import Mirror
 from mlm.util.errors import UserError
@@ -30,7 +32,8 @@ def run(config: CkptRollbackConfig) -> None:
         step = mirror.choose_step(config.step if step is None else step, "step")
         moves = move_latest(mirror.root, step)
         mirror.write()
-        return print_result(url, mirror.root / step_name(step), before, moves)
+        line = f"a run continues from it: type its command with what is to change, or resume={one_line(url)}"
+        return print_result(url, mirror.root / step_name(step), before, moves, line)
     root, alone = locate(config.ckpt)
     if alone:
         raise UserError(f"ckpt={config.ckpt}: is one checkpoint; set ckpt=… to its run directory")
@@ -43,14 +46,24 @@ def run(config: CkptRollbackConfig) -> None:
             raise CheckpointError(
                 f"{error.filename or root}: {error.strerror}: make it writable, or free space there"
             ) from error
-    print_result(config.ckpt, root / step_name(step), before, moves)
+    path = root / step_name(step)
+    print_result(config.ckpt, path, before, moves, continuation(root, path))
     later = [path for n, path in checkpoints(root.parent / BEST / CHECKPOINTS).items() if n > step]
     for path in later if root.parent.name != BEST else ():
         line = f"note: {path} validated best and stays: ckpt={config.ckpt} takes it until a run keeps another"
         console().print(one_line(line))
 
 
-def print_result(ckpt: str, path: Path, before: str | None, moves: Moves) -> None:
+def continuation(root: Path, path: Path) -> str:
+    """Return a line on what continues from a checkpoint of the folder `root`, or begins with its weights."""
+    run = root.parent if root.name == CHECKPOINTS else root
+    if is_weights_only(read_manifest_head(path).state):
+        return f"a run begins with these weights by ckpt={one_line(str(run))} and another out=…"
+    resume = f", or resume={one_line(str(run))}" if (run / CONFIG).is_file() else ""
+    return f"a run continues from {one_line(str(path))}: type its command with what is to change{resume}"
+
+
+def print_result(ckpt: str, path: Path, before: str | None, moves: Moves, continuation: str) -> None:
     out = console()
     if before == path.name and not moves:
         out.print(f"latest is {one_line(path.name)} already: nothing to do")
@@ -60,7 +73,7 @@ def print_result(ckpt: str, path: Path, before: str | None, moves: Moves) -> Non
         out.print(f"renamed {one_line(old.name)} to {one_line(new.name)}")
     if doubt := checkpoint_doubt(path):
         out.print(f"note: {one_line(path.name)} is doubtful: {one_line(doubt)}")
-    out.print(f"a run continues from it: type its command with what is to change, or resume={one_line(ckpt)}")
+    out.print(continuation)
     if before and before != path.name:
         undo = ["mlm", "ckpt", "rollback", ckpt, str(int(before.rpartition("-")[2]))]
         out.print(f"until it does, this undoes it if that one is whole: {one_line(shlex.join(undo))}")

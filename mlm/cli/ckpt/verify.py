@@ -6,14 +6,14 @@ from typing import Any
 from mlm.checkpoint.native.folders import (
     BEST,
     CHECKPOINTS,
-    LATEST,
     candidates,
     checkpoints,
     locate,
-    read_pointer,
+    pointer_problem,
 )
 from mlm.checkpoint.native.format import CheckpointError
 from mlm.checkpoint.native.verify import Unreadable, Verified, shard_bytes, verify_checkpoint
+from mlm.cli.ckpt.rollback import continuation
 from mlm.cli.ckpt.settings import CkptVerifyConfig
 from mlm.cli.result import write_result
 from mlm.util.errors import CorruptFileError
@@ -23,22 +23,21 @@ from mlm.util.terminal import add_row, console, format_bytes, one_line, progress
 def run(config: CkptVerifyConfig) -> None:
     """Verify, print a table, write out. Raises CorruptFileError for a damaged one, UserError."""
     root, alone = locate(config.ckpt)
-    paths, best = [root], root.parent / BEST / CHECKPOINTS
-    if not alone:
-        paths = list(checkpoints(root).values())
-        # A finetuned run keeps its best ones beside those that it continues from.
-        paths += checkpoints(best).values() if root.name == CHECKPOINTS and best.is_dir() else []
+    # A run may keep its best ones beside those that it continues from.
+    folders = [root, root.parent / BEST / CHECKPOINTS][: 1 + (root.name == CHECKPOINTS)]
+    paths = [root] if alone else [path for folder in folders for path in checkpoints(folder).values()]
     with progress_bar("verifying", sum(map(shard_bytes, paths)), in_bytes=True) as advance:
         results = [verify_checkpoint(path, advance) for path in paths]
     loadable = {result.path for result in results if result.loads}
     start = None if alone else next((path for path in candidates(root) if path in loadable), None)
+    pointers = [] if alone else [*filter(None, map(pointer_problem, folders))]
     if config.out is not None:
         write_result(
             config.out,
             {
                 "task": "ckpt verify",
                 "ckpt": config.ckpt,
-                "whole": all(result.whole for result in results),
+                "whole": all(result.whole for result in results) and not pointers,
                 "continues_from": None if start is None else str(start),
                 "checkpoints": list(map(checkpoint_record, results)),
             },
@@ -46,7 +45,7 @@ def run(config: CkptVerifyConfig) -> None:
     print_results(config.ckpt, results)
     if not alone:
         nowhere = "a run would not start: none of them can be loaded"
-        console().print(f"a run continues from {start}" if start else nowhere)
+        console().print(continuation(root, start) if start else nowhere)
     bad = [result for result in results if not result.whole]
     if bad:
         first, verb = bad[0].problems[0], "is" if len(bad) == 1 else "are"
@@ -55,9 +54,8 @@ def run(config: CkptVerifyConfig) -> None:
             f"{len(bad)} of {len(results)} checkpoints {verb} {first.word}: "
             f"{bad[0].path / one_line(first.file)}: {one_line(first.why)}. {first.remedy}"
         )
-    _, problem = (None, None) if alone else read_pointer(root)
-    if problem:
-        raise CorruptFileError(f"{root / LATEST}: {problem}. Write the name of a step-… there, or delete it")
+    if pointers:
+        raise CorruptFileError(f"{one_line(pointers[0])}. Write the name of a step-… there, or delete it")
 
 
 def checkpoint_record(result: Verified) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Uploads of an exported folder to the Hugging Face Hub, by `huggingface_hub`."""
 
-import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +11,10 @@ from mlm.data.files_present import hub_id
 from mlm.util.errors import UserError
 from mlm.util.extras import load_extra
 
-NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
 
 def push_problems(push: str, source: Checkpoint, *, public: bool, base: str | None, merge: bool) -> list[str]:
     """Return what keeps an export from the Hub: its name, its base, no token, or a public repository."""
     typed = f"push={push}"
-    if not NAME.fullmatch(push):
-        return [f"{typed}: no name of a repository: use push=OWNER/NAME"]
     if source.base is not None and not merge and base is None and not hub_id(source.base_name):
         name, publish = source.base_name, f"hf upload OWNER/BASE {source.base_name} --private"
         if isinstance(source.base, Checkpoint):  # which may be a base with adapters itself

@@ -52,6 +52,18 @@ def test_pretrain_rejects_a_project_before_it_starts(
     assert {path.name: path.read_text() for path in out.iterdir()} == {name: "mine"}
 
 
+@pytest.mark.parametrize("name", ["checkpoints/latest", "best/checkpoints/latest", "config.yaml", FILE_NAME])
+def test_a_folder_in_place_of_a_file_of_a_run_is_rejected_before_it_starts(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a save replaces last would lose it."""
+    out = claim_folder(tmp_path / "run", "run")
+    (out / name).mkdir(parents=True)
+    assert main([*TINY, f"out={out}"]) == 2
+    expected = f"mlm pretrain: out={out}: {out / name} is a folder; delete or rename it\n"
+    assert capsys.readouterr().err == expected
+
+
 @pytest.mark.parametrize("stand", STANDS)
 def test_metrics_that_are_no_file_are_an_error(stand: str, tmp_path: Path) -> None:
     out = claim_folder(tmp_path / "run", "run")

@@ -4,6 +4,8 @@ import errno
 import io
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ from mlm.cli.generate.prompts import Prompt
 from mlm.cli.generate.run import TextStream, collect_tokens
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.terminal import safe_text
-from tests.convert.hf_models import SHAPE, add_tokenizer, make_model
+from tests.convert.hf_models import SHAPE, add_tokenizer, import_model, make_model
 from tests.slow import thinned
 
 COMMAND = ("generate", "dist.threads_per_rank=1")
@@ -75,6 +77,15 @@ def test_a_reader_that_left_ends_the_command(
     said = re.search(r"([\d,]+) tokens in", capsys.readouterr().err)
     assert said is not None
     assert int(said[1].replace(",", "")) <= 100 * (len(settings) > 1) + 1
+
+
+@pytest.mark.parametrize("tp", thinned([1, 2], 2))
+def test_a_warning_of_the_checks_is_not_repeated_by_the_run(model: Path, tmp_path: Path, tp: int) -> None:
+    import_model(model, tmp_path / "run", verify=False)
+    (tmp_path / "run/checkpoints/latest").write_text("step-00000007")
+    words = [*COMMAND, f"ckpt={tmp_path / 'run'}", "prompt=a", "max_new_tokens=1", f"tp={tp}"]
+    done = subprocess.run([sys.executable, "-m", "mlm", *words], capture_output=True, text=True, check=True)
+    assert done.stderr.count("latest names step-00000007, which is gone") == 1
 
 
 class TestPrompts:

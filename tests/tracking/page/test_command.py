@@ -72,6 +72,11 @@ def test_a_page_is_written_and_replaced(desk: Path, capsys: pytest.CaptureFixtur
                 ["runs/a", "out=x.png"],
                 "out=x.png: a page ends in .html; use a file that ends in .html, such as out=x.html",
             ),
+            (["runs/a", "out=runs"], "out=runs: is a directory; name a file in it"),
+            (
+                ["runs/a", "out=runs/x"],
+                "out=runs/x: a page ends in .html; use a file that ends in .html, such as out=runs/x.html",
+            ),
             (
                 ["runs/a", "out=no/x.html"],
                 "out=no/x.html: no is no folder that can be written; name a file in one that is, such as "
