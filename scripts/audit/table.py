@@ -107,7 +107,7 @@ GQA = (
     ("row_products_in_bf16", TP, "reduction in a narrow format"),
     ("input_gradient_averaged", TP, "averaged instead of summed"),
     ("cp_not_reduced", CP, "gradients not summed"),
-    ("clip_by_own_norm", TP, "replicas drift"),
+    ("clip_by_own_norm", TP, "clipped by another norm"),
     ("update_before_reduction", DP, "gradients not reduced"),
     ("norms_not_reduced_over_cp", CP, "gradients not summed"),
     # found, without a cause: no hypothesis reproduces them

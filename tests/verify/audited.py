@@ -179,8 +179,20 @@ class Grouped(nn.Linear):
         return torch.nn.functional.grouped_mm(x, self.weight.T[None], offs=ends)
 
 
-def lacks_float64(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
-    return AuditSubject(module=Grouped(16, 16), batch=torch.ones(16, 16), loss=lambda y: y.square().mean())
+def always_float64(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
+    module, x = Grouped(16, 16).double(), torch.ones(16, 16, dtype=torch.float64)
+    return AuditSubject(module=module, batch=x, loss=lambda y: y.square().mean())
+
+
+def grouped(mesh, mistake: str = "") -> AuditSubject:  # type: ignore[no-untyped-def]
+    subject = build(mesh, mistake)
+    subject.clip = None
+    torch.manual_seed(0)
+    subject.module.append(Grouped(HIDDEN, HIDDEN, bias=False))
+    return subject
+
+
+grouped_forward = partial(grouped, mistake="forward")
 
 
 def uneven(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]

@@ -150,7 +150,7 @@ def test_axes_are_audited_alone_where_the_layout_parts() -> None:
             ("changes_batch", "the subject changes its batch in place"),
             ("absent", " has no absent; type FILE.py:FUNCTION"),
             ("HIDDEN", "the subject fails in build on one process: TypeError: 'int' object is not callable"),
-            ("lacks_float64", "got Double; build it in float32, this operation has no float64"),
+            ("always_float64", "got Double; build it in torch.get_default_dtype()"),
             ("not_finite", "the output of 1 in step 1 is not finite on one process either"),
             (
                 "no_loss",
@@ -165,6 +165,15 @@ def test_a_subject_that_cannot_be_judged_gets_one_line(subject: str, words: str)
     assert isinstance(error, UserError)
     assert words in str(error)
     assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(("mistake", "cause"), [("", ""), ("forward", "missing all-reduce")])
+def test_a_subject_without_float64_runs_in_float32_and_says_what_that_hides(mistake: str, cause: str) -> None:
+    found = outcomes(f"grouped_{mistake}" if mistake else "grouped", tp=2)
+    assert isinstance(found, list), found
+    assert ("" if found[0].finding is None else found[0].finding.cause) == cause
+    assert found[0].rounding.startswith("in float32, since the subject fails in forward of 2 on one process")
+    assert "which hides errors below" in found[0].rounding
 
 
 def test_a_parameter_whose_shapes_do_not_tell_gets_the_line_to_write() -> None:

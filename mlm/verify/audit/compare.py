@@ -143,7 +143,7 @@ class Comparison:
 
     @property
     def rounding(self) -> str:
-        """What rounding may hide, in words; empty where all is float64."""
+        """Where formats are narrower than float64, and how large an error that hides; empty if nowhere."""
         formats = self.reference.formats | dict(self.layout_formats)
         if not formats:
             return ""
@@ -181,7 +181,7 @@ class Comparison:
 
     def _compare(self, key: Key, whole: Tensor, stage: int, parts: Parts) -> None:
         unit, limit = self._unit_and_limit(key, whole)
-        if key.kind in ("initial", "gradient", "weight"):
+        if key.kind in ("initial", "gradient", "clipped", "weight"):
             self.locations.append(
                 Location(key, self._parameter(key, whole, stage, parts), unit, limit, stage)
             )

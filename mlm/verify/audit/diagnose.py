@@ -25,7 +25,7 @@ from mlm.verify.audit.hypotheses import (
     explain_update,
     values_of,
 )
-from mlm.verify.audit.parts import SPLIT_AXES, are_copies, difference, scale_of
+from mlm.verify.audit.parts import SPLIT_AXES, Coordinates, are_copies, difference, scale_of
 from mlm.verify.audit.record import KINDS, Split
 from mlm.verify.audit.replay import explain_replay
 
@@ -71,7 +71,13 @@ def diagnose(comparison: Comparison) -> Finding | None:
     place = wrong[0]
     if place.key.kind == "gradient" and not _has_outputs(comparison):  # backward begins with the last
         place = [p for p in wrong if p.key[:2] == place.key[:2]][-1]
-    functions = {"loss": _loss, "norm": _norm, "gradient": _gradients, "weight": _weights}
+    functions = {
+        "loss": _loss,
+        "norm": _norm,
+        "gradient": _gradients,
+        "clipped": _clipped,
+        "weight": _weights,
+    }
     names: list[str]
     if not place.match.pairs:
         cause, sentence, *names = "lost", "no rank has it; look at how layers are distributed"
@@ -347,6 +353,26 @@ def _norm(comparison: Comparison, place: Location) -> tuple[str, ...]:
     if cause := explain_norm(comparison, place):
         return cause
     return "norm", f"{values_of(place)}, the gradients are right; {NEITHER}"
+
+
+def _clipped(comparison: Comparison, place: Location) -> tuple[str, ...]:
+    """Gradients clipped by another norm than the one that `clip` returns, which is right."""
+    wrong = [p for p in comparison.wrong if p.key[:2] == place.key[:2]]
+    scales: dict[Coordinates, float] = {}
+    for p in wrong:
+        for at, (part, right) in p.match.pairs.items():
+            scale = scales.setdefault((p.stage, *at), scale_of(part, right))
+            if not is_close(part, scale * right, p):
+                return (
+                    "clipping",
+                    f"the norm is right, the clipped gradients are not; {NEITHER}",
+                    _list(wrong),
+                )
+    factors = ", ".join(dict.fromkeys(f"{scale:.6g}" for scale in scales.values()))
+    why = (
+        f"the norm that clip returns is right, and gradients of ranks are {factors} times what it makes them"
+    )
+    return "clipped by another norm", why, _list(wrong)
 
 
 def _weights(comparison: Comparison, place: Location) -> tuple[str, ...]:

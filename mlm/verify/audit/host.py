@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -43,12 +43,18 @@ STUCK = 1.5
 """Timeouts of a collective after which ranks that report nothing count as stuck."""
 LOST_PEER = 75
 """Exit code of a rank whose error is that another is lost or late."""
+LACKS_FLOAT64 = 76
+"""Exit code of a rank whose error is an operation without float64."""
 NOISES = 3
 """Runs of one process by which the rounding of narrow formats is measured."""
 NOTE = 200
 """Bytes that say what a rank does."""
 IMPORTING = "MLM_AUDIT"
 """Environment variable that is set while the user's code is imported."""
+
+
+class LacksFloat64Error(UserError):
+    """The subject fails on one process, in an operation that has no float64."""
 
 
 @dataclass(frozen=True)
@@ -109,23 +115,31 @@ def first_line(error: BaseException) -> str:
 def audit_layouts(build: Build, config: AuditConfig) -> list[Outcome]:
     """Audit the layout; where it parts, also its axes one by one. The smallest that parts comes first."""
     layout = {axis: getattr(config, axis) for axis in AXES}
-    outcomes = [audit_layout(build, layout, config)]
+    dtype, why = torch.float64, ""
+    try:
+        outcomes = [audit_layout(build, layout, config, dtype)]
+    except LacksFloat64Error as error:
+        dtype, why = torch.float32, f"in float32, since {error}: "
+        outcomes = [audit_layout(build, layout, config, dtype)]
     alone = [dict.fromkeys(AXES, 1) | {axis: n} for axis, n in layout.items() if n > 1]
     for each in alone if outcomes[0].finding is not None and len(alone) > 1 else ():
         with suppress(UserError):  # of code that needs several axes
-            outcomes.append(audit_layout(build, each, config))
+            outcomes.append(audit_layout(build, each, config, dtype))
+    outcomes = [replace(outcome, rounding=why + outcome.rounding) for outcome in outcomes]
     return sorted(outcomes, key=lambda o: (o.finding is None, sorted(o.layout.values())))
 
 
-def audit_layout(build: Build, layout: Layout, config: AuditConfig) -> Outcome:
+def audit_layout(build: Build, layout: Layout, config: AuditConfig, dtype: torch.dtype) -> Outcome:
     """Run a layout and one process twice, and compare."""
-    world, failure = World(build, layout, config), ""
+    run = partial(World, build, config=config, dtype=dtype)
+    world, failure = run(layout), ""
     try:
         ranks = world.wait()
     except UserError as error:
         failure = str(error)
     ones = dict.fromkeys(AXES, 1)
-    alone = [World(build, ones, config, None if failure else world) for _ in range(2)]
+    source = None if failure else world
+    alone = [run(ones, weights_of=source) for _ in range(2)]
     (reference,), (again,) = (each.wait().values() for each in alone)
     if failure:
         return Outcome(dict(layout), Finding("the layout's ranks", "run", 1, math.inf, "failed", failure))
@@ -137,9 +151,7 @@ def audit_layout(build: Build, layout: Layout, config: AuditConfig) -> Outcome:
             )
     noise: list[Record] = []
     if reference.formats:
-        worlds = [
-            World(build, ones, config, None if failure else world, seed) for seed in range(1, NOISES + 1)
-        ]
+        worlds = [run(ones, weights_of=source, seed=seed) for seed in range(1, NOISES + 1)]
         noise = [record for each in worlds for record in each.wait().values()]
     spreads = spreads_of(reference, noise)
     reference, ranks, unmatched = match_calls(reference, ranks, layout)
@@ -152,7 +164,7 @@ def audit_layout(build: Build, layout: Layout, config: AuditConfig) -> Outcome:
         before, place = question_of(comparison)
         task = partial(replay, before=before, place=place, layout=layout)
         with suppress(UserError):  # a module that fails on a part
-            (record,) = World(build, ones, config, world, task=task).wait().values()
+            (record,) = run(ones, weights_of=source, task=task).wait().values()
             comparison.replayed = {
                 key: x for key, x in record.tensors.items() if key.kind not in (*KINDS, *OF_MODULES)
             }
@@ -178,12 +190,15 @@ class World:
         self,
         build: Build,
         layout: Layout,
+        *,
         config: AuditConfig,
+        dtype: torch.dtype,
         weights_of: "World | None" = None,
         seed: int = 0,
         task: Callable[[Recorder], None] | None = None,
     ) -> None:
         self.build, self.layout, self.config, self.weights_of = build, layout, config, weights_of
+        self.dtype = dtype
         self.seed, self.task = seed, task
         self.size, host = math.prod(layout.values()), os.getpid()
         self.store = TemporaryFile()  # noqa: SIM115  # the files are open as long as this
@@ -213,6 +228,8 @@ class World:
         for pid in left.values():
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+        if LACKS_FLOAT64 in failed.values() and self.size == 1 and self.dtype is torch.float64:
+            raise LacksFloat64Error(self._failure(failed))
         if failed or left:
             raise UserError(self._failure(failed))
         return self.records()
@@ -249,7 +266,8 @@ class World:
         if "cuda" in text.lower():
             return f"the subject needs CUDA ({text}); build it on mesh.device_type, which is cpu here"
         if self.size == 1:
-            fix = "; build it in float32, this operation has no float64" if "got Double" in text else ""
+            is_fixed_dtype = failed[rank] == LACKS_FLOAT64 and self.dtype is not torch.float64
+            fix = "; build it in torch.get_default_dtype()" if is_fixed_dtype else ""
             return f"the subject fails in {state} on one process: {text}{fix}"
         others = "" if len(own) == self.size else "; other ranks do not"
         return f"rank {rank} of {self.size} fails in {state}: {text}{others}"
@@ -269,7 +287,7 @@ class World:
         except UserError as error:
             content, code = str(error).encode(), error.exit_code
         except BaseException as error:
-            content, code = first_line(error).encode(), LOST_PEER if is_transport_error(error) else 1
+            content, code = first_line(error).encode(), exit_code_of(error)
         finally:
             with open(path_of(self.files[rank]), "r+b") as file:
                 file.seek(NOTE)
@@ -278,7 +296,7 @@ class World:
 
     def _record(self, rank: int, note: Callable[[str], None]) -> Record:
         torch.set_num_threads(1)
-        torch.set_default_dtype(torch.float64)
+        torch.set_default_dtype(self.dtype)
         store = dist.FileStore(str(path_of(self.store)), self.size)
         timeout = timedelta(seconds=self.config.timeout_s)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=self.size, timeout=timeout)
@@ -299,6 +317,13 @@ class World:
             self.task(recorder)
             return recorder.record
         return recorder.run(self.config.steps)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Exit code of a rank that ends with an error, by what its world makes of it."""
+    if is_transport_error(error):
+        return LOST_PEER
+    return LACKS_FLOAT64 if isinstance(error, RuntimeError) and "Double" in str(error) else 1
 
 
 def path_of(file: IO[bytes]) -> Path:

@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatch
 from functools import partial
-from io import BytesIO
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -38,6 +37,7 @@ KINDS = {
     "backward": "gradient of the output",
     "gradient": "reduced gradient",
     "norm": "gradient norm",
+    "clipped": "clipped gradient",
     "weight": "updated weight",
 }
 """Types of recorded tensors in the order of computation, and their names."""
@@ -137,20 +137,20 @@ class Record:
 
     def to_bytes(self) -> bytes:
         """Encode it; what a subject recorded is never unpickled."""
-        facts = asdict(replace(self, tensors={})) | {"tensors": list(self.tensors)}
-        numbers = self.tensors.values()  # NumPy has no narrow formats but float16; a wider one is exact
-        exact = [x.float() if x.is_floating_point() and x.itemsize < 4 else x for x in numbers]
-        arrays = {str(number): x.detach().numpy() for number, x in enumerate(exact)}
-        np.savez(file := BytesIO(), allow_pickle=False, facts=np.array(json.dumps(facts)), **arrays)
-        return file.getvalue()
+        facts = json.dumps(asdict(replace(self, tensors={})) | {"tensors": list(self.tensors)})
+        tensors = {}
+        for number, x in enumerate(self.tensors.values()):
+            is_narrow = x.is_floating_point() and x.itemsize < 4  # widened, so that sums of it are exact
+            dtype = torch.float32 if is_narrow else x.dtype
+            tensors[str(number)] = x.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+        return save(tensors | {"facts": torch.frombuffer(bytearray(facts.encode()), dtype=torch.uint8)})
 
     @classmethod
     def of_bytes(cls, content: bytes) -> "Record":
         """Decode what `to_bytes` returned."""
-        with np.load(BytesIO(content), allow_pickle=False) as arrays:
-            facts = json.loads(str(arrays["facts"]))
-            keys = enumerate(facts.pop("tensors"))
-            tensors = {Key(*key): torch.from_numpy(arrays[str(number)]) for number, key in keys}
+        numbered = load(content)
+        facts = json.loads(numbered["facts"].numpy().tobytes())
+        tensors = {Key(*key): numbered[str(number)] for number, key in enumerate(facts.pop("tensors"))}
         splits = {name: s and tuple(Split(**split) for split in s) for name, s in facts.pop("splits").items()}
         offsets = {name: tuple(offset) for name, offset in facts.pop("offsets").items()}
         return cls(tensors, splits, offsets, **facts)
@@ -231,6 +231,8 @@ class Recorder(TorchDispatchMode):
                 if subject.clip is not None:
                     self._begin("clipping")
                     self._keep("norm", "norm", torch.as_tensor(subject.clip()))
+                    for name, grad in self._gradients():  # Adam would hide a wrong scale
+                        self._keep("clipped", name, whole(grad))
                 if subject.optimizer is not None:
                     self._begin("update")
                     subject.optimizer.step()
@@ -308,12 +310,16 @@ class Recorder(TorchDispatchMode):
     def _record_gradients(self) -> None:
         if self.step < 0 or self._has_gradients():  # the optimizer's hook comes after clipping
             return
+        for name, grad in self._gradients():
+            self._keep("gradient", name, whole(grad))
+            if (update := self.updates.get((self.step, name))) is not None:
+                (grad.to_local() if isinstance(grad, DTensor) else grad).copy_(update)
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.parameters.items():
             grad = parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
             if grad is not None:
-                self._keep("gradient", name, whole(grad))
-            if grad is not None and (update := self.updates.get((self.step, name))) is not None:
-                (grad.to_local() if isinstance(grad, DTensor) else grad).copy_(update)
+                yield name, grad
 
     def _name(self, name: str) -> str:
         return self.subject.names(WRAPPERS.sub("", name).rstrip("."))
