@@ -15,8 +15,8 @@ from mlm import AuditSubject
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
-import deepspeed  # noqa: E402
-from deepspeed.utils import safe_get_full_grad  # noqa: E402
+import deepspeed
+from deepspeed.utils import safe_get_full_grad
 
 
 class Update(torch.optim.SGD):

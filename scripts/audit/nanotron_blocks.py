@@ -1,14 +1,13 @@
 """nanotron's tensor-parallel layers on CPUs over gloo, as subjects of `mlm audit`.
 
     git clone https://github.com/huggingface/nanotron
-    NANOTRON=nanotron/src mlm audit scripts/audit/nanotron_blocks.py:all_reduce --tp 2
+    NANOTRON=nanotron/src mlm audit scripts/audit/nanotron_blocks.py:build --tp 2
 
-Its models need flash-attn, which is not here to import; its layers and tied weights do not.
+Its models need flash-attn, and its sequence parallelism CUDA.
 """
 
 import os
 import sys
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,9 +20,9 @@ from mlm import AuditSubject
 os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
 sys.path.append(os.environ["NANOTRON"])
 
-from nanotron.parallel.tensor_parallel.enum import TensorParallelLinearMode as Mode  # noqa: E402
-from nanotron.parallel.tensor_parallel.functional import sharded_cross_entropy  # noqa: E402
-from nanotron.parallel.tensor_parallel.nn import (  # noqa: E402
+from nanotron.parallel.tensor_parallel.enum import TensorParallelLinearMode as Mode
+from nanotron.parallel.tensor_parallel.functional import sharded_cross_entropy
+from nanotron.parallel.tensor_parallel.nn import (
     TensorParallelColumnLinear,
     TensorParallelEmbedding,
     TensorParallelRowLinear,
@@ -31,7 +30,7 @@ from nanotron.parallel.tensor_parallel.nn import (  # noqa: E402
 
 
 class MLP(nn.Module):
-    """[T, H], of which a rank has some tokens between layers where `mode` scatters."""
+    """[T, H] to [T, H]."""
 
     def __init__(self, group, mode: Mode) -> None:
         super().__init__()
@@ -58,10 +57,10 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def build(mesh, mode: Mode) -> AuditSubject:
+def build(mesh) -> AuditSubject:
     tp, dp = mesh["tp"].get_group(), mesh["dp"].get_group()
     torch.manual_seed(tp.rank())
-    model = Model(tp, mode)
+    model = Model(tp, Mode.ALL_REDUCE)
     with torch.no_grad():  # norms and others that are copies
         for parameter in model.norm.parameters():
             dist.broadcast(parameter, dist.get_global_rank(tp, 0), group=tp)
@@ -73,15 +72,9 @@ def build(mesh, mode: Mode) -> AuditSubject:
         return sharded_cross_entropy(logits, labels, tp, dtype=torch.float64).mean()
 
     def reduce() -> None:
-        for name, parameter in model.named_parameters():
-            if mode is Mode.REDUCE_SCATTER and "norm" in name:
-                dist.all_reduce(parameter.grad, group=tp)
+        for parameter in model.parameters():
             dist.all_reduce(parameter.grad, group=dp)
             parameter.grad /= dp.size()
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return AuditSubject(module=model, batch=tokens, loss=loss, reduce=reduce, optimizer=optimizer)
-
-
-all_reduce = partial(build, mode=Mode.ALL_REDUCE)
-reduce_scatter = partial(build, mode=Mode.REDUCE_SCATTER)

@@ -4,7 +4,8 @@
     python scripts/audit/table.py scripts/results/audit.json core  # those of core.py again
 
 A healthy case holds if the audit finds nothing, a bug if its cause is named. Exit code 1 if one does not.
-picotron's layouts are judged where PICOTRON names a checkout of it.
+picotron's and nanotron's layouts are judged where PICOTRON and NANOTRON name checkouts of them, those of
+torchtitan and DeepSpeed where they are installed.
 """
 
 import json
@@ -12,6 +13,7 @@ import os
 import sys
 import time
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from mlm.util.errors import UserError
@@ -37,6 +39,7 @@ HEALTHY = (
     ("plans", "llama", {"tp": 2}),
     ("plans", "qwen3", {"tp": 2}),
     ("plans", "mistral", {"tp": 2}),
+    ("plans", "qwen3_moe", {"tp": 2}),
     ("core", "healthy", {"tp": 2, "dp": 2}),
     ("core", "healthy_swiglu_rms", {"tp": 2}),
     ("core", "healthy_per_token", {"dp": 2}),
@@ -54,7 +57,30 @@ HEALTHY = (
     ("schedules", "strided", {"dp": 2}),
     ("grouped", "build", {"tp": 4}),
     ("grouped", "fsdp2_beside_tp", {"tp": 2, "dp": 2}),
+    ("wrapped", "ddp_static_graph", {"dp": 2}),
+    ("wrapped", "ddp_recomputed", {"dp": 2}),
+    ("wrapped", "ddp_reentrant", {"dp": 2}),
+    ("wrapped", "ddp_checkpoint_wrapper", {"dp": 2}),
+    ("wrapped", "ddp_frozen", {"dp": 2}),
+    ("wrapped", "ddp_tied", {"dp": 2}),
+    ("wrapped", "ddp_compiled", {"dp": 2}),
+    ("wrapped", "ddp_accumulated", {"dp": 2}),
+    ("wrapped", "ddp_zero_optimizer", {"dp": 2}),
+    ("wrapped", "fsdp2_recomputed", {"dp": 2}),
+    ("wrapped", "fsdp2_gradients_sharded", {"dp": 2}),
+    ("wrapped", "fsdp2_compiled", {"dp": 2}),
+    ("wrapped", "fsdp2_bf16", {"dp": 2}),
+    ("wrapped", "fsdp2_hybrid", {"dp": 4}),
+    ("wrapped", "split_loss", {"tp": 2}),
+    ("wrapped", "tp_compiled", {"tp": 2}),
+    ("wrapped", "accelerate_fsdp2", {"dp": 2}),
+    ("wrapped", "accelerate_ddp", {"dp": 2}),
+    ("wrapped", "ulysses", {"cp": 2}),
     *(("picotron_llama", "build", layout) for layout in PARALLEL[:4] if "PICOTRON" in os.environ),
+    *(("nanotron_blocks", "build", layout) for layout in PARALLEL[:3] if "NANOTRON" in os.environ),
+    *(("titan", "llama", layout) for layout in PARALLEL[:2] if find_spec("torchtitan")),
+    *(("titan", "recomputed", layout) for layout in PARALLEL[2:3] if find_spec("torchtitan")),
+    *(("deepspeed_zero", stage, {"dp": 2}) for stage in ("stage1", "stage2") if find_spec("deepspeed")),
 )
 TP, DP, PP, CP = {"tp": 2}, {"dp": 2}, {"pp": 2}, {"cp": 2}
 PLANTED = (

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from mlm.verify.audit.compare import Comparison
 from mlm.verify.audit.diagnose import Finding, diagnose
@@ -105,3 +106,12 @@ def test_counts_are_not_moved_and_what_is_rounded_is_by_a_unit() -> None:
     assert bool((x != before).any())
     # one unit, and half a unit by which the moved number is rounded
     assert float(((x - before) / before).abs().max()) <= 1.5 * torch.finfo(torch.float32).eps
+
+
+def test_fake_tensors_have_no_numbers_to_look_at() -> None:
+    """DTensors run operations on them to learn shapes."""
+    formats = Formats()
+    with FakeTensorMode():
+        x = torch.empty(4, dtype=torch.float32)
+        formats.see(torch.ops.aten.add.Tensor, (x, x), x + x, "a", is_update=False)
+    assert formats.narrowest == {}

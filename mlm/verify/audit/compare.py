@@ -36,6 +36,9 @@ SPREADS = 3.0
 LAYOUT_ONLY = 64 * EPS["fp32"]
 """Rounding of a tensor where a layout alone computes in float32, as buckets of gradients do."""
 
+UNMOVED = 1e-30
+"""Unit of weights of which none moves on one process."""
+
 Layout = Mapping[str, int]
 Ranks = dict[tuple[int, ...], Record]
 """Records by coordinates over AXES."""
@@ -149,12 +152,11 @@ class Comparison:
             return ""
         places = list(dict.fromkeys(place or "the whole module" for place in formats))
         more = f" and {len(places) - 3} more" if len(places) > 3 else ""
-        words = (
-            (KINDS[kind], max(p.limit for p in self.locations if p.key.kind == kind))
-            for kind in KINDS
-            if any(p.key.kind == kind for p in self.locations) and kind != "initial"
-        )
-        bounds = ", ".join(f"{limit:.1g} of the {kind}" for kind, limit in words)
+        limits: dict[str, float] = {}
+        for kind in (kind for kind in KINDS if kind != "initial"):
+            for place in (p for p in self.locations if p.key.kind == kind and p.largest > UNMOVED):
+                limits[kind] = max(place.limit, limits.get(kind, 0.0))
+        bounds = ", ".join(f"{limit:.1g} of the {KINDS[kind]}" for kind, limit in limits.items())
         return f"{self.precision} in {', '.join(places[:3])}{more}, which hides errors below {bounds}"
 
     def _unit_and_limit(self, key: Key, whole: Tensor) -> tuple[float, float]:
@@ -168,7 +170,7 @@ class Comparison:
         elif key.kind == "norm":
             unit, limit = size, tolerance.norm
         elif key.kind == "weight":
-            unit = max(self._moved(key), floor, 1e-30) if self.lr_sum is None else self.lr_sum
+            unit = max(self._moved(key), floor, UNMOVED) if self.lr_sum is None else self.lr_sum
             limit = tolerance.weight
         if is_ours or not unit:
             return unit, limit

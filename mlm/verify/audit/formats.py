@@ -4,9 +4,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 FORMATS = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -67,9 +66,9 @@ class Formats:
 
 
 def _floats(tree: Any) -> list[Tensor]:
-    """Those with numbers of their own, which a DTensor or the result of a collective under way has not."""
-    tensors = [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.dtype in FORMATS and x.numel()]
-    return [x for x in tensors if not is_traceable_wrapper_subclass(x)]
+    """Tensors that hold numbers, unlike DTensors, fake tensors and results of a collective under way."""
+    tensors = [x for x in tree_leaves(tree) if type(x) in (Tensor, nn.Parameter)]
+    return [x for x in tensors if x.dtype in FORMATS and x.numel()]
 
 
 def _storage(x: Tensor) -> int:

@@ -38,7 +38,7 @@ def values_of(place: Location) -> str:
 
 
 def explain_rounding(comparison: Comparison, wrong: Sequence[Location]) -> tuple[str, str, str] | None:
-    """Return the cause, sentence and place of a 16-bit format of the layout alone that explains all of `wrong`."""
+    """Return cause, sentence and place of a 16-bit format of the layout alone that explains `wrong`."""
     reduced = {at: each for record in comparison.ranks.values() for at, each in record.reductions.items()}
     own = {at: ("it", name) for at, name in comparison.layout_formats if EPS[name] > 1e-4 and wrong}
     for at, (wide, narrow) in (reduced or own).items():
