@@ -38,7 +38,8 @@ BLOCK = 1 << 15  # words processed at a time: their hashes stay in a core's cach
 SPARSE, MOST_BITS = 16, 27  # of a table of first bits: entries per n-gram, and 128 MiB at the most
 WORD = re.compile(r"[^\W_]+")
 SEPARATORS = re.compile(r"[^\w\x00-\x7f]+")  # non-ASCII, and neither letter nor digit
-KEPT = bytes(c if c >= 128 or chr(c).isalnum() else 32 for c in range(256))
+GAP = 64  # bytes of ASCII between others: shorter ones are folded with them
+FOLDED = bytes(c if c >= 128 else ord(chr(c).lower()) if chr(c).isalnum() else 32 for c in range(256))
 SPACES = re.compile(r"\s+|\S+")
 IGNORABLE = re.compile(  # Default_Ignorable_Code_Point of Unicode 16
     "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u3164"
@@ -266,10 +267,19 @@ def edge_of_word(text: str, at: int, step: int) -> int:
 
 def plain_words(text: str) -> bytes:
     """Return the words of a text as they are compared: UTF-8, spaces between them."""
-    folded = plain_form(text).casefold()
-    if not folded.isascii():
-        folded = SEPARATORS.sub(" ", folded)
-    return folded.encode().translate(KEPT)
+    content = text.encode()
+    if text.isascii():
+        return content.translate(FOLDED)
+    others = np.flatnonzero(np.frombuffer(content, np.uint8) >= 128)
+    firsts = np.flatnonzero(np.diff(others, prepend=-GAP - 1) > GAP)
+    begins = np.maximum(others[firsts] - 1, 0).tolist()  # with the letter that a mark may combine with
+    ends = (np.append(others[firsts[1:] - 1], others[-1]) + 1).tolist()
+    parts, done = list[bytes](), 0
+    for begin, end in zip(begins, ends, strict=True):
+        folded = plain_form(content[begin:end].decode()).casefold()
+        parts += content[done:begin], SEPARATORS.sub(" ", folded).encode()
+        done = end
+    return b"".join([*parts, content[done:]]).translate(FOLDED)
 
 
 def plain_form(text: str) -> str:

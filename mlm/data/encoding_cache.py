@@ -4,31 +4,63 @@ A tokenizer splits text into words and encodes each alone, so most of its work i
 text is split into chunks, which end where every tokenizer of `is_cacheable` ends a word, whatever follows, so
 that its tokens are those of its chunks. New chunks are encoded by the library: it alone says what ids are.
 
-A chunk ends in ASCII text alone: before the space of " word"; between a letter and a sign other than an
-apostrophe (which may begin a contraction), or a line end; and after a single line end before a letter. The
-patterns of GPT-2, GPT-4 and their heirs end a match there and look no further, and BERT's splits at spaces
-and signs.
+A chunk ends in ASCII text alone: between a visible character and a space; between a letter or digit and a
+sign other than an apostrophe (which may begin a contraction), or a line end; and after a single line end
+before a letter. The patterns of GPT-2, GPT-4 and their heirs end a match there and look no further, and
+BERT's splits at spaces and signs.
+
+The chunks of a batch are found and looked up all at once, in arrays. A key is no hash but the chunk itself:
+up to 15 bytes of UTF-8, and their number. Longer chunks are keys of a dictionary.
+
+Shapes: n chunks of the texts of a batch, which lie end to end in UTF-8, the byte END after each.
 """
 
 import re
 from array import array
 from collections.abc import Callable, Sequence
-from itertools import compress
-from operator import not_
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from mlm.util.splitmix import GOLDEN, Bits, mix
+
+Numbers = NDArray[np.int64]
+Place = tuple[int, int]
+"""Position of the first token of a chunk among those of the cache, and number of its tokens."""
+
+END = b"\xff"
+"""Follows each text, as no byte of UTF-8 does; a chunk of its own, without tokens."""
 SIGN = r"!-&(-/:-@\[-`{-~"
-CHUNK = re.compile(
-    rf" ?[A-Za-z]++(?= [A-Za-z]|[{SIGN}\n]|\Z)"  # most of a text; the rest ends where it first can
-    rf"|(?s:.+?)(?:(?<=[!-~])(?= [A-Za-z])|(?<=[A-Za-z])(?=[{SIGN}\n])|(?<=[!-~]\n)(?=[A-Za-z])|\Z)"
-)
+LETTER, DIGIT, MARK, QUOTE, SPACE, LINE, TEXT = range(1, 8)
+MEMBERS = {LETTER: "[A-Za-z]", DIGIT: "[0-9]", MARK: f"[{SIGN}]", QUOTE: "'", SPACE: " ", LINE: "\n"}
+"""Classes of bytes, with TEXT for END; 0 for all others."""
+CLASSES = bytes(
+    next((number for number, members in MEMBERS.items() if re.fullmatch(members, chr(byte))), 0)
+    for byte in range(255)
+) + bytes([TEXT])
+ALWAYS, AFTER_VISIBLE = 1, 2
+EDGES = bytearray(256)
+"""By 8 * class + class of two bytes: does a chunk end between them, always or if a visible byte is before?"""
+for _class in range(8):
+    EDGES[8 * _class + TEXT] = EDGES[8 * TEXT + _class] = ALWAYS
+for _class in (LETTER, DIGIT, MARK, QUOTE):
+    EDGES[8 * _class + SPACE] = ALWAYS
+for _class in (LETTER, DIGIT):
+    EDGES[8 * _class + MARK] = EDGES[8 * _class + LINE] = ALWAYS
+EDGES[8 * LINE + LETTER] = AFTER_VISIBLE
 WORD = re.compile(" [A-Za-z]+")
-CROSSING = re.compile(rf"[ \n]|[A-Za-z][{SIGN}]")
+CROSSING = re.compile(rf"[ \n]|[A-Za-z0-9][{SIGN}]")
 """In an added token: where a chunk may end."""
+KEY_BYTES = 15
 LENGTH, SIZE = 64, 1 << 18
-"""Letters of the longest chunk that is kept, and chunks that are kept, about 60 MB; then it begins anew."""
+"""Letters of the longest chunk that is kept, and chunks that are kept, about 40 MB; then it begins anew."""
+ROWS_BITS = 19
+"""Of the table, half full at most."""
+BATCH = 1 << 18
+"""Letters of texts that are encoded together: of more, the arrays leave a core's cache."""
+_LOW_BYTES: Bits = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)  # masks of the first n bytes
 
 _GPT4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -43,6 +75,7 @@ PATTERNS = {
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 """Patterns of words that never match across the end of a chunk."""
+BERT = {"type": "BertPreTokenizer"}
 
 
 class EncodingCache:
@@ -50,24 +83,93 @@ class EncodingCache:
 
     def __init__(self, encode: Callable[[list[str]], "list[array[int]]"]) -> None:
         self._encode = encode
-        self._ids = dict[str, bytes]()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._table = np.zeros((1 << ROWS_BITS, 4), np.uint64)
+        """Keys, two numbers each, and places: each in the first row that was free, from that of its hash."""
+        self._long = dict[str, Place]()
+        self._size, self._ids = 0, array("I")
+        self._insert([END], [(0, 0)])
 
     def encode_batch(self, texts: Sequence[str]) -> "list[array[int]]":
         """Encode many texts: a uint32 array each."""
-        if len(self._ids) > SIZE:
-            self._ids = {}
-        known = self._ids
-        chunks = [CHUNK.findall(text) for text in texts]
-        ids: list[list[Any]] = [list(map(known.get, parts)) for parts in chunks]
-        gaps = [list(compress(range(len(parts)), map(not_, parts))) for parts in ids]
-        fresh = self._encode_chunks(
-            {parts[i] for parts, where in zip(chunks, gaps, strict=True) for i in where}
-        )
-        known.update({chunk: one for chunk, one in fresh.items() if len(chunk) <= LENGTH})
-        for parts, of_text, where in zip(chunks, ids, gaps, strict=True):
-            for i in where:
-                of_text[i] = fresh[parts[i]]
-        return [array("I", b"".join(of_text)) for of_text in ids]
+        encoded, begin, letters = list["array[int]"](), 0, 0
+        for end, text in enumerate(texts, 1):
+            letters += len(text)
+            if letters >= BATCH or end == len(texts):
+                encoded += self._encode_some(texts[begin:end])
+                begin, letters = end, 0
+        return encoded
+
+    def _encode_some(self, texts: Sequence[str]) -> "list[array[int]]":
+        if self._size >= SIZE:
+            self._clear()
+        content = END.join([*(text.encode() for text in texts), b""])
+        starts = chunk_starts(content)
+        ends = np.append(starts[1:], len(content))
+        low, high = chunk_keys(content, starts, ends)
+        found = np.take(self._table, self._rows(low, high), axis=0)
+        begins, counts = found[:, 2:].astype(np.int64).T
+        missing = np.flatnonzero((found[:, 1] != high) | (ends - starts > KEY_BYTES))
+        kept = len(self._ids)
+        if len(missing):
+            spans = zip(starts[missing].tolist(), ends[missing].tolist(), strict=True)
+            places, kept = self._places([content[begin:end].decode() for begin, end in spans])
+            begins[missing], counts[missing] = np.array(places).T
+        after = np.cumsum(counts)
+        at = np.arange(counts.sum()) + np.repeat(begins - (after - counts), counts)
+        ids = np.frombuffer(self._ids, np.uint32)[at] if len(at) else np.empty(0, np.uint32)
+        del self._ids[kept:]
+        is_end = np.frombuffer(content, np.uint8)[starts] == END[0]
+        bounds = [0, *after[is_end].tolist()]
+        return [array("I", ids[begin:end].tobytes()) for begin, end in pairwise(bounds)]
+
+    def _places(self, chunks: list[str]) -> tuple[list[Place], int]:
+        """Return the places of chunks that the table lacks, and the number of tokens to keep.
+
+        New chunks are encoded, and kept if they are short.
+        """
+        fresh, short = dict[str, Place](), dict[bytes, Place]()
+        encoded = self._encode_chunks(set(chunks) - self._long.keys())
+        kept = len(self._ids)
+        for chunk, ids in sorted(encoded.items(), key=lambda item: len(item[0]) > LENGTH):
+            fresh[chunk] = len(self._ids), len(ids) // 4
+            self._ids.frombytes(ids)
+            if len(chunk) > LENGTH or self._size + len(short) >= SIZE:
+                continue
+            kept = len(self._ids)
+            if len(content := chunk.encode()) <= KEY_BYTES:
+                short[content] = fresh[chunk]
+            else:
+                self._long[chunk] = fresh[chunk]
+                self._size += 1
+        places = [fresh[chunk] if chunk in fresh else self._long[chunk] for chunk in chunks]
+        self._insert(list(short), list(short.values()))
+        return places, kept
+
+    def _insert(self, chunks: list[bytes], places: list[Place]) -> None:
+        """Put new chunks of up to KEY_BYTES into the table."""
+        lengths = np.array([len(chunk) for chunk in chunks], np.int64)
+        ends = np.cumsum(lengths)
+        keys = chunk_keys(b"".join(chunks), ends - lengths, ends)
+        entries = np.column_stack((*keys, np.array(places, np.uint64).reshape(-1, 2)))
+        while len(entries):
+            rows, first = np.unique(self._rows(entries[:, 0], entries[:, 1]), return_index=True)
+            self._table[rows] = entries[first]
+            entries = np.delete(entries, first, axis=0)  # the others found a row that is taken now
+        self._size += len(chunks)
+
+    def _rows(self, low: Bits, high: Bits) -> Numbers:
+        """Return the row of each key, or the free one where it belongs: int64 [n]."""
+        rows = (mix(low + high * np.uint64(GOLDEN)) >> np.uint64(64 - ROWS_BITS)).astype(np.int64)
+        left = np.arange(len(rows))
+        while len(left):
+            held = np.take(self._table, rows[left], axis=0)
+            is_other = (held[:, 0] != low[left]) | (held[:, 1] != high[left])
+            left = left[is_other & (held[:, 1] != 0)]
+            rows[left] = (rows[left] + 1) % len(self._table)
+        return rows
 
     def _encode_chunks(self, chunks: set[str]) -> dict[str, bytes]:
         if not chunks:
@@ -86,18 +188,57 @@ class EncodingCache:
         return fresh | dict(zip(others, (ids.tobytes() for ids in self._encode(others)), strict=True))
 
 
+def chunk_starts(content: bytes) -> Numbers:
+    """Starts of the chunks: int64 [n]."""
+    if not content:
+        return np.empty(0, np.int64)
+    classes = np.frombuffer(content.translate(CLASSES), np.uint8)
+    pairs = classes[:-1] * np.uint8(8) + classes[1:]
+    edges = np.frombuffer(pairs.tobytes().translate(EDGES), np.uint8)
+    ends = np.flatnonzero(edges != 0)  # the last byte of each chunk
+    before = classes[ends - 1]
+    is_visible = (before >= LETTER) & (before <= QUOTE)
+    return np.append(0, ends[(edges[ends] == ALWAYS) | is_visible] + 1)
+
+
+def chunk_keys(content: bytes, starts: Numbers, ends: Numbers) -> tuple[Bits, Bits]:
+    """Keys of chunks of up to KEY_BYTES: their first eight bytes, and seven more with their number, [n] each.
+
+    Those of others are not theirs alone.
+    """
+    lengths, padded = ends - starts, content + bytes(16)
+    eights: Bits = np.ndarray(len(content) + 9, "<u8", padded, strides=(1,))  # [i]: bytes i to i + 8
+    low = eights[starts] & _LOW_BYTES[np.minimum(lengths, 8)]
+    high = eights[starts + 8] & _LOW_BYTES[np.clip(lengths - 8, 0, 7)]
+    return low, high | lengths.astype(np.uint64) << np.uint64(56)
+
+
 def is_cacheable(content: dict[str, Any]) -> bool:
     """True if the words of a tokenizer.json never reach across the end of a chunk, for any text."""
+    normalizer = (content["normalizer"] or {}).get("type")
+    splitter = content["pre_tokenizer"] or {"type": None}
+    added = content["added_tokens"]
+    special = set("".join(token["content"] for token in added if token["special"]))
     return (
         content["model"].get("type") in ("BPE", "WordPiece")
-        and (content["normalizer"] or {}).get("type") in (None, "NFC", "BertNormalizer")
-        and splits_into_words(content["pre_tokenizer"] or {"type": None})
-        and not any(
-            CROSSING.search(token["content"]) or token["single_word"] or token["lstrip"] or token["rstrip"]
-            for token in content["added_tokens"]
-            if not token["special"]
-        )
+        # BertNormalizer makes spaces of line ends, which BERT's splitter takes alike; NFC composes `<` and
+        # U+0338 into a letter that BERT's splitter does not split at
+        and normalizer in (None, "BertNormalizer" if splitter == BERT else "NFC")
+        and splits_into_words(splitter)
+        and all(is_inside(token, special) for token in added if not token["special"])
     )
+
+
+def is_inside(token: dict[str, Any], special: set[str]) -> bool:
+    """True if an added token is found in a chunk where it is found in the whole text, and nowhere else.
+
+    The library passes over special tokens, and over others that begin in one: `special` are their letters. A
+    normaliser may make ASCII of other letters, which a chunk may end in.
+    """
+    name = token["content"]
+    is_found_alone = not (token["single_word"] or token["lstrip"] or token["rstrip"])
+    is_plain = re.fullmatch("[!-~]*", name) is not None or not token["normalized"]
+    return is_found_alone and is_plain and not CROSSING.search(name) and special.isdisjoint(name)
 
 
 def splits_into_words(splitter: dict[str, Any]) -> bool:
@@ -109,4 +250,4 @@ def splits_into_words(splitter: dict[str, Any]) -> bool:
         return is_known and not split["invert"] and not last["use_regex"] and not last["add_prefix_space"]
     if [step["type"] for step in rest] == ["ByteLevel"]:
         return bool(rest[0]["use_regex"]) and not rest[0]["add_prefix_space"]
-    return steps == [{"type": "BertPreTokenizer"}]
+    return steps == [BERT]

@@ -1,6 +1,8 @@
 """Decontamination removes what occurs in evaluation texts, in whatever form, and nothing else."""
 
 import json
+import re
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 
@@ -45,6 +47,18 @@ def test_raw_text_is_found_by_its_wikitext_form() -> None:
     cleaned = against(WIKI).clean(f"{FILLER}. {RAW} {FILLER}")
     assert "crab" not in "".join(cleaned.pieces)
     assert "told" not in "".join(cleaned.pieces)
+
+
+@given(
+    st.lists(
+        st.sampled_from(["a", "k", " ", "<", "\u0338", "\u0301", "\u00ad", "é", "x" * 80]) | st.characters()
+    )
+)
+def test_words_are_those_of_the_whole_text_in_its_form(letters: list[str]) -> None:
+    """Folded around letters that are not ASCII alone."""
+    text = "".join(letters).encode(errors="ignore").decode()
+    form = unicodedata.normalize("NFKC", module.IGNORABLE.sub("", text)).casefold()
+    assert words(text) == [word.encode() for word in re.findall(r"[^\W_]+", form)]
 
 
 def test_document_without_a_match_stays_as_it_is() -> None:
