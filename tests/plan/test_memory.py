@@ -110,7 +110,8 @@ def test_a_layer_keeps_what_autograd_saves(tp: int, dtype: Any) -> None:
 )
 def test_a_compiled_layer_keeps_about_its_budget(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's partitioner keeps a tensor whole or not at all; and the gradients do not change."""
-    monkeypatch.setattr(matmul, "_PREFER_ONEDNN", False)  # a GPU's: an opaque product is first to be recomputed
+    # a GPU's: an opaque product is first to be recomputed
+    monkeypatch.setattr(matmul, "_PREFER_ONEDNN", False)
     model = replace(GPT2, num_layers=1, hidden_size=256, num_heads=8, max_positions=128)
     split = ParallelConfig(recompute="budget", recompute_budget=budget)
     expected = counts_of(planned_run(model, dtype="fp32"), "gpu").counts(split).passes[1].saved_bytes["0"]
