@@ -34,6 +34,7 @@ from mlm.config.tree import MISSING_VALUE, flatten, leaves
 from mlm.launch.devices import first_gpu
 from mlm.launch.environment import read_rank_place
 from mlm.launch.rules.layout import RANKS_PER_NODE
+from mlm.launch.stop import exiting_on_signals
 from mlm.launch.typed import record_job
 from mlm.optim.auto_precision import settle_precision
 from mlm.util.errors import ConfigError, Problem, UserError, attempt
@@ -262,7 +263,8 @@ def _announce(job: Job) -> None:
 def _execute(job: Job, config: Any) -> int:
     command = job.command
     if command.check is None:
-        code = resolve(command.target)(config)
+        with exiting_on_signals():
+            code = resolve(command.target)(config)
         return code if isinstance(code, int) else OK  # an int: of ranks that the command started
     if command.forecast and speaks_for_host(os.environ):
         for line in resolve(command.forecast)(config, resolve(f"{LAUNCH}:launch_facts")(config.dist)):

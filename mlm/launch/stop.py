@@ -161,6 +161,31 @@ def stopping_at_once(text: str, *, requeues: bool = True) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def exiting_on_signals() -> Iterator[None]:
+    """Raise SystemExit at the first SIGTERM or SIGHUP while inside: what is unfinished is then deleted.
+
+    Later ones change nothing until the process has ended. Those that are ignored (nohup) stay so.
+    """
+    received, numbers = list[int](), (signal.SIGTERM, signal.SIGHUP)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) == 1:
+            _say(f"mlm: {SIGNAL_NAMES[signal.Signals(number)]}: stopped")
+            raise SystemExit(signal_exit_code(number))
+
+    is_main = threading.current_thread() is threading.main_thread()
+    taken = [n for n in numbers if is_main and signal.getsignal(n) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in taken if not received else ():
+            signal.signal(number, signal.SIG_DFL)
+
+
 def take_noted() -> signal.Signals | None:
     """Return the request noted so far, and stop noting."""
     _received.is_taken = True

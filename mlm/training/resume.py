@@ -38,7 +38,7 @@ from mlm.training.identity import flat_settings, function_errors
 from mlm.training.state import check_base, check_identity, load, read_history
 from mlm.training.trainer import Trainer
 from mlm.training.upcycle import dense_config
-from mlm.util.errors import CorruptFileError, UserError, attempt, format_value
+from mlm.util.errors import CorruptFileError, UserError, attempt, format_value, writing_to
 from mlm.util.lock import WAIT_S, single_writer
 from mlm.util.ownership import MARKER, claim_folder, owner_of, user_name
 
@@ -155,7 +155,8 @@ def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> Non
     def take() -> None:
         if not ctx.is_main:
             return
-        claim_folder(config.out, "run", inputs=protected_from(config))
+        with writing_to(config.out):
+            claim_folder(config.out, "run", inputs=protected_from(config))
         stack.enter_context(single_writer(checkpoints_folder(config), wait_s=wait_s))
         marker = Path(config.out, MARKER)  # of the one who began
         if marker.stat().st_uid != os.geteuid():

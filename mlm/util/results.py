@@ -189,8 +189,8 @@ def folder_problem(
         folder = next(parent for parent in (folder, *folder.absolute().parents) if os.path.lexists(parent))
     if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
         return None
-    problem = f"{folder} is no folder that can be written"
-    return Problem.at(key, str(path), problem, f"name a file in one that is, such as {key}={file.name}")
+    fix = "name a file in one that is" + f", such as {key}={file.name}" * os.access(".", os.W_OK)
+    return Problem.at(key, str(path), f"{folder} is no folder that can be written", fix)
 
 
 def rename_earlier_result(

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -144,6 +145,34 @@ class TestState:
     def test_tokenizer_comes_along(self, tmp_path: Path, source: Path) -> None:
         to(source, tmp_path)
         assert (tmp_path / "tokenizer.json").read_text() == '{"of": "the run"}'
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_unfinished_folder(
+    number: signal.Signals,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Twice: the second comes while the folder is deleted."""
+
+    def interrupted(*_: object) -> None:
+        try:
+            signal.raise_signal(number)
+        finally:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr("mlm.cli.convert.reshard.write_checkpoint", interrupted)
+    before = signal.signal(number, signal.SIG_DFL)  # nohup ignores a hang-up
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            main(["reshard", str(source), f"out={tmp_path / 'out'}", "tp=2"])
+    finally:
+        signal.signal(number, before)
+    assert stopped.value.code == 128 + number
+    assert capfd.readouterr().err == f"mlm: {number.name}: stopped\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_table_tells_what_became_of_it(
