@@ -24,9 +24,10 @@ Stated before any error of this model was looked at:
    How many rows of a table they contain is told with quantiles of the others. Finer groups were tried: by
    type of GPU alone they contain 69 % of such rows, by precision too 65 %; the tables are too few.
 
-Not stated before: the hops of rings, `passes_parts`, DeepSpeed's switches and the weights of point 6 (twice
-for the same GPU, of nine choices that held 65 to 78 %) were chosen when the errors of the tables
-were known.
+Not stated before, but chosen when the errors of the tables were known: the hops of rings and their protocol,
+the multiprocessors of messages, the habits of DeepSpeed, nanotron and torchtitan's hardware, each from the
+source that is named at it, and the weights of point 6 (twice for the same GPU, of nine choices that held 65
+to 78 %).
 
 scripts/results/published/*.csv hold the numbers, each row with its source.
 """
@@ -36,8 +37,9 @@ import json
 import re
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -52,9 +54,9 @@ from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.plan.cost import RING_HOP_S, CostModel, Software, Times
-from mlm.plan.hardware import HardwareConfig, preset, preset_of_gpu
+from mlm.plan.hardware import HardwareConfig, PeakConfig, preset, preset_of_gpu
 from mlm.plan.layer_counts import counts_of
-from mlm.plan.layout import PlannedLayout, hardware_flops
+from mlm.plan.layout import FIRST, LAST, PlannedLayout, hardware_flops
 from mlm.runs.config import PretrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,12 +70,13 @@ ATTAINABLE = {
     "dgx_a100_40g": 0.859,
     "dgx_a100_80g": 0.859,
     "dgx_h100": 0.801,
+    "dgx_h100_500w": 0.801,
     "dgx_h200": 0.801,
     "dgx2h_v100_32g": 0.859,
 }
 """Share of the datasheet's peak that the fastest product reaches."""
-FLASH_2, CUDNN = {"dgx_a100_80g": 0.55, "dgx_h100": 0.35, "dgx_h200": 0.35}, {"dgx_h100": 0.5}
-"""Share of it that fused attention reaches."""
+FLASH_2, CUDNN = 0.35, 0.5
+"""Share of an H100's peak that fused attention reaches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,10 +87,17 @@ class Program(Software):
     """True if tensor-parallel ranks send 1/t of a boundary each (arXiv:2104.04473, section 4.1)."""
     repeated_products: float = 0.0
     """Share of forward's products that recompute=selective repeats, with all other kernels."""
-    slice_us: float = 0.0
-    """Time of copying one rank's slice of a gathered or scattered tensor, microseconds; 0 if it is not."""
+    slices: int = 0
+    """Tensors of a message that are copied rank by rank, each rank's part by a kernel of its own."""
+    balances_stages: bool = False
+    """True if a stage ends with the layer that takes it past its share of all weights in products."""
     passes_parts: bool = False
     """True if the parts of tp_overlap go from a rank to its neighbour, not through a collective each."""
+
+
+SLICE_S = 10e-6
+"""Seconds of copying such a part: 5 us of a host that makes the view and dispatches (measured on a Zen 4),
+and 5 us to launch the kernel, assumed."""
 
 
 class ProgramCost(CostModel):
@@ -102,13 +112,30 @@ class ProgramCost(CostModel):
             return super().repeated(forward, layout)
         return (share * forward[0], 0.0, forward[2], *(0.0 for _ in forward[3:]))
 
+    def stage_homes(self, pp: int, vp: int, stage_rank: int) -> Counter[str]:
+        """Homes of a pipeline rank, and how many of each it has."""
+        if not self.software.balances_stages or pp == 1:
+            return super().stage_homes(pp, vp, stage_rank)
+        model = self.run.model
+        layer = 4 * model.hidden_size**2 + 3 * model.hidden_size * model.ffn_size
+        share = (model.num_layers * layer + model.vocab_size * model.hidden_size) / pp
+        before = (min(int(share * n / layer) + 1, model.num_layers) for n in range(1, pp))
+        ends = [0, *before, model.num_layers]
+        ends_of_model = {0: FIRST, pp - 1: LAST}
+        homes = Counter({str(self.counts.kinds[0]): ends[stage_rank + 1] - ends[stage_rank]})
+        return homes + Counter([ends_of_model[stage_rank]] if stage_rank in ends_of_model else [])
+
     def gather(self, size: float, ranks: int, stride: int) -> float:
-        """All-gather, reduce-scatter or all-to-all, as the program does it."""
-        if ranks == 1 or not size:
-            return 0.0
-        if self.software.passes_parts and stride == 1 and ranks <= self.hardware.devices_per_node:
-            return RING_HOP_S + (ranks - 1) / ranks * size / self.link(ranks, stride)[0]
-        return super().gather(size, ranks, stride) + self.software.slice_us * 1e-6 * ranks
+        """All-gather or reduce-scatter, as the program does it."""
+        is_tp = stride == 1 < ranks <= self.hardware.devices_per_node
+        if not (self.software.passes_parts and is_tp and size):
+            return super().gather(size, ranks, stride)
+        return RING_HOP_S + (ranks - 1) / ranks * size / self.link(ranks, stride)[0]
+
+    def gather_shards(self, size: float, ranks: int, stride: int) -> float:
+        """All-gather of a layer's weights or reduce-scatter of its gradients, as the program does it."""
+        copies = self.software.slices * ranks if size and ranks > 1 else 0
+        return super().gather_shards(size, ranks, stride) + copies * SLICE_S
 
     def transfer(self, layout: PlannedLayout) -> float:
         """Seconds that a boundary tensor takes to the next pipeline rank."""
@@ -121,14 +148,18 @@ MEGATRON_2021 = Program(overlaps=False, gradient_bytes=2, splits_transfers=True)
 MEGATRON_2022 = replace(MEGATRON_2021, overlaps=True)
 """Megatron-LM of arXiv:2205.05198: products of weight gradients hide messages of backward (section 4.2.2)."""
 DEEPSPEED_2021 = Program(
-    overlaps=False, overlaps_dp=False, gradient_bytes=2, dp_messages=4, backward_gathers=5 / 3, slice_us=5.0
+    overlaps=False, overlaps_dp=False, gradient_bytes=2, dp_messages=4, backward_gathers=5 / 3, slices=1
 )
 """DeepSpeed of April 2021 (c83e49f9e, runtime/zero). A module gathers its matrix as it runs and waits: all
-are above `stage3_prefetch_bucket_size`. `torch.distributed.all_gather` of a list copies each rank's slice
-by a kernel of its own, taken to last 5 us. What recomputation gathered is freed, but for a layer's last
-third: the rest is further than `stage3_max_reuse_distance` from its backward pass."""
-NANOTRON = Program(compiled=False)
-"""Kernels of PyTorch; tp_linear_async_communication; sums of gradients in float32."""
+are above `stage3_prefetch_bucket_size`. `torch.distributed.all_gather` of a list copies each rank's part.
+What recomputation gathered is freed, but for a layer's last third: the rest is further than
+`stage3_max_reuse_distance` from its backward pass."""
+NANOTRON = Program(balances_stages=True)
+"""nanotron of February 2025 (0e0a27ea): norms and rotations are fused kernels (TritonRMSNorm, flash-attn's
+rotary), tp_linear_async_communication, sums of gradients in float32; build_model balances the stages."""
+NANOTRON_ZERO = replace(NANOTRON, overlaps_dp=False, reduces_whole=True, slices=6)
+"""With ZeRO-1 and such sums it wraps no DDP (make_ddp in trainer.py): after backward it all-reduces, and
+after the update it gathers lists of a layer's six weights (all_gather_coalesced in distributed.py)."""
 MCORE = Program(gradient_bytes=2, splits_transfers=True, passes_parts=True)
 """Megatron Core: --tp-comm-overlap is our tp_overlap, with user buffers of Transformer Engine."""
 TORCHTITAN = Program(overlaps=False, repeated_products=0.5, passes_parts=True)
@@ -160,7 +191,23 @@ class Row:
         return self.flops / self.seconds / self.layout.gpus / 1e12
 
 
-load_hardware = cache(preset)
+GRAND_TETON = "dgx_h100_500w"
+"""Hardware of torchtitan's H100 runs: a DGX H100's, but for the GPUs."""
+
+
+@cache
+def load_hardware(name: str) -> HardwareConfig:
+    """A preset, or Meta's Grand Teton (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md).
+
+    Its H100 have 96 GB of HBM2e with 2.4 TB/s and a limit of 500 W. Peaks are between those of the H100 NVL
+    of 400 W, 835 TFLOP/s in bf16, and of the SXM of 700 W, as the power is.
+    """
+    if name != GRAND_TETON:
+        return preset(name)
+    usual = preset("dgx_h100")
+    share = (835 / 989.4 * 2 + 1) / 3
+    peaks = {dtype: peak and share * peak for dtype, peak in asdict(usual.peak_tflops).items()}
+    return replace(usual, memory_gbps=2400.0, peak_tflops=PeakConfig(**peaks))
 
 
 def predicted(row: Row, constants: dict[str, float]) -> float:
@@ -350,7 +397,7 @@ def mcore() -> list[Row]:
             global_batch=int(row["global_batch"]),
         )
         seconds = seconds_of(run, layout, float(row["tflops_per_gpu"]), "none")
-        rows.append(Row(row["model"], run, layout, MCORE, "dgx_h100", CUDNN["dgx_h100"], seconds))
+        rows.append(Row(row["model"], run, layout, MCORE, "dgx_h100", CUDNN, seconds))
     return rows
 
 
@@ -383,11 +430,10 @@ def mcore_fp8() -> list[Row]:
     for row in read("mcore_llama_fp8"):
         run = run_of(llama(row["model"].split("-")[1], int(row["seq"])), int(row["seq"]), "fp8")
         tp, pp, cp, gpus = (int(row[name]) for name in ("tp", "pp", "cp", "gpus"))
-        vp = int(row["vp"]) if pp > 1 and run.model.num_layers % (pp * int(row["vp"])) == 0 else 1
         layout = PlannedLayout(
             tp=tp,
             pp=pp,
-            vp=vp,
+            vp=int(row["vp"]),
             cp=cp,
             dp=gpus // (tp * pp * cp),
             sequence_parallel=tp > 1,
@@ -397,7 +443,7 @@ def mcore_fp8() -> list[Row]:
             global_batch=int(row["gbs"]),
         )
         seconds = layout.global_batch * run.data.seq_length / (float(row["tok_s_gpu"]) * gpus)
-        rows.append(Row(row["model"], run, layout, MCORE, "dgx_h100", CUDNN["dgx_h100"], seconds))
+        rows.append(Row(row["model"], run, layout, MCORE, "dgx_h100", CUDNN, seconds))
     return rows
 
 
@@ -410,7 +456,7 @@ def bridge() -> list[Row]:
         layout = PlannedLayout(
             tp=tp,
             pp=pp,
-            vp=int(row["vp"]) if run.model.num_layers % (pp * int(row["vp"])) == 0 else 1,
+            vp=int(row["vp"]),
             cp=cp,
             dp=gpus // (tp * pp * cp),
             sequence_parallel=tp > 1,
@@ -421,7 +467,7 @@ def bridge() -> list[Row]:
         )
         seconds = layout.global_batch * run.data.seq_length / (float(row["tok_s_gpu"]) * gpus)
         name = f"{row['model']} {row['container']}"
-        rows.append(Row(name, run, layout, MCORE, "dgx_h100", CUDNN["dgx_h100"], seconds))
+        rows.append(Row(name, run, layout, MCORE, "dgx_h100", CUDNN, seconds))
     return rows
 
 
@@ -456,7 +502,8 @@ def nanotron() -> list[Row]:
         )
         seconds = seconds_of(run, layout, H100_TFLOPS * float(row["mfu_pct"]) / 100, "none")
         name = f"{row['params_b']}B {layout.label}"
-        rows.append(Row(name, run, layout, NANOTRON, "dgx_h100", FLASH_2["dgx_h100"], seconds))
+        software = NANOTRON_ZERO if layout.zero else NANOTRON
+        rows.append(Row(name, run, layout, software, "dgx_h100", FLASH_2, seconds))
     return rows
 
 
@@ -475,7 +522,7 @@ def torchtitan() -> list[Row]:
         layout = PlannedLayout(
             tp=tp,
             pp=pp,
-            vp=2 if "interleaved" in words and run.model.num_layers % (2 * pp) == 0 else 1,
+            vp=2 if "interleaved" in words else 1,
             dp=dp,
             sequence_parallel=tp > 1,
             tp_overlap=overlap(tp, run.data.seq_length) if "asyncTP" in options else 1,
@@ -486,9 +533,9 @@ def torchtitan() -> list[Row]:
         )
         software = replace(TORCHTITAN, compiled="eager" not in options, overlaps="asyncTP" in options)
         seconds = layout.global_batch * run.data.seq_length / (float(row["tok_s_gpu"]) * int(row["gpus"]))
-        hardware = "dgx_h200" if "H200" in options else "dgx_h100"
+        hardware = "dgx_h200" if "H200" in options else GRAND_TETON
         words_of = f"{name} {row['layout']} {options}"
-        rows.append(Row(words_of, run, layout, software, hardware, FLASH_2[hardware], seconds))
+        rows.append(Row(words_of, run, layout, software, hardware, FLASH_2, seconds))
     return rows
 
 
@@ -510,7 +557,7 @@ def own_h200() -> list[Row]:
         software = Program(compiled=row["compiled"])
         words = f"{row['model']} S={row['S']} micro-batch {row['micro-batch']}"
         words += f"{' compiled' * row['compiled']}{' dropout' * bool(row['dropout'])}"
-        rows.append(Row(words, run, layout, software, OWN, CUDNN["dgx_h100"], row["step ms"] / 1e3))
+        rows.append(Row(words, run, layout, software, OWN, CUDNN, row["step ms"] / 1e3))
     return rows
 
 

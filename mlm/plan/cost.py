@@ -46,6 +46,8 @@ class Software:
     for."""
     overlaps_dp: bool = True
     """True if gradients are reduced while backward runs."""
+    reduces_whole: bool = False
+    """True if a sharded optimizer gets all-reduced gradients, of which it takes its part."""
     gradient_bytes: int = 4
     """Bytes of a gradient on the wire and in memory."""
     dp_messages: int = 1
@@ -56,6 +58,11 @@ class Software:
 
 RING_HOP_S, NETWORK_HOP_S = 3.4e-6, 14e-6
 """Seconds of a hop of NCCL's rings over NVLink, and over a network (src/graph/tuning.cc, protocol Simple)."""
+POSTS = 3
+"""Times that a host posts to the network in each hop of a ring over several nodes (the same)."""
+MESSAGE_SMS = 16
+"""Multiprocessors that a message takes from kernels beside it: NCCL's channels over eight links, one each
+(github.com/NVIDIA/nccl, issues 1041 and 1656)."""
 MLM = Software()
 """This toolkit on GPUs."""
 MLM_ON_CPU = Software(compiled=False, overlaps=False, overlaps_dp=False)
@@ -121,6 +128,7 @@ class CostModel:
         self.peaks = {size: (peak or hardware.peak(half) / 1e12) * 1e12 for size, peak in known.items()}
         self.element = counts.element
         self.peak = hardware.peak(half)
+        self.message_share = MESSAGE_SMS / (hardware.multiprocessors or math.inf)
         self.bandwidth = hardware.memory_gbps * 1e9 * hardware.efficiency.memory
         self.home_times, self.stage_times = cache(self._home_times), cache(self._stage_times)
         self.updates, self.elements = cache(self._update), cache(self._elements)
@@ -140,6 +148,11 @@ class CostModel:
         size = work.fused_bytes if fused else work.eager_bytes
         return size / self.bandwidth + work.kernels * self.hardware.kernel_us * 1e-6
 
+    def nodes(self, ranks: int, stride: int) -> int:
+        """Most nodes that an axis lies on whose neighbours are `stride` ranks apart."""
+        node, span = self.hardware.devices_per_node, ranks * stride
+        return 1 if self.gpus <= node or node % span == 0 else min(max(-(-span // node), 2), ranks)
+
     def link(self, ranks: int, stride: int) -> tuple[float, float]:
         """Bytes/s of one rank and seconds of latency on an axis whose neighbours are `stride` ranks apart.
 
@@ -147,22 +160,39 @@ class CostModel:
         tp = 8 is inside, all for tp = 16, two for those groups of tp = 6 that lie across two nodes of 8.
         """
         hardware, share = self.hardware, self.hardware.efficiency.network * 1e9
-        node, span = hardware.devices_per_node, ranks * stride
-        if self.gpus <= node or node % span == 0:
+        if self.nodes(ranks, stride) == 1:
             return hardware.node_gbps * share, hardware.node_latency_us * 1e-6
-        across = hardware.network_gbps * max(1, math.gcd(span, node) // stride)
-        return min(across, hardware.node_gbps) * share, hardware.network_latency_us * 1e-6
+        of_node = max(1, math.gcd(ranks * stride, hardware.devices_per_node) // stride)
+        across = min(hardware.network_gbps * of_node, hardware.node_gbps)
+        return across * share, hardware.network_latency_us * 1e-6
 
     def gather(self, size: float, ranks: int, stride: int) -> float:
-        """All-gather, reduce-scatter or all-to-all of `size` bytes: (k - 1)/k of them pass each rank.
+        """All-gather or reduce-scatter of `size` bytes: (k - 1)/k of them pass each rank.
 
-        GPUs pass them round a ring, in k - 1 hops.
+        GPUs pass them round a ring, in k - 1 hops. Over several nodes no hop is shorter than its posts.
         """
-        hops, node, span = ranks - 1, self.hardware.devices_per_node, ranks * stride
+        hops, apart = ranks - 1, self.nodes(ranks, stride) - 1
         if hops < 2 or not size or self.hardware.device == "cpu":
             return self._pass(size, ranks, stride)
-        apart = 0 if self.gpus <= node or node % span == 0 else min(-(-span // node) - 1, hops)
-        return self._pass(size, ranks, stride) + (hops - apart) * RING_HOP_S + apart * NETWORK_HOP_S
+        near = max(RING_HOP_S, POSTS * self.hardware.network_post_us * 1e-6) if apart else RING_HOP_S
+        return self._pass(size, ranks, stride) + (hops - apart) * near + apart * NETWORK_HOP_S
+
+    def gather_shards(self, size: float, ranks: int, stride: int) -> float:
+        """The same of sharded weights or gradients."""
+        return self.gather(size, ranks, stride)
+
+    def all_to_all(self, size: float, ranks: int, stride: int) -> float:
+        """Exchange of `size` bytes of each rank, 1/k of them with every rank at once (nccl-tests, issue 130).
+
+        What other nodes get takes the device's own link to the network, while the rest stays in the node.
+        """
+        if ranks == 1 or not size:
+            return 0.0
+        hardware, nodes = self.hardware, self.nodes(ranks, stride)
+        local = -(-ranks // nodes)
+        latency = hardware.node_latency_us if nodes == 1 else hardware.network_latency_us
+        sent = max((local - 1) / hardware.node_gbps, (ranks - local) / hardware.network_gbps) / ranks * size
+        return latency * 1e-6 + sent / (hardware.efficiency.network * 1e9)
 
     def all_reduce(self, size: float, ranks: int, stride: int) -> float:
         """All-reduce up and down a tree: as many bytes as a reduce-scatter and an all-gather."""
@@ -174,17 +204,28 @@ class CostModel:
         rate, latency = self.link(ranks, stride)
         return latency * math.ceil(math.log2(ranks)) + (ranks - 1) / ranks * size / rate
 
+    def exposed(self, length: float, window: float, pieces: float = math.inf) -> float:
+        """The part of a communication that what is computed in `window` does not hide.
+
+        That is at least the last of `pieces` messages. Others take multiprocessors from what hides them.
+        """
+        if not window:
+            return length
+        last = length / max(pieces, 1)
+        return max(length - window, last + self.message_share * (length - last))
+
     # -- passes of layers and ends
 
     def price(self, work: Work, split: ParallelConfig, *, fused: bool) -> Times:
         """Seconds of work by COMPUTED."""
         seconds, computed = dict.fromkeys(COMPUTED, 0.0), 0.0
         under_way = dict[int, tuple[str, float, float]]()
+        collectives = {"all-reduce": self.all_reduce, "all-to-all": self.all_to_all}
         strides = {"tp": 1, "cp": split.tp, "ep": 1 if folds_tp(split.tp, split.expert_tp) else split.tp}
 
         def end(number: int) -> None:
             axis, length, begun = under_way.pop(number)
-            seconds[axis] += max(length - (computed - begun if self.software.overlaps else 0.0), 0.0)
+            seconds[axis] += self.exposed(length, computed - begun if self.software.overlaps else 0.0)
 
         for event in work.events:
             if isinstance(event, Product):
@@ -195,7 +236,7 @@ class CostModel:
                 seconds["attention"] += (took := max(took, event.bytes / self.bandwidth))
                 computed += took
             elif isinstance(event, Message):
-                collective = self.all_reduce if event.operation == "all-reduce" else self.gather
+                collective = collectives.get(event.operation, self.gather)
                 length = collective(event.bytes, event.ranks, strides[event.axis])
                 under_way[event.number] = event.axis, length, computed
             elif event.number in under_way:
@@ -262,7 +303,7 @@ class CostModel:
 
         costs = []
         for n in range(p * v):
-            homes = homes_of(self.counts.kinds, p * v, 1, n)
+            homes = self.stage_homes(p * v, 1, n)
             f, b, w = map(sum, zip(*([k * x for x in cost(home)] for home, k in homes.items()), strict=True))
             costs.append(Cost(f, b, b - w, w))
         return StageTimes(
@@ -272,6 +313,10 @@ class CostModel:
             forward=sum(cost.forward for cost in costs[::p]),
             backward=sum(cost.backward for cost in costs[::p]),
         )
+
+    def stage_homes(self, pp: int, vp: int, stage_rank: int) -> Counter[str]:
+        """Homes of a pipeline rank, and how many of each it has."""
+        return homes_of(self.counts.kinds, pp, vp, stage_rank)
 
     def step(self, layout: PlannedLayout) -> StepTime:
         times, m, p = self.stages(layout).costs, layout.micro_batches, layout.pp
@@ -329,7 +374,7 @@ class CostModel:
     def _elements(self, split: ParallelConfig, pp: int, vp: int) -> tuple[float, float, float]:
         """Elements of the first pipeline rank, which has the most: experts, the rest, and a tied table."""
         experts = rest = 0
-        for home, n in homes_of(self.counts.kinds, pp, vp, 0).items():
+        for home, n in self.stage_homes(pp, vp, 0).items():
             for shard in self.counts.state(split, home):
                 experts += n * shard.size * shard.is_expert
                 rest += n * shard.size * (not shard.is_expert)
@@ -360,21 +405,22 @@ class CostModel:
         if layout.zero == 0:
             if replicas > 1:
                 whole_time = over(self.all_reduce, software.gradient_bytes * trained)
-                reduction = exposed(whole_time, times.backward if hides else 0.0, layers)
+                reduction = self.exposed(whole_time, times.backward if hides else 0.0, layers)
             optimizer *= weights + experts
         else:
-            scatter = over(self.gather, software.gradient_bytes * trained)
-            gather = over(self.gather, self.element)
+            reduce = self.all_reduce if software.reduces_whole else self.gather_shards
+            scatter = over(reduce, software.gradient_bytes * trained)
+            gather = over(self.gather_shards, self.element)
             window_f, window_b = (times.forward, times.backward) if software.overlaps_dp else (0.0, 0.0)
             every = m if layout.zero_reduce == "every" else 1
             if layout.zero == 3:
-                gathers = m * exposed(gather, window_f, layers)
+                gathers = m * self.exposed(gather, window_f, layers)
                 again = software.backward_gathers * gather
-                both = exposed(again + scatter, window_b, layers)
-                reduction = every * both + (m - every) * exposed(again, window_b, layers)
+                both = self.exposed(again + scatter, window_b, layers)
+                reduction = every * both + (m - every) * self.exposed(again, window_b, layers)
             else:
-                gathers = exposed(gather, window_f, layers)
-                reduction = every * exposed(scatter, window_b if hides else 0.0, layers)
+                gathers = self.exposed(gather, window_f, layers)
+                reduction = every * self.exposed(scatter, window_b if hides else 0.0, layers)
             optimizer *= weights / replicas + experts / copies
         if muon:
             matrices = weights - self.counts.elements(layout.split, FIRST if layout.pp > 1 else BOTH)
@@ -413,8 +459,3 @@ class CostModel:
                 parts[name if home == EMBEDDING or name in COMPUTED[3:] else "vocabulary"] += m / p * seconds
         parts["elementwise"] += busy - sum(parts.values())  # additions of gradients
         return parts
-
-
-def exposed(whole: float, window: float, pieces: int) -> float:
-    """The part of a communication that computation does not hide: at least its last of `pieces` messages."""
-    return max(whole - window, whole / max(pieces, 1)) if window else whole

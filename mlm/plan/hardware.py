@@ -85,15 +85,20 @@ class HardwareConfig:
     """Bandwidth between nodes for each device, one direction, GB/s: the node's network over its devices."""
     network_latency_us: Annotated[float, NOT_NEGATIVE]
     """Time of the smallest message between nodes, microseconds."""
+    network_post_us: Annotated[float, NOT_NEGATIVE] = 1.0
+    """Time in which the host posts a message to the network, microseconds: of NCCL, 2 on AMD's, else 1."""
+    multiprocessors: Annotated[int | None, POSITIVE] = None
+    """Units of a device of which messages take some from the kernels beside them; null where none are
+    taken."""
     kernel_us: Annotated[float, NOT_NEGATIVE] = 0.0
     """Time of the smallest kernel, with what starts it, microseconds; 0 where it is not counted: the
     host runs ahead of a GPU."""
     is_calibrated: bool = False
     """True if `efficiency.matmul` was measured with this program, by `mlm plan calibrate`; the rest is of
     others."""
-    time_low: Annotated[float, POSITIVE] = 0.88
+    time_low: Annotated[float, POSITIVE] = 0.92
     """Share of the predicted step time below which a tenth of published steps were."""
-    time_high: Annotated[float, POSITIVE] = 1.42
+    time_high: Annotated[float, POSITIVE] = 1.34
     """The share above which a tenth were. Both are measured by scripts/plan_published.py."""
     network_is_assumed: bool = False
     """True if `network_*` are those within a node, as of a calibration of one node."""

@@ -24,7 +24,7 @@ HOUR, DAY = 3600.0, 86400.0
 WIDTH = 100  # columns of the widest table
 MOST_UNMEASURED = 0.1
 """Share of the products' time that may be of sizes that were not measured."""
-UNCOMPARED = (0.83, 1.5)
+UNCOMPARED = (0.91, 1.47)
 """Shares of the predicted time between which nine tenths of published steps were: of what is like none."""
 Range = tuple[float, float]
 Row = Mapping[str, Any]

@@ -18,7 +18,7 @@ from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.plan import schedule as module
 from mlm.plan.candidates import Query, layouts
-from mlm.plan.cost import PARTS, CostModel, Software, exposed
+from mlm.plan.cost import COMPUTED, PARTS, CostModel, Software
 from mlm.plan.dry_run_meter import BACKWARD, FORWARD
 from mlm.plan.hardware import HardwareConfig, preset
 from mlm.plan.layer_counts import counts_of
@@ -126,19 +126,39 @@ def test_full_recomputation_is_another_forward_pass_of_each_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stride", "near", "far"), [(2, 1, 0, 0), (8, 1, 7, 0), (4, 8, 0, 3), (16, 4, 8, 7)]
+    ("ranks", "stride", "hops_us"),
+    [(2, 1, 0), (8, 1, 7 * 3.4), (4, 8, 3 * 14), (16, 4, 8 * 6 + 7 * 14), (16, 1, 14 * 6 + 14)],
 )
 def test_a_gather_passes_all_but_the_ranks_own_part_round_a_ring(
-    ranks: int, stride: int, near: int, far: int
+    ranks: int, stride: int, hops_us: float
 ) -> None:
-    """NCCL's rings have k - 1 hops, of k ranks on n nodes n - 1 between nodes; all-reduces go up a tree."""
+    """k - 1 hops, of k ranks on n nodes n - 1 between nodes; then the others last three posts of 2 us."""
     model = cost(64)
     rate, latency = model.link(ranks, stride)
     once = latency * math.ceil(math.log2(ranks)) + (ranks - 1) / ranks * 1e9 / rate
-    hops = near * 3.4e-6 + far * 14e-6
-    assert model.gather(1e9, ranks, stride) == pytest.approx(once + hops)
+    assert model.gather(1e9, ranks, stride) == pytest.approx(once + hops_us * 1e-6)
     assert model.all_reduce(1e9, ranks, stride) == pytest.approx(2 * once)
     assert model.gather(1e9, 1, 1) == model.gather(0.0, ranks, stride) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "bus_gbps"),
+    [(8, 1, 300), (16, 1, 25 * 15 / 8), (64, 1, 25 * 63 / 56), (4, 8, 25), (8, 4, 25 * 7 / 6)],
+)
+def test_an_all_to_all_is_as_fast_as_a_devices_own_link(ranks: int, stride: int, bus_gbps: float) -> None:
+    """nccl-tests, issue 130: (k - 1)/k of the bytes over the bus's bandwidth.
+
+    Over N nodes that is the network's for a GPU, times what a rank sends over what it sends elsewhere.
+    """
+    model = cost(64)
+    latency = 10e-6 if ranks * stride <= 8 else 20e-6
+    rate = bus_gbps * 1e9 * model.hardware.efficiency.network
+    expected = latency + (ranks - 1) / ranks * 1e9 / rate
+    assert model.all_to_all(1e9, ranks, stride) == pytest.approx(expected)
+    work = Work(events=[Message("ep", "all-to-all", ranks, 10**9, 1), Waited(1)])
+    seconds = model.price(work, ParallelConfig(tp=stride, ep=ranks), fused=True)
+    assert seconds[COMPUTED.index("ep")] == pytest.approx(expected)
+    assert model.all_to_all(1e9, 1, 1) == model.all_to_all(0.0, ranks, stride) == 0.0
 
 
 def test_sharded_layers_wait_for_a_ring_of_all_ranks_each() -> None:
@@ -149,7 +169,7 @@ def test_sharded_layers_wait_for_a_ring_of_all_ranks_each() -> None:
         return cost(gpus, Software(overlaps_dp=False)).step(layout).parts["dp"]
 
     more = seconds(1024) - seconds(128)
-    hops = (1024 - 128 - 112) * 3.4e-6 + 112 * 14e-6
+    hops = (1024 - 128 - 112) * 6e-6 + 112 * 14e-6
     assert more == pytest.approx(3 * 24 * (hops + 3 * 20e-6), rel=0.05)
 
 
@@ -222,9 +242,19 @@ def test_fused_kernels_move_fewer_bytes_than_those_of_their_own() -> None:
 
 
 def test_the_last_message_is_never_hidden() -> None:
+    exposed = cost(multiprocessors=None).exposed
     assert exposed(10.0, 4.0, 5) == 6.0
     assert exposed(10.0, 9.5, 5) == exposed(10.0, 100.0, 5) == 2.0
     assert exposed(10.0, 0.0, 5) == 10.0
+    assert exposed(10.0, 100.0) == 0.0
+
+
+@pytest.mark.parametrize("window", [1.0, 8.0, 9.0, 20.0])
+def test_messages_slow_what_hides_them(window: float) -> None:
+    """16 of an A100's 108 multiprocessors pass messages: the rest computes 92/108 as fast until they end."""
+    slowed = min(10.0, window * 108 / 92)  # while both run
+    elapsed = max(10.0, slowed + window - slowed * 92 / 108)
+    assert cost().exposed(10.0, window) == pytest.approx(elapsed - window)
 
 
 @pytest.mark.parametrize(("zero", "reduce"), [(3, "last"), (3, "every"), (2, "last"), (2, "every")])
