@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from mlm.cli.megatron_script import command_in_file
+from mlm.cli.megatron_script import command_in, conditional_flags, read_script
 from mlm.config.suggest import foreign_option, megatron_flags, plain_name
 from mlm.config.tree import leaves, other_names
 from mlm.runs.config import PretrainConfig
@@ -32,6 +32,8 @@ class Translation:
     by_hand: dict[str, str] = field(default_factory=dict)
     not_offered: dict[str, str] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
+    conditional: Sequence[str] = ()
+    """Flags of a script that count whether or not their condition holds."""
 
     def lines(self) -> list[str]:
         """The command, and below it as comments what is not in it."""
@@ -43,6 +45,8 @@ class Translation:
             ("unknown to Megatron Core 0.20", self.unknown),
         ):
             lines += [f"# {title}: {flag}{f': {why}' if why else ''}" for flag, why in flags.items()]
+        if self.conditional:
+            lines.append(f"# in a condition of the script, and taken: {' '.join(self.conditional)}")
         if self.automatic:
             lines.append(f"# automatic here: {' '.join(self.automatic)}")
         return lines
@@ -51,13 +55,16 @@ class Translation:
 def translate_words(words: Sequence[str]) -> Translation:
     """Translate a script, by its path, with flags that replace its own; or flags. Raises UserError."""
     words = words[1:] if words[:1] == ["--"] else words
-    script = command_in_file(words[0]) if words and not words[0].startswith("-") else []
-    flags = flags_of(script) | flags_of(words)
+    script = read_script(words[0]) if words and not words[0].startswith("-") else ""
+    command = command_in(script)
+    flags = flags_of(command) | flags_of(words)
     if not flags:
         raise UserError(
             "--from-megatron: no flags; give a script that calls pretrain_….py, or flags after --"
         )
-    return translate(flags, program=Path(script[0]).name if script else "")
+    result = translate(flags, program=Path(command[0]).name if command else "")
+    result.conditional = conditional_flags(script)
+    return result
 
 
 def flags_of(words: Iterable[str]) -> Flags:

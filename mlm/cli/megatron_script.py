@@ -29,21 +29,30 @@ BEFORE_ASSIGNMENT = {"export", "local", "declare", "readonly", "then", "else", "
 Variables = Mapping[str, list[str]]
 
 
-def command_in_file(path: str) -> list[str]:
-    """The words from the training program on, of a script. Raises UserError."""
+def read_script(path: str) -> str:
+    """Return the text of a script. Raises UserError."""
     remedy = "give a shell script that calls pretrain_….py"
     try:
-        script = read_bounded(Path(path), MOST_BYTES, remedy).decode("utf-8")
+        return read_bounded(Path(path), MOST_BYTES, remedy).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text"
         raise UserError(f"--from-megatron {path}: {reason}; {remedy}") from None
-    return command_in(script)
+
+
+def conditional_flags(script: str) -> list[str]:
+    """The flags between an `if` or `case` and its end, without their values."""
+    depth, flags = 0, dict[str, None]()
+    for _, token in lex(script):
+        depth += (token in ("if", "case")) - (token in ("fi", "esac"))
+        words = split(token.strip("\"'")) if depth > 0 and "--" in token else []
+        flags |= dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
+    return list(flags)
 
 
 def command_in(script: str) -> list[str]:
     """The words from the training program on; of several calls, those of the one with the most flags."""
     script = HERE_DOCUMENT.sub(lambda m: f"{m[3]}\n{m[4] if 'train' in m[4] else ''}\n", script)
-    variables: dict[str, list[str]] = {}
+    variables = {"PWD": ["."], "HOME": ["~"]}  # that a shell sets
     commands: list[list[str]] = [[]]
     tokens = lex(script)
     for kind, token in tokens:

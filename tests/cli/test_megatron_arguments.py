@@ -273,6 +273,7 @@ def test_flags_decide_settings_together_and_by_their_defaults(
         ('srun bash -c "pretrain_gpt.py --lr 1"', {"lr": ["1"]}),
         ('M="it\'s fine"\necho $M "it\'s here"\npretrain_gpt.py --lr 1', {"lr": ["1"]}),
         ("pretrain_gpt.py --lr 1 2>&1 | tee log", {"lr": ["1"]}),
+        ("A=${PWD}/a\npretrain_gpt.py --save $A --load $HOME/b", {"save": ["./a"], "load": ["~/b"]}),
     ],
 )
 def test_words_of_a_command_are_those_that_a_shell_would_pass(
@@ -313,6 +314,17 @@ def test_program_of_another_family_is_not_offered() -> None:
 )
 def test_value_that_is_no_number_is_left_to_the_user(line: str) -> None:
     assert of(line).by_hand
+
+
+def test_flags_of_a_condition_are_named(tmp_path: Path) -> None:
+    """All branches count, as a condition is not judged: --fp8-format hybrid replaces --bf16."""
+    (tmp_path / "run.sh").write_text(
+        'A=(--bf16)\nif [[ "$T" == "fp8" ]]; then\n  A+=(\n    "--fp8-format hybrid"\n    --seed=3\n  )\nfi\n'
+        "pretrain_gpt.py ${A[@]} --lr 1\n"
+    )
+    lines = translate_words([str(tmp_path / "run.sh")]).lines()
+    assert "# in a condition of the script, and taken: --fp8-format --seed" in lines
+    assert not any("in a condition" in line for line in translate_words(["--lr", "1"]).lines())
 
 
 def test_nothing_in_a_script_is_run(tmp_path: Path) -> None:
