@@ -15,7 +15,7 @@ with warnings.catch_warnings():  # pytest has imported distutils
     import setuptools  # noqa: F401  # Inductor imports it, which fails once a test has imported pip
 
 
-# A shell's background jobs ignore Ctrl-C, and nohup's a hang-up, which tests send to themselves and to commands.
+# A shell's background jobs ignore Ctrl-C, and nohup's a hang-up: tests send both, to commands too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

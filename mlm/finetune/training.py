@@ -63,6 +63,7 @@ from mlm.tracking.config import missing_extras
 from mlm.tracking.metrics import Parts, Rates
 from mlm.tracking.peak import peak_flops
 from mlm.tracking.reporter import Reporter
+from mlm.training.identity import changes_line
 from mlm.training.loop import CONFIG, Loop, composed_yaml, is_step_due, training_session
 from mlm.training.memory import reuse_large_blocks, torch_errors_as_user_errors, trim_memory
 from mlm.training.observer import Observer, StepOutcome
@@ -362,7 +363,11 @@ def finetune(
             prepare_directory(config, start)
             if reference is not None:
                 reference.write()
-        notes = [f"resuming from {resumed_from} (step {trainer.step})"] if resumed_from else start.notes
+        notes: list[str] = [*start.notes]
+        if resumed_from is not None:
+            notes = [f"resuming from {resumed_from} (step {trainer.step})"]
+        if changed := trainer.ancestry.changed_at(trainer.step):
+            notes.append(changes_line(changed))
         lengths = [len(text) for example in examples for text in example.texts]
         with training_session(
             trainer,

@@ -122,8 +122,8 @@ def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     Where the device can, products of half precision are written in the float32 they are summed in: not
     rounded, and without a pass that casts them.
 
-    oneDNN's operator copies a first operand that is not contiguous, as both are here. That pays where dy is the
-    narrower one; else MKL took 0.73 to 1.10 of the time of the better order of the two on a Zen 4, at
+    oneDNN's operator copies a first operand that is not contiguous, as both are here. That pays where dy is
+    the narrower one; else MKL took 0.73 to 1.10 of the time of the better order of the two on a Zen 4, at
     512 to 4,096 rows, 64 to 768 inputs and 64 to 50,304 outputs.
     """
     if uses_onednn(dy, x) and x.shape[1] <= dy.shape[1]:

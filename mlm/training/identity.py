@@ -81,6 +81,10 @@ class RunAncestry:
     def encode(self) -> dict[str, Any]:
         return {**self.lineage.encode(), "changes": list(self.changes)}
 
+    def changed_at(self, step: int) -> tuple[dict[str, Any], ...]:
+        """Return the changes since the checkpoint of a step that a run continues from."""
+        return tuple(change for change in self.changes if change["step"] == step)
+
     def after(self, save: Save) -> "RunAncestry":
         """Return the ancestry of the checkpoint after `save`."""
         return replace(self, lineage=replace(self.lineage, ancestors=self.lineage.after(save)))

@@ -1,5 +1,6 @@
 """A run that was killed or stopped resumes with the same numbers; a finished one is left alone."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from mlm.finetune import training
 from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig
 from mlm.finetune.scoring import Scorer
 from mlm.parallel.mesh import ParallelContext
+from mlm.runs.config import IncidentConfig
 from mlm.training import loop
 from mlm.training.saver import SaveFailedError
 from mlm.training.state import save_best
@@ -65,6 +67,16 @@ def check_same(folder: Path, out: Path) -> None:
         assert one == other
     best, wanted = (weights(run / "best/checkpoints") for run in (out, folder / "out"))
     assert all(torch.equal(best[name], wanted[name]) for name in wanted)
+
+
+def test_a_changed_setting_that_numbers_depend_on_is_told(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(folder, out=str(tmp_path / "out"))
+    dies(config, monkeypatch, *STEP, 3)
+    capsys.readouterr()
+    finetune(replace(config, incident=IncidentConfig(action="skip")))
+    assert "changed at step 2: incident.action log → skip" in capsys.readouterr().out
 
 
 STEP, BEST = (Trainer, "clip_and_update"), (loop, "save_best")

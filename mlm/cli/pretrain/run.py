@@ -185,7 +185,7 @@ def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str
     if start is not None:
         begins = "resuming from" if trainer.step else "weights from"
         lines.append(f"{begins} {start} (step {trainer.step})")
-    since = tuple(c for c in trainer.ancestry.changes if c["step"] == trainer.step)
+    since = trainer.ancestry.changed_at(trainer.step)
     if since and left > 0:
         lines.append(f"{changes_line(since)}; for a new run instead, set ckpt=… and another out=…")
         if line := lifted_rate(trainer, {c["key"]: c["from"] for c in since}):
