@@ -22,6 +22,7 @@ from mlm.corpus.stages.plan import EVALUATION, BuildPlan, make_plan, shard_bytes
 from mlm.corpus.stages.publish import count_documents, publish, reject_empty_parts, summary, write_rejected
 from mlm.corpus.stages.ray_executor import RayExecutor, executor_problems
 from mlm.corpus.stages.run import Executor, LocalExecutor, run_stages
+from mlm.data.config import SPLITS
 from mlm.data.corpus_files import MARKER, TOKENIZER, parse_split
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import INPUTS, RECEIPT, Receipt, damaged_file, read_receipt, write_receipt
@@ -56,8 +57,8 @@ def run_build(config: DataBuildConfig, screen: Console | None = None) -> Receipt
         note = f"the tokenizer puts {begin} before a text, and these documents begin without it"
         screen.print(f"{note}: prepend_bos=true adds it")
     listing, out, work = find_inputs(config), Path(config.out), Path(config.out, WORK)
-    if (warning := listing.warning()) is not None:
-        screen.print(warning)
+    for note in listing.notes():
+        screen.print(note)
     with writing_to(str(out)), ExitStack() as stack:
         (_, claim), (_, claim_of_work) = claims(config, tokenizer)
         claim_folder(out, **claim)
@@ -70,6 +71,7 @@ def run_build(config: DataBuildConfig, screen: Console | None = None) -> Receipt
         if (receipt := reusable(out, made_of)) is not None:
             screen.print(f"{out} is up to date")
         else:
+            reject_corpus(out)
             claim_folder(work, **claim_of_work)
             write_atomic(work / TOKENIZER, tokenizer.content)
             write_atomic(work / EVALUATION, evaluation)
@@ -78,6 +80,7 @@ def run_build(config: DataBuildConfig, screen: Console | None = None) -> Receipt
             plan = make_plan(config, work, shards, group(shards, size), made_of)
             write_atomic(out / MARKER, os.urandom(8))  # by which nodes know the folder
             receipt = build(plan, inputs, listing.account(), made_of, out, screen)
+        (out / MARKER).unlink(missing_ok=True)
         if config.dedup.enabled and not config.decontaminate.against:
             screen.print(
                 "no evaluation set is kept out of this corpus: set "
@@ -141,7 +144,6 @@ def build(
     os.replace(plan.work / TOKENIZER, out / TOKENIZER)
     write_atomic(out / INPUTS, input_lines(inputs))
     receipt = write_receipt(out, made_of | facts, [*names, TOKENIZER, INPUTS, *write_rejected(plan, out)])
-    (out / MARKER).unlink()
     screen.print(summary(out, receipt))
     if (note := vocabulary_note(out, receipt)) is not None:
         screen.print(note)
@@ -202,6 +204,12 @@ def reusable(out: Path, made_of: Receipt) -> Receipt | None:
     if (name := damaged_file(out, receipt)) is not None:
         raise UserError(f"out={out}: {name} differs from {RECEIPT}: {remedy}")
     return receipt
+
+
+def reject_corpus(out: Path) -> None:
+    """Raise UserError if a folder holds a complete corpus, which no command replaces."""
+    if not (out / MARKER).exists() and any((out / f"{part}.idx").exists() for part in SPLITS):
+        raise UserError(f"out={out} holds a corpus: set another out=, or delete the folder")
 
 
 @contextmanager

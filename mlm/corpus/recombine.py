@@ -12,14 +12,14 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from mlm.corpus.build import sole_build
+from mlm.corpus.build import reject_corpus, sole_build
 from mlm.data.config import SPLITS
 from mlm.data.corpus_files import MARKER, TOKENIZER, corpora_at
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, Receipt, content_problem, read_receipt, write_receipt
 from mlm.util.errors import CorruptFileError, UserError, writing_to
 from mlm.util.files import digest_file, write_atomic
-from mlm.util.ownership import claim_folder
+from mlm.util.ownership import claim_folder, delete_owned, kind_of_folder
 from mlm.util.terminal import add_row, console, table
 
 SAME = ("tokenizer", "vocab_size", "eod_id", "bos_id", "append_eod", "prepend_bos", "sentences")
@@ -164,12 +164,13 @@ def write_parts(
     """Write the documents begin … end - 1 of corpora as parts of the folder `out`, its receipt last."""
     rows, names = table(out, "part", "documents#", "tokens#"), list[str]()
     with new_corpus(Path(out), inputs, tokenizer) as folder:
-        for part, ranges in parts.items():
-            with IndexedWriter(folder / part, ranges[0][0].dtype) as writer:
+        with ExitStack() as writers:  # all parts appear at the end, train last
+            for part, ranges in parts.items():
+                writer = writers.enter_context(IndexedWriter(folder / part, ranges[0][0].dtype))
                 for corpus, begin, end in ranges:
                     writer.append(corpus, begin, end)
-            names += [path(Path(part)).name for path in (bin_path, idx_path)]
-            add_row(rows, part, f"{writer.num_documents:,}", f"{writer.num_tokens:,}")
+                names += [path(Path(part)).name for path in (bin_path, idx_path)]
+                add_row(rows, part, f"{writer.num_documents:,}", f"{writer.num_tokens:,}")
         if tokenizer is not None:
             write_atomic(folder / TOKENIZER, tokenizer)
             names.append(TOKENIZER)
@@ -184,13 +185,18 @@ def write_parts(
 def new_corpus(out: Path, inputs: Sequence[str], tokenizer: bytes | None) -> Iterator[Path]:
     """Claim a folder for a corpus that is not there yet, marked as incomplete meanwhile. Raises UserError."""
     same: dict[str, Any] = {} if tokenizer is None else {TOKENIZER: tokenizer}
+    is_ours = kind_of_folder(out) == "corpus"
     with writing_to(str(out)), ExitStack() as stack:
         claim_folder(out, "corpus", inputs=inputs, same=same)
         stack.enter_context(sole_build(out))
-        if not (out / MARKER).exists() and any(out.glob("*.idx")):
-            raise UserError(f"out={out} holds a corpus: set another out=, or delete the folder")
+        reject_corpus(out)
+        if is_ours and (out / MARKER).exists():
+            if (out / MARKER).stat().st_size:  # a build's
+                raise UserError(
+                    f"out={out} holds an interrupted `mlm data build`: finish it, or set another out="
+                )
+            names = (f"{part}.{end}" for part in SPLITS for end in ("bin", "idx"))
+            delete_owned(out, "corpus", inputs=inputs, names=(*names, RECEIPT, TOKENIZER), keep_folder=True)
         write_atomic(out / MARKER, b"")
-        for partial in out.glob(".*.partial"):  # of a command that was killed
-            partial.unlink()
         yield out
         (out / MARKER).unlink()

@@ -219,9 +219,9 @@ class IndexedWriter:
         self.prefix, self.dtype = Path(prefix), dtype
         self.num_documents = self.num_sequences = self.num_tokens = 0
         self._open = ExitStack()
-        self._partial = {
-            suffix: partial_path(self.prefix.with_name(self.prefix.name + suffix))
-            for suffix in (".bin", ".lengths", ".documents", ".idx")
+        self._partial = {".bin": partial_path(bin_path(self.prefix))}
+        self._partial |= {
+            name: partial_path(idx_path(self.prefix)) for name in (".lengths", ".documents", ".idx")
         }
 
     def __enter__(self) -> "IndexedWriter":

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 
 from mlm.cli import main
 from mlm.corpus.recombine import merge_corpora, split_bounds, split_corpus
+from mlm.data.corpus_files import MARKER
 from mlm.data.indexed import IndexedDataset, IndexedWriter
 from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.ownership import claim_folder
 from tests.corpus.texts import build, documents, plain, small_tokenizer, write_jsonl
 from tests.megatron_core import megatron_core
 
@@ -151,6 +154,82 @@ def test_corpus_that_is_there_is_not_replaced_and_a_killed_merge_is_written_agai
     assert files(tmp_path / "out/train") == files(Path(pair))
     with pytest.raises(UserError, match="holds a corpus: set another out="):
         merge_corpora([pair, pair], out)
+
+
+def test_files_of_the_users_in_out_are_kept(tmp_path: Path) -> None:
+    pair, out = str(write_pair(tmp_path / "a", GPT)), tmp_path / "out"
+    out.mkdir()
+    kept = [out / ".train.bin.1.partial", out / ".notes.partial"]
+    for path in kept:
+        path.write_text("mine")
+    split_corpus(pair, str(out), "1")
+    assert [path.read_text() for path in kept] == ["mine", "mine"]
+
+
+def test_what_a_killed_command_wrote_is_deleted_and_nothing_else(tmp_path: Path) -> None:
+    """Whether it was killed while it wrote or between the parts that it published."""
+    pair, out = str(write_pair(tmp_path / "a", GPT)), tmp_path / "out"
+    claim_folder(out, "corpus")
+    (out / MARKER).touch()
+    left = [".train.bin.12.partial", ".test.idx.7.partial", "validation.bin", "validation.idx", "corpus.json"]
+    mine = [".notes.12.partial", ".train.bin.copy.partial", "train.txt"]
+    for name in (*left, *mine):
+        (out / name).write_text("x")
+    split_corpus(pair, str(out), "1")
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        [*mine, ".mlm.json", "train.bin", "train.idx"]
+    )
+
+
+def test_an_interrupted_build_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = str(write_pair(tmp_path / "a", GPT))
+    config = plain(write_jsonl(tmp_path / "t.jsonl", ["one"]))
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mlm.corpus.build.publish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            build(config)
+    with pytest.raises(
+        UserError, match="holds an interrupted `mlm data build`: finish it, or set another out="
+    ):
+        split_corpus(pair, config.out, "1")
+    build(config)
+    assert documents(Path(config.out, "train")) == ["one<|endoftext|>"]
+
+
+def test_a_build_replaces_no_corpus_that_has_no_receipt(tmp_path: Path) -> None:
+    pair, config = write_pair(tmp_path / "a", GPT), plain(write_jsonl(tmp_path / "t.jsonl", ["one"]))
+    split_corpus(str(pair), config.out, "1")
+    with pytest.raises(UserError, match="holds a corpus: set another out="):
+        build(config)
+    assert files(Path(config.out, "train")) == files(pair)
+
+
+def test_parts_of_a_build_killed_while_it_published_do_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does its marker, where it was killed after the receipt."""
+    config = plain(write_jsonl(tmp_path / "t.jsonl", [f"text {i}" for i in range(40)]))
+    three, out = replace(config, split="0.6/0.2/0.2"), Path(config.out)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mlm.corpus.build.write_receipt", stop)
+        with pytest.raises(KeyboardInterrupt):
+            build(three)
+    assert (out / "test.idx").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("mlm.corpus.build.summary", stop)
+        with pytest.raises(KeyboardInterrupt):
+            build(config)
+    build(config)
+    assert sorted(path.name for path in out.glob("*.idx")) == ["train.idx"]
+    assert not (out / MARKER).exists()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from rich.console import Group
 from mlm.config.tree import nested
 from mlm.corpus.stages.plan import BuildPlan
 from mlm.corpus.stages.tokenise import MATCHES, load_ngram_index
+from mlm.data.config import SPLITS
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
 from mlm.data.receipt import REJECTED
 from mlm.util.errors import UserError, format_value
@@ -35,10 +36,13 @@ def merge(plan: BuildPlan, task: int) -> None:
 def publish(plan: BuildPlan, out: Path) -> list[str]:
     """Move the merged files into the corpus folder; their names are returned. Raises OSError.
 
-    An .idx vouches for its .bin, so it comes second.
+    An .idx vouches for its .bin, so it comes second. Parts of a command that was killed here are deleted.
     """
     merged = plan.stages["merge"].folder
     names = [path(Path(part)).name for part in plan.parts for path in (bin_path, idx_path)]
+    for part in set(SPLITS) - set(plan.parts):
+        idx_path(out / part).unlink(missing_ok=True)
+        bin_path(out / part).unlink(missing_ok=True)
     for name in names:
         os.replace(merged / name, out / name)
     fsync_directory(out)
