@@ -121,7 +121,7 @@ class DecontaminateConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorConfig:
-    """What runs the tasks of a build. Never changes the output."""
+    """Processes that run the tasks of a build. Never changes the output."""
 
     kind: Literal["local", "ray"] = "local"
     """local: processes of this machine; ray: all nodes of a Ray cluster, which share the folders of input

@@ -48,14 +48,18 @@ class Listing:
     inputs: tuple[Input, ...]
     unread: tuple[Unread, ...] = ()
 
-    def warning(self) -> str | None:
-        """Warn in a line of files that may have been meant to be read; None if there are none."""
-        names = [entry.path.name for entry in self.unread if entry.reason in (UNKNOWN_FORMAT, NO_PART)]
-        if not names:
-            return None
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        known = f"neither {READABLE}, nor a part train, validation or test"
-        return f"not read: {', '.join(names[:5])}{more} ({known})"
+    def notes(self) -> list[str]:
+        """Return lines on files that may have been meant to be read."""
+        reasons = {
+            f"neither {READABLE}, nor a part train, validation or test": (UNKNOWN_FORMAT, NO_PART),
+            f"{CARD}; name it in input= to read it": (CARD,),
+        }
+        notes = list[str]()
+        for why, unread in reasons.items():
+            names = [entry.path.name for entry in self.unread if entry.reason in unread]
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            notes += [f"not read: {', '.join(names[:5])}{more} ({why})"] * bool(names)
+        return notes
 
     def account(self) -> dict[str, Any]:
         """Count what is not read by reason, and name the first files. Plain JSON."""
@@ -152,12 +156,13 @@ def search_path(path: str, hub: HubSource) -> Listing:
 
 
 def without_cards(listing: Listing) -> Listing:
-    """Leave out the README.md of a dataset: it is of records, not one of them."""
-    kinds = {item.path: kind_of(Path(item.path)) or "" for item in listing.inputs}
-    if not any(kind.startswith(("jsonl", "parquet")) for kind in kinds.values()):
-        return listing
+    """Leave out README.md beside records, or where no other document is Markdown: it describes the others."""
     cards = [item for item in listing.inputs if Path(item.path).name.lower() == "readme.md"]
     inputs = tuple(item for item in listing.inputs if item not in cards)
+    kinds = {(kind_of(Path(item.path)) or "").partition(".")[0] for item in inputs}
+    has_notes = any({".md", ".markdown"}.intersection(Path(item.path.lower()).suffixes) for item in inputs)
+    if not inputs or (has_notes and kinds.isdisjoint(("jsonl", "parquet"))):
+        return listing
     return Listing(inputs, (*listing.unread, *(Unread(Path(item.path), CARD) for item in cards)))
 
 

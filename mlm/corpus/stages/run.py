@@ -27,7 +27,7 @@ from mlm.util.terminal import Advance, progress_bar
 
 
 class Executor(Protocol):
-    """What does tasks, in a `with` block; leaving it by an exception ends those in progress."""
+    """Runner of tasks, open in a `with` block; an exception that leaves the block ends running tasks."""
 
     def run(self, plan: BuildPlan, stage: BuildStage, tasks: list[int], advance: Advance) -> None:
         """Do the given tasks of a stage, in any order. `advance` receives 1 for each.

@@ -95,3 +95,16 @@ def test_readme_of_a_dataset_is_no_document(tmp_path: Path) -> None:
     assert receipt["not_read"]["description of a dataset"]["count"] == 1
     write(tmp_path / "notes/README.md", b"# Mine")
     assert read(tmp_path / "notes").texts == ["# Mine"]
+
+
+def test_readme_beside_plain_text_is_no_document_unless_named(tmp_path: Path) -> None:
+    """Among other notes in Markdown it is one."""
+    readme = write(tmp_path / "texts/README.md", b"About these texts.")
+    write(tmp_path / "texts/a.txt", b"one")
+    assert read(tmp_path / "texts").texts == ["one"]
+    [note] = search(str(tmp_path / "texts")).notes()
+    assert note == "not read: README.md (description of a dataset; name it in input= to read it)"
+    listing = search((str(tmp_path / "texts"), str(readme)))
+    assert [Path(item.path).name for item in listing.inputs] == ["a.txt", "README.md"]
+    write(tmp_path / "texts/b.md.gz", gzip.compress(b"two"))
+    assert read(tmp_path / "texts").texts == ["About these texts.", "one", "two"]

@@ -29,7 +29,7 @@ def test_folder_is_read_to_its_depth_sorted_by_path(tmp_path: Path) -> None:
 def test_unknown_files_are_passed_over_and_named(tmp_path: Path) -> None:
     found = search(str(put(tmp_path, "a.jsonl", "b.csv", "c.json", "d.gz")))
     assert [item.name for item in found.inputs] == ["a.jsonl"]
-    assert "not read: b.csv, c.json, d.gz" in str(found.warning())
+    assert "not read: b.csv, c.json, d.gz" in str(found.notes())
 
 
 def test_linked_folders_are_followed_once(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_folder_gives_its_parts_in_order(tmp_path: Path) -> None:
         ("validation.parquet", "validation"),
         ("test.txt", "test"),
     ]
-    assert "not read: other.jsonl (" in str(search(str(tmp_path)).warning())
+    assert "not read: other.jsonl (" in str(search(str(tmp_path)).notes())
 
 
 def test_glob_takes_the_files_it_names(tmp_path: Path) -> None:
