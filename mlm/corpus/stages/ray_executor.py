@@ -1,14 +1,17 @@
 """Running the tasks of a build on a Ray cluster: any number of nodes over one shared file system.
 
-A task is a generator of two values: the name of its node, so that a lost node can be named, and "" at its
-end. Ray repeats none: a task whose worker or node is lost is queued again here, and counted. What Ray pickles
-travels between the command and its workers; nothing in the work folder is unpickled.
+A task is a generator of two values: its node, so that a lost node can be named, and "" at its end. Ray
+repeats none: a task whose worker or node is lost is queued again here, and counted. A node whose raylet is
+dead may keep its connections, so Ray waits for its tasks for ever: here they are lost when Ray's head has
+declared the node dead. What Ray pickles travels between the command and its workers; nothing in the work
+folder is unpickled.
 """
 
 import os
 import socket
+import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Self
 
@@ -28,6 +31,8 @@ ATTEMPTS = 4
 """Times that a task may lose its worker or node before the build ends."""
 QUEUED = 64
 """Tasks given to Ray at a time, at least: they show an autoscaler what is wanted."""
+LOOK_S, NODE_S = 5.0, 300.0
+"""Seconds after which nodes are looked at if no task ends, and that a build waits for a node with a core."""
 
 
 def executor_problems(config: ExecutorConfig) -> list[str]:
@@ -52,22 +57,22 @@ class RayExecutor:
 
     def __init__(self, address: str | None, workers: int | None, screen: Console) -> None:
         self.address, self.workers, self.screen = address, workers, screen
-        self._running = dict[Any, tuple[int, str]]()
-        """Of each generator its task and its node, "" before it has one."""
+        self._running = dict[Any, tuple[int, str, str]]()
+        """Of each generator its task, and id and name of its node, "" before it has one."""
+        self._progress = time.monotonic()
+        """When a task told something, or there was a node with a core."""
         self._lost = Counter[str]()
 
     def __enter__(self) -> Self:
         self._ray = ray = load_extra("ray", "executor=ray", "ray")
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
-            # it would print the logs of a node that is lost
-            ray._private.worker.print_to_stdstream = lambda *_, **__: None
             try:
                 ray.init(self.address or "auto", log_to_driver=False, logging_level="CRITICAL")
             except (ConnectionError, RuntimeError, ValueError) as error:
                 fix = "start one (ray start --head), or set executor.address=HOST:PORT of its head"
                 raise executor_error(one_line(error), fix) from error
-        self._start = ray.remote(num_cpus=1, max_retries=0, num_returns="streaming")(run_on_node).remote
+        self._start = ray.remote(num_cpus=1, max_retries=0, num_returns="streaming")(with_node).remote
         return self
 
     def run(self, plan: BuildPlan, stage: BuildStage, tasks: list[int], advance: Advance) -> None:
@@ -78,11 +83,18 @@ class RayExecutor:
             limit = self.workers or max(QUEUED, 2 * int(ray.cluster_resources().get("CPU", 0)))
             while waiting and len(self._running) < limit:
                 task = waiting.popleft()
-                self._running[self._start(*command, plan.of_task(task), stage.name, task)] = task, ""
-            [values], _ = ray.wait(list(self._running), num_returns=1, fetch_local=False)
-            task, node = self._running.pop(values)
+                arguments = (run_on_node, *command, plan.of_task(task), stage.name, task)
+                self._running[self._start(*arguments)] = task, "", ""
+            ready, _ = ray.wait(list(self._running), num_returns=1, timeout=LOOK_S, fetch_local=False)
+            values = ready[0] if ready else self._on_dead_node(stage)
+            if values is None:
+                continue
+            task, _, node = self._running.pop(values)
             try:
-                value = ray.get(next(values))
+                if not ready:
+                    ray.cancel(values, force=True)
+                    raise errors.NodeDiedError(node)
+                value, self._progress = ray.get(next(values)), time.monotonic()
             except crashes as error:
                 self._lost[node] += 1
                 losses[task] += 1
@@ -101,9 +113,21 @@ class RayExecutor:
                 raise executor_error(problem, "install it on all nodes") from error
             else:
                 if value:
-                    self._running[values] = task, value
+                    self._running[values] = task, *value.split(" ", 1)
                 else:
                     advance(1)
+
+    def _on_dead_node(self, stage: BuildStage) -> Any:
+        """Return a running task whose node is dead, or None. Raises UserError if no node is left for long."""
+        nodes = self._ray.nodes()
+        dead = {node["NodeID"]: node["NodeManagerHostname"] for node in nodes if not node["Alive"]}
+        if any(node["Alive"] and node["Resources"].get("CPU") for node in nodes):
+            self._progress = time.monotonic()
+        elif time.monotonic() - self._progress > NODE_S:
+            lost = ", ".join(sorted(set(dead.values()))) or "none"
+            problem = f"no node with a core for {NODE_S:.0f} s in stage {stage.name}, lost: {lost}"
+            raise executor_error(problem, "start one, and run this again: finished tasks are kept")
+        return next((values for values, (_, node, _) in self._running.items() if node in dead), None)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for values in self._running:
@@ -113,6 +137,13 @@ class RayExecutor:
         if self._lost:
             nodes = ", ".join(f"{count} of node {node or 'unknown'}" for node, count in self._lost.items())
             self.screen.print(f"tasks started again after a loss of their worker: {nodes}")
+
+
+def with_node(run: Callable[..., Iterator[str]], *arguments: Any) -> Iterator[str]:
+    """Do a task on the node that Ray has chosen; first yield the node's id and name."""
+    values = run(*arguments)
+    yield f"{load_extra('ray', 'executor=ray').get_runtime_context().get_node_id()} {next(values)}"
+    yield from values
 
 
 def run_on_node(

@@ -196,9 +196,13 @@ def killing(
     except FileNotFoundError:
         yield from values
         return
-    if victim == "node":  # of which this worker is one process
-        os.kill(os.getppid(), signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
+    if victim == "frozen node":  # as of a host that hangs: its connections stay open
+        order.with_name("frozen").write_text(f"{os.getppid()} {os.getpid()}")
+    number = signal.SIGSTOP if victim == "frozen node" else signal.SIGKILL
+    if victim != "worker":  # which is one process of its node
+        os.kill(os.getppid(), number)
+    os.kill(os.getpid(), number)
+    yield from values
 
 
 @pytest.mark.slow
@@ -242,6 +246,40 @@ def test_a_loss_in_every_stage_changes_nothing_and_is_counted(
     assert f" of node {NODE}" in said
     run_build(thorough(source, out=str(source.parent / "calm")), screen()[0])
     assert output(source.parent / "out") == output(source.parent / "calm")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_tasks_of_a_node_that_hangs_run_elsewhere(
+    source: Path, cluster: Any, many_tasks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_nodes(cluster)
+    (source.parent / "kill-clean").write_text("frozen node")
+    monkeypatch.setattr(ray_executor, "run_on_node", killing)
+    to, text = screen()
+    try:
+        run_build(on_ray(source, cluster), to)
+    finally:
+        for number in (source.parent / "frozen").read_text().split():
+            os.kill(int(number), signal.SIGKILL)
+    assert f" of node {NODE}" in text.getvalue()
+    run_build(thorough(source, out=str(source.parent / "calm")), screen()[0])
+    assert output(source.parent / "out") == output(source.parent / "calm")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_cluster_without_a_node_left_ends_the_build(
+    source: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node in list(cluster.worker_nodes):
+        cluster.remove_node(node)
+    monkeypatch.setattr(ray_executor, "LOOK_S", 0.5)
+    monkeypatch.setattr(ray_executor, "NODE_S", 1.0)
+    with pytest.raises(
+        UserError, match=rf"no node with a core for 1 s in stage clean, lost: {NODE}; start one"
+    ):
+        run_build(on_ray(source, cluster), screen()[0])
 
 
 COMMAND = """
