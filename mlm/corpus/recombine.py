@@ -100,7 +100,8 @@ def split_bounds(split: str, documents: int) -> Iterator[tuple[str, int, int]]:
     except ValueError:
         weights = []
     total = sum(weights)
-    if not 0 < len(weights) <= len(SPLITS) or min(weights) < 0 or not weights[0] or total == float("inf"):
+    is_valid = 0 < len(weights) <= len(SPLITS) and all(weight >= 0 for weight in weights)  # no nan
+    if not is_valid or not weights[0] or total == float("inf"):
         raise UserError(
             f"split={split} is not weights of train, validation and test; write for example split=969/30/1"
         )

@@ -238,6 +238,8 @@ def test_parts_of_a_build_killed_while_it_published_do_not_stay(
         (["split", "a", "split=a/b"], "split=a/b is not weights of train, validation and test"),
         (["split", "a", "split=1/2/3/4"], "is not weights"),
         (["split", "a", "split=0/1/1"], "is not weights"),
+        (["split", "a", "split=nan/1/1"], "is not weights"),
+        (["split", "a", "split=1/nan"], "is not weights"),
         (["split", "a", "split=1000/1/0"], "split=1000/1/0 gives validation none of 3 documents of"),
         (["merge", "a"], "paths names fewer than two corpora"),
         (["merge", "a", "absent"], "no corpus at path=absent"),
