@@ -31,8 +31,6 @@ KEY = "decontaminate.against"
 
 @dataclass(frozen=True, slots=True)
 class EvaluationText:
-    """One text of an evaluation set."""
-
     set: str
     """Name of the set: as in HUB, or the file's name."""
     location: str

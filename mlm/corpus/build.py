@@ -125,7 +125,10 @@ def build(
     screen: Console,
 ) -> Receipt:
     config = plan.config
-    with make_executor(config, screen) as executor:
+    executor: Executor = LocalExecutor(config.workers or available_cores())
+    if config.executor.kind == "ray":
+        executor = RayExecutor(config.executor.address, config.workers, screen)
+    with executor:
         run_stages(plan, executor)
         facts = count_documents(plan)
         if (split := plan_passages(plan, facts["splits"])) is not None:
@@ -148,12 +151,6 @@ def build(
     if (note := vocabulary_note(out, receipt)) is not None:
         screen.print(note)
     return receipt
-
-
-def make_executor(config: DataBuildConfig, screen: Console) -> Executor:
-    if config.executor.kind == "ray":
-        return RayExecutor(config.executor.address, config.workers, screen)
-    return LocalExecutor(config.workers or available_cores())
 
 
 def vocabulary_note(out: Path, receipt: Receipt) -> str | None:

@@ -1,13 +1,9 @@
-"""Decontamination: the cutting of evaluation text out of documents, and a report of it.
+"""Decontamination: the text of evaluation sets removed from documents, and a report of it.
 
-The protocol is GPT-3's (arXiv:2005.14165, appendix C), which Megatron-LM's tools/openwebtext followed: 13
-words that agree, 200 letters removed on each side, pieces under 200 letters dropped, documents that would be
-cut at more than 10 places removed. It differs in two points:
-
-- GPT-3 and Megatron-LM keep n-grams that occur in more than 10 documents, as boilerplate. Here they are cut
-  too: a model will memorise a passage that is quoted so often. The report names the texts that were matched
-  most often, so boilerplate in an evaluation set shows, and can be taken out of it.
-- Megatron-LM widens a cut to the end of a sentence; here to the end of a word.
+The protocol is GPT-3's (arXiv:2005.14165, appendix C), which Megatron-LM's tools/openwebtext followed, but
+for n-grams of more than 10 documents, which are cut too, as a model memorises what is quoted so often, and
+cuts, which are widened to the end of a word, not of a sentence. The report names the texts that were matched
+most often, so boilerplate in an evaluation set shows.
 
 A word is a run of letters and digits, casefolded, in Unicode form NFKC and without invisible code points
 (soft hyphens, zero-width spaces and joiners, variation selectors). So punctuation, case, line breaks,
@@ -65,8 +61,6 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
-    """The rest of a document."""
-
     pieces: list[str]
     """[the text] itself without a match; no piece if the document is dropped."""
     matches: list[Match]
@@ -143,7 +137,6 @@ class NGramIndex:
             self._tables[n] = NGramTable(hashes, owners)
 
     def clean(self, text: str) -> Cleaned:
-        """Remove from a document what occurs in evaluation texts."""
         hits = self.find(text)
         if hits is None:
             return Cleaned([text], [])
@@ -283,7 +276,6 @@ def plain_words(text: str) -> bytes:
 
 
 def plain_form(text: str) -> str:
-    """Return a text in the form that is compared."""
     if text.isascii():
         return text
     return unicodedata.normalize("NFKC", IGNORABLE.sub("", text))  # returns at once what is in this form

@@ -211,7 +211,6 @@ def jaccard(a: Hashes, b: Hashes) -> float:
 
 
 def find_repeated(values: NDArray) -> NDArray[np.bool_]:
-    """Mask of the values [n] that occur more than once."""
     order = np.argsort(values)
     in_order = values[order]
     same = in_order[1:] == in_order[:-1]

@@ -1,32 +1,15 @@
 """Cleaning of a document: text fixed with ftfy, its language identified, and quality rules applied.
 
-ftfy fixes mojibake, quotes, ligatures, control characters and line breaks. The settings are its own, as in
-Megatron-LM's cleaning of web text, but for two:
+The settings of ftfy are its own, as in Megatron-LM's cleaning of web text, but for two: `fix_character_width`
+is off, as full-width forms are the proper ones in Chinese and Japanese, and lines are fixed in pieces of at
+most 4,096 letters, split after a space, as on some texts (long runs of combining marks, `&amp;amp;amp;…`) its
+time grows with the square of a line. It runs at 2 to 20 MB/s, and so is not given a line that it cannot
+change: one of ASCII without `&` and control characters, and of quotes, dashes and dots, whose curly forms are
+replaced here.
 
-- `fix_character_width` is off. It would rewrite the punctuation of Chinese and Japanese, where the full-width
-  forms are the proper ones, and changes nothing in English.
-- Lines are fixed in pieces of at most 4,096 letters, split after a space. ftfy takes up to a million letters
-  at once, and on some texts (long runs of combining marks, `&amp;amp;amp;…`) its time grows with the
-  square of that: minutes for one document.
-
-In code, curly quotes become straight, CRLF becomes LF, HTML entities are resolved only before the first `<`
-of a document (so not in HTML or XML), and indentation stays.
-
-ftfy runs at 2 to 20 MB/s. It is not given a line that it cannot change: one of ASCII without `&` and control
-characters, and of quotes, dashes and dots, whose curly forms are replaced here.
-
-The rules are those of Rae et al. 2021 (arXiv:2112.11446), table A1 and appendix A.1.1. Words are separated by
-white space; a line is one that holds more than white space, stripped of it at both ends. A document counts
-under the first rule it breaks, in the order of FilterConfig; one without words breaks `min_words` if that is
-set, and no rule about shares.
-
-datatrove's GopherQualityFilter splits words with a tokenizer of the language. Beside it we count a word of
-punctuation alone as a word, ignore the case of stop words, leave empty lines out of shares of lines, and take
-`*`, `‣`, `◦` and `▪` for bullets too. `max_duplicate_lines` is in its GopherRepetitionFilter.
-
-Languages are identified by py3langid (Lui and Baldwin 2012, https://aclanthology.org/P12-3005), ten times as
-fast as lingua. Of 200 samples of English of 100 letters it identified 94% with the default score, lingua 82%;
-of 50 letters 75% and 20%, so short texts are better filtered by length.
+The rules are those of Rae et al. 2021 (arXiv:2112.11446), table A1 and appendix A.1.1. A line is one that
+holds more than white space, stripped of it. A document counts under the first rule it breaks, in the order of
+FilterConfig; one without words breaks `min_words` if that is set, and no rule about shares.
 """
 
 import re
@@ -83,7 +66,6 @@ class Cleaner:
 
 
 def fix_text(text: str) -> str:
-    """Return a text as ftfy fixes it, line by line."""
     if (markup := text.find("<")) < 0:
         return fix_lines(text, CONFIG)
     begin = text.rfind("\n", 0, markup) + 1
@@ -135,7 +117,6 @@ class LanguageFilter:
             raise UserError(f"{setting}: {code} is not the code of a known language: {hint}")
 
     def __call__(self, text: str) -> bool:
-        """True if a text is in one of the languages."""
         if len(text) > 3 * SAMPLE:
             middle = (len(text) - SAMPLE) // 2
             text = "\n".join((text[:SAMPLE], text[middle : middle + SAMPLE], text[-SAMPLE:]))
@@ -150,8 +131,6 @@ def load_detector(langid: ModuleType) -> Any:
 
 
 class Measures:
-    """Measures of a text for the rules, computed on first use."""
-
     def __init__(self, text: str) -> None:
         self.text = text
 
@@ -170,7 +149,6 @@ class Measures:
 
     @cached_property
     def lines(self) -> list[str]:
-        """Lines with something on them, stripped."""
         return [line for line in map(str.strip, self.text.splitlines()) if line]
 
     def of_words(self, count: int) -> float:

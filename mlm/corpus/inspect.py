@@ -14,7 +14,6 @@ Facts = dict[str, Any]
 
 
 def facts_of(prefix: Path, tokenizer: Tokenizer | None, eod_id: int | None, samples: int) -> Facts:
-    """Inspect one pair. Raises UserError, CorruptFileError."""
     corpus = IndexedDataset(prefix, allow_empty=True)
     share, looked_at = None, 0
     if eod_id is not None and corpus.num_documents:

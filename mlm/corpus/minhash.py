@@ -1,16 +1,13 @@
 r"""MinHash signatures of documents: shingles and band keys.
 
-Shingles are the n-grams of a document as a set of 64-bit hashes. Text is normalised first: case-folded, and
-every run of anything but letters, marks, digits and `_` becomes a space (`\w` of Unicode TS 18, annex C,
-without its join controls). A document shorter than one n-gram has one shingle, its whole normalised text; a
-document without words has none. Text in a script without spaces between words is better compared by
-characters.
+Shingles are the n-grams of a document as a set of 64-bit hashes, of text case-folded, with a space for every
+run of anything but letters, marks, digits and `_` (`\w` of Unicode TS 18, annex C, without its join
+controls). A document shorter than one n-gram has one shingle, its whole normalised text; one without words
+has none. Text in a script without spaces between words is better compared by characters.
 
 A signature has bands * rows slots. Two documents agree on a slot with probability J, the Jaccard similarity
 of their shingles, so on some band with probability 1 - (1 - J**rows)**bands (Leskovec, Rajaraman and Ullman,
-Mining of Massive Datasets, section 3.4); documents that agree on one whole band are compared. The slots are
-rensa's R-MinHash, after the fast similarity sketching of Dahlgaard, Knudsen and Thorup 2017
-(arXiv:1704.04370).
+Mining of Massive Datasets, section 3.4). The slots are rensa's R-MinHash, after arXiv:1704.04370.
 
 Shapes: T units (words, or characters of the normalised text) of D documents laid end to end.
 """

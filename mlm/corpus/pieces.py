@@ -1,19 +1,17 @@
 """Pieces, segments and sentences of a text.
 
-What is made of a text (words, hashes, tokens) is made a piece at a time, so that it is never all held.
-A document is one string, of at most `max_document_bytes`. As a list of words it would take ten times that,
-as the tokenizer's encodings forty times: so words are looked at, and tokens made, a piece at a time, with
-the result of the whole.
+Words, hashes and tokens of a document, one string of at most `max_document_bytes`, are made a piece at a
+time: all its words would take ten times that, its encodings forty times.
 
 A text is tokenised in segments that end where its tokens do not change: between two words, where the tokens
 of the characters around the end are those of the two sides. Every pattern that splits text into words
 (GPT-2's and its heirs, BERT's, Metaspace) offers such a position at each space. A tokenizer that looks at the
 whole text may not: the text is split all the same, and the tokens beside the split may differ.
 
-Sentences, as BERT samples need them, are those of the library `sentencex` (Wikimedia; rules and lists of
-abbreviations; nothing is downloaded). Of 2,065 boundaries between RTE's hypotheses it finds 0.992 with
-precision 0.999; the Punkt algorithm, which v1 used, 0.978 with 0.998. Two bugs of its version 1.0 are worked
-around here: quadratic time on a long list, and a panic where a full stop follows a non-ASCII space.
+Sentences are those of the library `sentencex` (Wikimedia; rules and lists of abbreviations). Of 2,065
+boundaries between RTE's hypotheses it finds 0.992 with precision 0.999; the Punkt algorithm, which v1 used,
+0.978 with 0.998. Two bugs of its version 1.0 are worked around here: quadratic time on a long list, and a
+panic where a full stop follows a non-ASCII space.
 """
 
 import re

@@ -2,19 +2,19 @@
 
 import csv
 import json
-import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mlm.util.errors import CorruptFileError, UserError, decode_problem, reading_from
+from mlm.data.streams import BlockReader, DamagedError, blocks, check_supported, open_binary, readable
+from mlm.util.errors import CorruptFileError, UserError, decode_problem
 from mlm.util.extras import load_extra
-from mlm.util.files import READABLE, open_input
-from mlm.util.object_store import explain_store_errors, is_stored, open_object
+from mlm.util.files import open_input
+from mlm.util.object_store import is_stored
 from mlm.util.terminal import one_line
 
 Record = dict[str, Any]
@@ -52,35 +52,13 @@ def read_records(file: Path) -> Iterator[Located]:
 
 @contextmanager
 def open_unpacked(file: Path) -> Iterator[BinaryIO]:
-    """Open a file to read what it holds, unpacked by pyarrow. Raises OSError, UserError, CorruptFileError."""
-    with open_input(file) as raw:
-        if file.suffix.lower() not in PACKED:
-            yield raw
-            return
-        try:
-            pa = load_extra("pyarrow", str(file))
-            with pa.CompressedInputStream(raw, pa.Codec.detect(str(file).lower()).name) as stream:
-                yield BufferedReader(stream)
-        except OSError as error:
-            if error.errno is not None:
-                raise
-            check_supported(str(file), error)
-            raise CorruptFileError(f"{file} is damaged ({one_line(error)[:200]}): replace it") from error
-
-
-@contextmanager
-def readable(file: str | Path) -> Iterator[None]:
-    """Name a file that cannot be read. Raises UserError."""
-    with (
-        reading_from(Path(file), READABLE),
-        explain_store_errors(str(file)) if is_stored(str(file)) else nullcontext(),
-    ):
-        yield
-
-
-def open_binary(path: str) -> Any:
-    """Open a file, or an object of a store, to read within `readable`."""
-    return open_object(path) if is_stored(path) else open_input(path, 0)
+    """Open a file to read what it holds. Raises OSError, UserError, CorruptFileError."""
+    is_packed = file.suffix.lower() in PACKED
+    try:
+        with BufferedReader(BlockReader(blocks(str(file)))) if is_packed else open_input(file) as f:
+            yield f
+    except DamagedError as error:
+        raise CorruptFileError(f"{file} is damaged ({one_line(error)[:200]}): replace it") from error
 
 
 def _jsonl_records(file: Path) -> Iterator[Located]:
@@ -207,17 +185,6 @@ def row_group_batches(table: Any, group: int, rows: int, columns: list[str] | No
         yield batch
     if left:  # pyarrow ends in silence where a column has fewer rows than its group
         raise load_extra("pyarrow", "Parquet").ArrowInvalid(f"row group {group} lacks {left} of its rows")
-
-
-def check_supported(file: str, error: Exception) -> None:
-    """Raise UserError if a library raised `error` for a sound file that it lacks the means to read.
-
-    pyarrow has a type of error for some of these. The others, and an LZMAError, differ by their words alone.
-    """
-    words = r"(?i)not yet implemented|currently not supp|unsupported|decrypt|much memory|memory usage"
-    if isinstance(error, NotImplementedError) or re.search(words, str(error)):
-        problem = f"{file} is of a form that is not supported ({one_line(error)[:200]})"
-        raise UserError(f"{problem}: write it again, unencrypted and with gzip, or as .jsonl") from error
 
 
 @lru_cache(maxsize=4)

@@ -185,6 +185,19 @@ def test_forms_of_files_are_read_as_by_datasets(tmp_path: Path, name: str) -> No
     assert [record for _, record in read_records(path)] == wanted.to_list()
 
 
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.bz2"])
+def test_lines_of_common_archives_need_no_package(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = gzip.compress if name.endswith(".gz") else bz2.compress
+    (tmp_path / name).write_bytes(content := pack(LINES * 20_000))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert len(list(read_records(tmp_path / name))) == 40_000
+    (tmp_path / name).write_bytes(content[:-9])
+    with pytest.raises(CorruptFileError, match=rf"{name} is damaged \(truncated\): replace it"):
+        list(read_records(tmp_path / name))
+
+
 def test_a_file_of_lines_names_the_line_whatever_it_is_called(tmp_path: Path) -> None:
     (path := tmp_path / "a.json").write_bytes(LINES + b"{")
     with pytest.raises(UserError, match=r"a\.json:4: not a line of JSON"):

@@ -35,16 +35,12 @@ NAME_OTHERS = "make it readable, move it away, or name the others by a glob"
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A file or folder that is not read, and why."""
-
     path: Path
     reason: str
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The contents of an input path."""
-
     inputs: tuple[Input, ...]
     unread: tuple[Unread, ...] = ()
 

@@ -4,9 +4,6 @@ A `.jsonl` file holds one object per line; a byte order mark before the first is
 lines. A `.txt` or `.md` file is one document, or several that end at lines holding only `<|endoftext|>`. A
 `.html` file is one, its main text by resiliparse. Empty texts are documents. NUL is a character like any
 other: it is valid in UTF-8 and in JSON (ftfy removes it).
-
-A core reads about 330 MB/s of text from .jsonl, parsed with the standard library's json; orjson would parse
-in half the time, which is nothing beside tokenising at 3 MB/s.
 """
 
 import json
@@ -15,9 +12,10 @@ from collections.abc import Callable, Iterator
 from mlm.corpus.read.encoding import UTF_8
 from mlm.corpus.read.records import BadRecordError, Document, InputShard, Intake, Location, lines_before
 from mlm.corpus.read.shards import TEXT_END
-from mlm.corpus.read.streams import DamagedError, blocks, first_line, lines
+from mlm.corpus.read.streams import first_line, lines, text_blocks
 from mlm.corpus.read.tables import read_hub, read_parquet
 from mlm.data.records import BOM, json_problem
+from mlm.data.streams import DamagedError
 from mlm.util.errors import decode_problem, type_of
 from mlm.util.extras import load_extra
 
@@ -55,7 +53,7 @@ def read_jsonl(shard: InputShard, intake: Intake) -> Iterator[Document]:
         return
     position, number, is_all = begin, 0, shard.kind != "jsonl" or encoding != UTF_8
     try:
-        for line, length in lines(blocks(shard.path, begin=begin, encoding=encoding), intake.max_bytes):
+        for line, length in lines(text_blocks(shard.path, encoding, begin), intake.max_bytes):
             if not is_all and position >= shard.end:
                 break
             number += 1
@@ -65,12 +63,7 @@ def read_jsonl(shard: InputShard, intake: Intake) -> Iterator[Document]:
             position += length
             if line is not None and (not line or line.isspace()):
                 continue
-            try:
-                document = json_document(line, intake, location, encoding)
-            except BadRecordError as error:
-                intake.reject(location, error)
-            else:
-                yield document
+            yield from intake.attempt(location, json_document, line, intake, location, encoding)
     except DamagedError as error:
         intake.damaged(Location(shard.path, number + 1, begin=begin), error)
 
@@ -97,12 +90,8 @@ def read_text(shard: InputShard, intake: Intake) -> Iterator[Document]:
     try:
         for content, size, first in text_pieces(shard, intake.max_bytes):
             location = Location(shard.path, first)
-            try:
-                document = text_document(content, size, intake, location, shard.input.encoding)
-            except BadRecordError as error:
-                intake.reject(location, error)
-            else:
-                yield document
+            arguments = content, size, intake, location, shard.input.encoding
+            yield from intake.attempt(location, text_document, *arguments)
     except DamagedError as error:
         intake.damaged(Location(shard.path, error.line or location.number), error)
 
@@ -112,7 +101,7 @@ def read_html(shard: InputShard, intake: Intake) -> Iterator[Document]:
     library = load_extra("resiliparse.extract.html2text", f"input {shard.path}")
     content, location = bytearray(), Location(shard.path, 1)
     try:
-        for block in blocks(shard.path, encoding=shard.input.encoding):
+        for block in text_blocks(shard.path, shard.input.encoding):
             content += block
             if len(content) > intake.max_bytes:
                 break
@@ -129,7 +118,7 @@ def text_pieces(shard: InputShard, max_bytes: int) -> Iterator[tuple[bytearray, 
     """Yield content, size and first line of every document; no content for one above `max_bytes`."""
     content, size, first, number = bytearray(), 0, 1, 0
     try:
-        for line, length in lines(blocks(shard.path, encoding=shard.input.encoding), max_bytes):
+        for line, length in lines(text_blocks(shard.path, shard.input.encoding), max_bytes):
             number += 1
             if line is not None and line.strip() == TEXT_END:
                 yield content, size, first
@@ -164,7 +153,6 @@ def text_document(
 
 
 def undecodable(encoding: str, problem: str, location: Location) -> BadRecordError:
-    """Return the error of a text that is not UTF-8, or not what encoding= named."""
     if encoding != UTF_8:
         problem = f"not {encoding}, as encoding= has it"
     return BadRecordError("not_utf8", problem, location, CONVERT)

@@ -1,13 +1,13 @@
 """Types that the readers of all formats share: inputs, shards, documents, locations, and bad records."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from typing import Any
 
 from mlm.corpus.read.encoding import UTF_8
-from mlm.data.records import open_binary, readable
+from mlm.data.streams import open_binary, readable
 from mlm.util.errors import CorruptFileError, UserError, type_of
 
 
@@ -42,7 +42,6 @@ class InputShard:
     """In bytes of a file, rows of a Parquet file (where row groups begin), or
     shards of a Hub dataset."""
     end: int
-    split: str | None
 
     @property
     def path(self) -> str:
@@ -117,6 +116,17 @@ class Intake:
     def reject(self, location: Location, error: BadRecordError) -> None:
         error.location = error.location or location
         self.on_reject(error)
+
+    def attempt(
+        self, location: Location, make: Callable[..., Document], *arguments: Any
+    ) -> Iterator[Document]:
+        """Yield the document that `make` returns, or report the bad record that it raises."""
+        try:
+            document = make(*arguments)
+        except BadRecordError as error:
+            self.reject(location, error)
+        else:
+            yield document
 
     def damaged(self, location: Location, reason: object) -> None:
         why = " ".join(str(reason).split())

@@ -15,9 +15,8 @@ from typing import Any
 from mlm.corpus.read.encoding import AUTO, UTF_8, codec_of, detect
 from mlm.corpus.read.finding import TEXTS, kind_of
 from mlm.corpus.read.records import Input, InputShard
-from mlm.corpus.read.streams import DamagedError, blocks
 from mlm.corpus.read.tables import HUB, HubSource, open_hub, row_ranges
-from mlm.data.records import readable
+from mlm.data.streams import DamagedError, blocks, readable
 from mlm.util.errors import UserError
 from mlm.util.files import digest_file
 from mlm.util.object_store import is_stored, list_objects
@@ -49,7 +48,7 @@ def split_inputs(inputs: Iterable[Input], shard_bytes: int) -> list[InputShard]:
         else:
             step = shard_bytes if kind == "jsonl" and item.encoding == UTF_8 else max(item.bytes, 1)
             ranges = [(begin, min(begin + step, item.bytes)) for begin in range(0, max(item.bytes, 1), step)]
-        shards += (InputShard(item, kind, begin, end, item.split) for begin, end in ranges)
+        shards += (InputShard(item, kind, begin, end) for begin, end in ranges)
     return shards
 
 
@@ -63,7 +62,7 @@ def group(shards: Sequence[InputShard], shard_bytes: int) -> tuple[int, ...]:
     for i, shard in enumerate(shards):
         # the size of a Hub's shard is not known
         size = shard_bytes if shard.kind == "hub" else max(OPENING, shard.input.bytes // count[shard.path])
-        if i and (held + size > shard_bytes // SHARED_PART or shard.split != shards[i - 1].split):
+        if i and (held + size > shard_bytes // SHARED_PART or shard.input.split != shards[i - 1].input.split):
             bounds.append(i)
             held = 0
         held += size

@@ -14,8 +14,8 @@ from itertools import accumulate
 from typing import Any
 
 from mlm.corpus.read.records import BadRecordError, Document, InputShard, Intake, Location
-from mlm.corpus.read.streams import DamagedError, explain_damage
-from mlm.data.records import explain_hub_errors, open_parquet, readable, row_group_batches
+from mlm.data.records import explain_hub_errors, open_parquet, row_group_batches
+from mlm.data.streams import DamagedError, explain_damage, readable
 from mlm.util.errors import UserError
 from mlm.util.extras import load_extra
 
@@ -71,12 +71,7 @@ def read_parquet(shard: InputShard, intake: Intake) -> Iterator[Document]:
                 for index in range(len(batch)):
                     row += 1
                     location = Location(shard.path, row, unit="row ")
-                    try:
-                        document = row_document(batch, index, intake, location)
-                    except BadRecordError as bad:
-                        intake.reject(location, bad)
-                    else:
-                        yield document
+                    yield from intake.attempt(location, row_document, batch, index, intake, location)
     except DamagedError as error:
         intake.damaged(Location(shard.path, row + 1, unit="row "), error)
 
@@ -122,8 +117,6 @@ def row_document(batch: Any, index: int, intake: Intake, location: Location) -> 
 
 @dataclass(frozen=True)
 class HubSource:
-    """A dataset as the user names it."""
-
     path: str
     """hub:OWNER/NAME"""
     config: str | None = None
@@ -136,7 +129,6 @@ class HubSource:
 
     @classmethod
     def of(cls, pinned: str) -> "HubSource":
-        """Parse the path of a pinned dataset (`find_hub`)."""
         path, _, rest = pinned.partition("?")
         return cls(path, *json.loads(rest))
 
@@ -188,9 +180,4 @@ def read_hub(shard: InputShard, intake: Intake) -> Iterator[Document]:
             return
         row += 1
         location = Location(source.path, row, unit=f"shard {shard.begin} row ")
-        try:
-            document = intake.document(record, location)
-        except BadRecordError as bad:
-            intake.reject(location, bad)
-        else:
-            yield document
+        yield from intake.attempt(location, intake.document, record, location)

@@ -106,7 +106,6 @@ class Cleaning:
             self.flush()
 
     def flush(self) -> None:
-        """Filter the held documents by length and write those that are kept."""
         batch, self._batch, self._size = self._batch, [], 0
         texts, kept = [document.text for document in batch], list[str]()
         short = are_short(self._tokenizer, texts, self._least) if self._least else [False] * len(texts)
@@ -131,7 +130,6 @@ def remove(counts: Counter[str], rule: str, num_bytes: int, unit: str = "documen
 
 
 def are_short(tokenizer: Tokenizer, texts: list[str], least: int) -> list[bool]:
-    """Test each text for fewer than `least` tokens."""
     # the beginning decides, up to the end of a word: its tokens are those of the whole
     heads, most = list[str](), least * BYTES_PER_TOKEN
     for text in texts:

@@ -181,5 +181,4 @@ def gather(plan: BuildPlan, _: int) -> None:
 
 
 def mapped(path: Path) -> Ids:
-    """Numbers of a file, mapped: int64 [n]."""
     return np.memmap(path, np.int64, "r") if path.stat().st_size else np.empty(0, np.int64)

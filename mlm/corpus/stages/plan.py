@@ -55,7 +55,6 @@ class BuildStage:
         write_atomic(self.marker(task), json.dumps({"counts": counts, "files": sizes}).encode())
 
     def files(self) -> list[Path]:
-        """Return the files of all tasks, in order."""
         markers = (json.loads(self.marker(task).read_bytes()) for task in range(self.tasks))
         return [self.folder / name for marker in markers for name in marker["files"]]
 
@@ -116,7 +115,7 @@ def make_plan(
     `bounds` are the first shard of each task, then the number of shards; `made_of` is all that the output is
     a function of.
     """
-    given = {shard.split for shard in shards if shard.split}
+    given = {shard.input.split for shard in shards if shard.input.split}
     shares = dict(zip(SPLITS, parse_split(config.split), strict=True))
     parts = tuple(part for part in SPLITS if (part in given if given else shares[part] > 0))
     many = len(bounds) - 1

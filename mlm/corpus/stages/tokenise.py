@@ -59,7 +59,6 @@ def run(plan: BuildPlan, task: int) -> None:
 
 
 def pieces(plan: BuildPlan, task: int, texts: IndexedDataset, counts: Counter[str]) -> Iterator[Piece]:
-    """Yield what remains of the documents of a task."""
     config, index, matches = plan.config, load_ngram_index(plan), Counter[str]()
     unit = "documents" if plan.held_out is None else "pieces"
     for batch in grouped(parts_of_documents(plan, task, texts, counts), lambda document: len(document[1])):
@@ -92,7 +91,7 @@ def parts_of_documents(
     """Yield the documents of a task or their passages, and their parts: NEAR_DUPLICATE of one to remove."""
     config = plan.config
     near = removal_mask(plan, task) if config.dedup.enabled else np.zeros(len(texts), dtype=bool)
-    shares, split = parse_split(config.split), plan.shards[task][0].split
+    shares, split = parse_split(config.split), plan.shards[task][0].input.split
     for number in range(len(texts)):
         content = texts[number].tobytes()
         if near[number]:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from mlm.corpus.read import streams
-from mlm.corpus.read.streams import DamagedError, blocks, lines
+from mlm.corpus.read.streams import lines
+from mlm.data import streams
+from mlm.data.streams import DamagedError, blocks
 from mlm.util.errors import UserError
 from tests.corpus.reading import write
 from tests.slow import thinned
