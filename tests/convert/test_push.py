@@ -2,6 +2,8 @@
 
 import base64
 import json
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -232,6 +234,24 @@ def test_push_that_fails_keeps_the_export_and_says_how_to_repeat_it(
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "push=closed/chat: the Hub does not take it (" in line
     assert f"try again by `hf upload closed/chat {out} --private`" in line
+    assert (out / "model.safetensors").is_file()
+
+
+def test_push_that_a_signal_stops_says_how_to_repeat_it(
+    hub: type[FakeHub], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    out, before = tmp_path / "out", signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    monkeypatch.setattr(hub, "create", lambda self, asked: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            export(folder / "run", out, "push=me/chat")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stopped.value.code == 143
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert (
+        line == f"push=me/chat: stopped; {out} is complete: try again by `hf upload me/chat {out} --private`"
+    )
     assert (out / "model.safetensors").is_file()
 
 

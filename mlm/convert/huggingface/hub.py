@@ -1,6 +1,7 @@
 """Uploads of an exported folder to the Hugging Face Hub, by `huggingface_hub`."""
 
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,14 +45,18 @@ def push_folder(folder: Path, push: str, *, public: bool) -> str:
     """Upload a folder to a repository, a new one if there is none; return its address. Raises UserError."""
     api = load_extra("huggingface_hub", f"push={push}", "hf").HfApi()
     command = shlex.join(["hf", "upload", push, str(folder), *["--private"] * (not public)])
-    again = f"; {folder} is complete: try again by `{command}`"
+    again = f"{folder} is complete: try again by `{command}`"
 
     def upload() -> str:
         url = str(api.create_repo(push, private=not public, exist_ok=True))
         api.upload_folder(repo_id=push, folder_path=folder, commit_message="Upload model exported by mlm")
         return url
 
-    return str(_asked(f"push={push}", upload, again))
+    try:
+        return str(_asked(f"push={push}", upload, f"; {again}"))
+    except (KeyboardInterrupt, SystemExit):  # the same command would find the folder in its way
+        print(f"push={push}: stopped; {again}", file=sys.stderr)
+        raise
 
 
 def _asked(
