@@ -47,7 +47,7 @@ from mlm.launch.stop import SIGNAL_NAMES, Relay, Stopped, interrupt_exit_code, i
 from mlm.parallel.config import ParallelConfig
 from mlm.util.errors import UserError
 from mlm.util.lock import held_folder, remove_abandoned
-from mlm.util.system import available_cores, resolve, warn_once
+from mlm.util.system import WARNED, available_cores, resolve
 
 POLL_S = 0.1
 CLOSE_S = 30.0
@@ -122,7 +122,7 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
             "config": to_dict(config),
             "parent": os.getpid(),
             "logs": str(logs),
-            "warned": sorted(warn_once()),
+            "warned": sorted(WARNED),
         }
         try:
             job.write_text(json.dumps(content))

@@ -125,24 +125,25 @@ def writable_streams() -> Iterator[LastingStream]:
         sys.stdout, sys.stderr = before
 
 
-_warned = set[str]()
+WARNED = set[str]()
+"""Texts of the warnings of a command so far."""
 
 
-def warn_once(said: Iterable[str] = ()) -> set[str]:
-    """Print each warning once from now on: checks before a start, and the run, come upon the same.
+def warn_once(said: Iterable[str] = ()) -> None:
+    """Print each warning of a command once: its checks, and the run, come upon the same.
 
-    `said` are texts that another process has printed. Returns all that are printed, as they are.
+    `said` are texts that another process of it has printed.
     """
-    _warned.update(said)
+    WARNED.clear()
+    WARNED.update(said)
     if (handler := logging.lastResort) is not None:
         handler.addFilter(_is_new)
-    return _warned
 
 
 def _is_new(record: logging.LogRecord) -> bool:
     text = record.getMessage()
-    is_new = text not in _warned
-    _warned.add(text)
+    is_new = text not in WARNED
+    WARNED.add(text)
     return is_new
 
 
