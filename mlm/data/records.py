@@ -10,7 +10,16 @@ from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mlm.data.streams import BlockReader, DamagedError, blocks, check_supported, open_binary, readable
+from mlm.data.streams import (
+    DAMAGED,
+    WRITE_AGAIN,
+    BlockReader,
+    DamagedError,
+    blocks,
+    check_supported,
+    open_binary,
+    readable,
+)
 from mlm.util.errors import CorruptFileError, UserError, decode_problem
 from mlm.util.extras import load_extra
 from mlm.util.files import open_input
@@ -58,7 +67,8 @@ def open_unpacked(file: Path) -> Iterator[BinaryIO]:
         with BufferedReader(BlockReader(blocks(str(file)))) if is_packed else open_input(file) as f:
             yield f
     except DamagedError as error:
-        raise CorruptFileError(f"{file} is damaged ({one_line(error)[:200]}): replace it") from error
+        problem = f"{file} is {DAMAGED} ({one_line(error)[:200]})"
+        raise CorruptFileError(f"{problem}: replace it, or {WRITE_AGAIN}") from error
 
 
 def _jsonl_records(file: Path) -> Iterator[Located]:
@@ -153,8 +163,8 @@ def _parquet_records(file: Path) -> Iterator[Located]:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         check_supported(str(file), error)
-        problem = f"is no Parquet file, or a damaged one ({one_line(error)[:200]}): replace it"
-        raise CorruptFileError(f"{file} {problem}") from error
+        problem = f"{file} is no Parquet file, {DAMAGED} ({one_line(error)[:200]})"
+        raise CorruptFileError(f"{problem}: replace it, or {WRITE_AGAIN}") from error
 
 
 def open_parquet(file: str | Path) -> Any:

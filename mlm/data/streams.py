@@ -7,7 +7,6 @@ bytes is damaged: every compressor writes a header.
 
 import bz2
 import lzma
-import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,6 +20,8 @@ from mlm.util.files import READABLE, open_input
 from mlm.util.object_store import explain_store_errors, is_stored, open_object
 from mlm.util.terminal import one_line
 
+DAMAGED = "damaged, or of a form that is not supported"
+WRITE_AGAIN = "write it again, unencrypted and with gzip, or as .jsonl"
 BLOCK = 1 << 18  # bytes yielded at a time: 256 KiB
 UNPACKERS: dict[str, Callable[[], Any]] = {
     ".gz": lambda: zlib.decompressobj(wbits=31),  # gzip's header and checksum (RFC 1952)
@@ -30,7 +31,10 @@ UNPACKERS: dict[str, Callable[[], Any]] = {
 
 
 class DamagedError(Exception):
-    """A compressed file is truncated or corrupt."""
+    """A file is truncated or corrupt, or of a form that is not supported, which libraries do not tell apart.
+
+    Encrypted Parquet and windows above 128 MiB are such forms.
+    """
 
     line: int | None = None
     """Line reached, where it is known."""
@@ -151,11 +155,7 @@ def explain_damage(path: str) -> Iterator[None]:
 
 
 def check_supported(file: str, error: Exception) -> None:
-    """Raise UserError if a library raised `error` for a sound file that it lacks the means to read.
-
-    pyarrow has a type of error for some of these. The others, and an LZMAError, differ by their words alone.
-    """
-    words = r"(?i)not yet implemented|currently not supp|unsupported|decrypt|much memory|memory usage"
-    if isinstance(error, NotImplementedError) or re.search(words, str(error)):
+    """Raise UserError if the type of a library's error says that a sound file is of a form that it lacks."""
+    if isinstance(error, NotImplementedError):
         problem = f"{file} is of a form that is not supported ({one_line(error)[:200]})"
-        raise UserError(f"{problem}: write it again, unencrypted and with gzip, or as .jsonl") from error
+        raise UserError(f"{problem}: {WRITE_AGAIN}") from error

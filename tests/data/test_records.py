@@ -15,6 +15,7 @@ import pytest
 import zstandard
 from pyarrow.parquet import encryption
 
+from mlm.data import records
 from mlm.data.records import SUFFIXES, read_records
 from mlm.finetune.splits import read_file
 from mlm.util.errors import CorruptFileError, UserError
@@ -147,11 +148,26 @@ def compressed_with_lzo(path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [encrypted, compressed_with_lzo])
-def test_what_pyarrow_lacks_is_not_called_damage(tmp_path: Path, write: Callable[[Path], None]) -> None:
+def test_what_pyarrow_lacks_is_damaged_or_of_another_form(
+    tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    """pyarrow has no type of error that tells them apart."""
     write(tmp_path / "a.parquet")
-    with pytest.raises(
-        UserError, match=r"a\.parquet is of a form that is not supported \(.*write it again"
-    ) as e:
+    problem = r"a\.parquet is no Parquet file, damaged, or of a form that is not supported \(.*write it again"
+    with pytest.raises(CorruptFileError, match=problem):
+        list(read_records(tmp_path / "a.parquet"))
+
+
+def test_what_pyarrow_says_that_it_lacks_is_not_called_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
+
+    def read(*_: object, **__: object) -> None:
+        raise pa.ArrowNotImplementedError("nested")
+
+    monkeypatch.setattr(records, "row_group_batches", read)
+    with pytest.raises(UserError, match=r"a\.parquet is of a form that is not supported \(nested\)") as e:
         list(read_records(tmp_path / "a.parquet"))
     assert not isinstance(e.value, CorruptFileError)
 
@@ -194,7 +210,7 @@ def test_lines_of_common_archives_need_no_package(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert len(list(read_records(tmp_path / name))) == 40_000
     (tmp_path / name).write_bytes(content[:-9])
-    with pytest.raises(CorruptFileError, match=rf"{name} is damaged \(truncated\): replace it"):
+    with pytest.raises(CorruptFileError, match=rf"{name} is damaged, .*\(truncated\): replace it"):
         list(read_records(tmp_path / name))
 
 

@@ -30,23 +30,21 @@ def check_encoding(config: DataBuildConfig | DataTokenizerConfig) -> list[Proble
 
 
 def check_build(config: DataBuildConfig) -> list[Problem]:
-    problems, decontaminate, rules = [], config.decontaminate, config.filter
-    if (bands := config.dedup.bands) > MAX_BANDS:
-        problem = f"dedup.bands={bands} is above {MAX_BANDS}"
-        problems.append(Problem(("dedup.bands",), problem, "lower it, and dedup.rows with it"))
-    if decontaminate.min_ngram > decontaminate.ngram:
-        least, most = decontaminate.min_ngram, decontaminate.ngram
-        problem = f"decontaminate.min_ngram={least} is above decontaminate.ngram={most}"
-        problems.append(Problem(("decontaminate.min_ngram", "decontaminate.ngram"), problem, "lower it"))
+    problems, decontaminate, rules = check_encoding(config), config.decontaminate, config.filter
     if not decontaminate.parts or not set(decontaminate.parts) <= set(SPLITS):
         parts, fix = f"[{','.join(decontaminate.parts)}]", f"name some of {', '.join(SPLITS)}"
         problems.append(Problem.at("decontaminate.parts", parts, "must be parts of a corpus", fix))
-    problems += check_encoding(config)
-    for low, high in (("min_words", "max_words"), ("min_mean_word_length", "max_mean_word_length")):
-        least, most = getattr(rules, low), getattr(rules, high)
-        if least is not None and most is not None and least > most:
-            problem = f"filter.{low}={least} is above filter.{high}={most}: no document could pass"
-            problems.append(Problem((f"filter.{low}", f"filter.{high}"), problem))
+    if (bands := config.dedup.bands) > MAX_BANDS:
+        problem = f"dedup.bands={bands} is above {MAX_BANDS}"
+        problems.append(Problem(("dedup.bands",), problem, "lower it, and dedup.rows with it"))
+    for section, least, most in (
+        (decontaminate, "decontaminate.min_ngram", "decontaminate.ngram"),
+        (rules, "filter.min_words", "filter.max_words"),
+        (rules, "filter.min_mean_word_length", "filter.max_mean_word_length"),
+    ):
+        low, high = (getattr(section, key.partition(".")[2]) for key in (least, most))
+        if low is not None and high is not None and low > high:
+            problems.append(Problem((least, most), f"{least}={low} is above {most}={high}", "lower it"))
     return problems
 
 

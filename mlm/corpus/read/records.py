@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from mlm.corpus.read.encoding import UTF_8
-from mlm.data.streams import open_binary, readable
+from mlm.data.streams import DAMAGED, open_binary, readable
 from mlm.util.errors import CorruptFileError, UserError, type_of
 
 
@@ -130,7 +130,7 @@ class Intake:
 
     def damaged(self, location: Location, reason: object) -> None:
         why = " ".join(str(reason).split())
-        self.reject(location, BadRecordError("damaged", f"the file is damaged and its rest is lost ({why})"))
+        self.reject(location, BadRecordError("damaged", f"the file is {DAMAGED}; its rest is lost ({why})"))
 
     def document(self, record: Mapping[str, Any], location: Location) -> Document:
         """Make the document of a JSON object or table row. Raises BadRecordError."""
