@@ -113,6 +113,8 @@ def split_bounds(split: str, documents: int) -> Iterator[tuple[str, int, int]]:
 
 def open_pair(prefix: Path) -> IndexedDataset:
     """Open a pair that agrees with its receipt, if it has one. Raises UserError, CorruptFileError."""
+    if (prefix.parent / MARKER).exists():
+        raise UserError(f"{prefix.parent} is incomplete: run the command again that was interrupted there")
     corpus = IndexedDataset(prefix)
     if altered := content_problem(corpus):
         raise CorruptFileError(altered)

@@ -200,6 +200,13 @@ def test_an_interrupted_build_is_not_written_over(tmp_path: Path, monkeypatch: p
     assert documents(Path(config.out, "train")) == ["one<|endoftext|>"]
 
 
+def test_an_incomplete_corpus_is_not_read(tmp_path: Path) -> None:
+    pair = str(write_pair(tmp_path / "a/train", GPT))
+    (tmp_path / "a" / MARKER).touch()
+    with pytest.raises(UserError, match="a is incomplete: run the command again that was interrupted there"):
+        merge_corpora([pair, pair], str(tmp_path / "out"))
+
+
 def test_a_build_replaces_no_corpus_that_has_no_receipt(tmp_path: Path) -> None:
     pair, config = write_pair(tmp_path / "a", GPT), plain(write_jsonl(tmp_path / "t.jsonl", ["one"]))
     split_corpus(str(pair), config.out, "1")
