@@ -3,6 +3,7 @@
 Imports neither Hydra nor pydantic, which take a second: `mlm --help` does without them.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -10,7 +11,16 @@ from contextlib import nullcontext
 from mlm.cli.commands import COMMANDS
 from mlm.cli.compose.arguments import HELP, VERSION, find_command, second_words
 from mlm.cli.compose.help import main_help
-from mlm.cli.outcome import FAILED, INTERRUPTED, MISTAKE, OK, print_stdout, report, version_line
+from mlm.cli.outcome import (
+    FAILED,
+    INTERRUPTED,
+    MISTAKE,
+    OK,
+    print_stdout,
+    report,
+    speaks_for_host,
+    version_line,
+)
 from mlm.launch.stop import note_stop_requests, unblock_stop_signals
 from mlm.launch.typed import record_command_line
 from mlm.util.errors import UserError
@@ -29,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with noting, record_command_line(words):
         try:
             unblock_stop_signals()  # what arrived before the handlers were there arrives now
-            warn_once()
+            warn_once(is_heard=speaks_for_host(os.environ))
             with writable_streams() as output:
                 code = _main(words)
         except KeyboardInterrupt:

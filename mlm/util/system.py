@@ -129,15 +129,16 @@ WARNED = set[str]()
 """Texts of the warnings of a command so far."""
 
 
-def warn_once(said: Iterable[str] = ()) -> None:
+def warn_once(said: Iterable[str] = (), *, is_heard: bool = True) -> None:
     """Print each warning of a command once: its checks, and the run, come upon the same.
 
-    `said` are texts that another process of it has printed.
+    `said` are texts that another process of it has printed. One that is not heard, as it has the same to say
+    as the first rank of its host, prints none.
     """
     WARNED.clear()
     WARNED.update(said)
     if (handler := logging.lastResort) is not None:
-        handler.addFilter(_is_new)
+        handler.addFilter(_is_new if is_heard else lambda record: False)
 
 
 def _is_new(record: logging.LogRecord) -> bool:

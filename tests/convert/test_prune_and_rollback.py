@@ -216,6 +216,15 @@ def test_a_full_disk_is_named_with_its_remedy_and_leaves_no_file(
     assert not list((chain / CHECKPOINTS).glob(".latest-*"))
 
 
+def test_a_folder_in_place_of_latest_is_named(chain: Path, capsys: Output) -> None:
+    latest = chain / CHECKPOINTS / LATEST
+    latest.unlink()
+    latest.mkdir()
+    assert mlm("ckpt", "rollback", chain, "step=3") == 2
+    assert f"{latest}: Is a directory" in capsys.readouterr().err
+    assert names(chain) == [*map(step_name, range(1, 6))]
+
+
 def test_a_second_roll_back_keeps_what_the_first_set_aside(chain: Path) -> None:
     mlm("ckpt", "rollback", chain, "step=4")
     add(chain, 5, [1, 2, 3, 4], value=2.0)

@@ -44,7 +44,8 @@ def run(config: CkptRollbackConfig) -> None:
             moves = move_latest(root, step)
         except OSError as error:
             raise CheckpointError(
-                f"{error.filename or root}: {error.strerror}: make it writable, or free space there"
+                f"{error.filename2 or error.filename or root}: {error.strerror}: make it writable, or free "
+                "space there"
             ) from error
     path = root / step_name(step)
     print_result(config.ckpt, path, before, moves, continuation(root, path))

@@ -79,12 +79,17 @@ def test_a_reader_that_left_ends_the_command(
     assert int(said[1].replace(",", "")) <= 100 * (len(settings) > 1) + 1
 
 
-@pytest.mark.parametrize("tp", thinned([1, 2], 2))
-def test_a_warning_of_the_checks_is_not_repeated_by_the_run(model: Path, tmp_path: Path, tp: int) -> None:
+@pytest.mark.parametrize(
+    "tp, launcher", thinned([(1, []), (2, []), (2, ["torch.distributed.run", "--nproc-per-node=2", "-m"])], 3)
+)
+def test_a_warning_of_the_checks_is_not_repeated_by_the_run_or_by_ranks(
+    model: Path, tmp_path: Path, tp: int, launcher: list[str]
+) -> None:
     import_model(model, tmp_path / "run", verify=False)
     (tmp_path / "run/checkpoints/latest").write_text("step-00000007")
     words = [*COMMAND, f"ckpt={tmp_path / 'run'}", "prompt=a", "max_new_tokens=1", f"tp={tp}"]
-    done = subprocess.run([sys.executable, "-m", "mlm", *words], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", *launcher, "mlm", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr.count("latest names step-00000007, which is gone") == 1
 
 
