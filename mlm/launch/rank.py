@@ -23,7 +23,7 @@ from mlm.launch.failure import (
     note_exit_code,
     save_failure,
 )
-from mlm.launch.stop import SIGNAL_NAMES, Stopped, keep_noting
+from mlm.launch.stop import SIGNAL_NAMES, Stopped, ignore, keep_noting
 from mlm.util.system import die_with_parent, resolve, warn_once, writable_streams
 
 
@@ -49,6 +49,7 @@ def main() -> None:
         code = 1 if output.has_failed and not code else code
         if rank == 0 and code:
             note_exit_code(folder, code)
+        ignore(SIGNAL_NAMES)  # repeated while Python ends
     except KeyboardInterrupt as error:
         exit_now(128 + (error.number if isinstance(error, Stopped) else signal.SIGINT))
     except Exception as error:

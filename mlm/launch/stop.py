@@ -121,7 +121,14 @@ def note_stop_requests(*, ends_process: bool = False) -> Iterator[None]:
     finally:
         _received.is_noting, _received.is_taken = False, True
         if ends_process:
-            keep_noting(SIGNAL_NAMES)
+            keep_noting([signal.SIGINT])
+            ignore(number for number in SIGNAL_NAMES if number is not signal.SIGINT)
+
+
+def ignore(numbers: Iterable[signal.Signals]) -> None:
+    """Ignore these signals to the end of this process: Python drops handlers of its own before."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def keep_noting(numbers: Iterable[signal.Signals]) -> None:
@@ -167,23 +174,22 @@ def exiting_on_signals() -> Iterator[None]:
 
     Later ones change nothing until the process has ended. Those that are ignored (nohup) stay so.
     """
-    received, numbers = list[int](), (signal.SIGTERM, signal.SIGHUP)
 
     def stop(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if len(received) == 1:
-            _say(f"mlm: {SIGNAL_NAMES[signal.Signals(number)]}: stopped")
-            raise SystemExit(signal_exit_code(number))
+        ignore(taken)
+        _say(f"mlm: {SIGNAL_NAMES[signal.Signals(number)]}: stopped")
+        raise SystemExit(signal_exit_code(number))
 
-    is_main = threading.current_thread() is threading.main_thread()
+    is_main, numbers = threading.current_thread() is threading.main_thread(), (signal.SIGTERM, signal.SIGHUP)
     taken = [n for n in numbers if is_main and signal.getsignal(n) is signal.SIG_DFL]
     for number in taken:
         signal.signal(number, stop)
     try:
         yield
     finally:
-        for number in taken if not received else ():
-            signal.signal(number, signal.SIG_DFL)
+        for number in taken:
+            if signal.getsignal(number) is stop:
+                signal.signal(number, signal.SIG_DFL)
 
 
 def take_noted() -> signal.Signals | None:

@@ -194,6 +194,24 @@ def test_an_interrupt_after_the_training_loop_is_not_noted() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.parametrize("work", ["note_stop_requests(ends_process=True)", "exiting_on_signals()"])
+def test_a_signal_repeated_while_python_ends_does_not_kill(work: str) -> None:
+    """It drops its handlers before it deletes objects."""
+    lines = (
+        "import os, signal",
+        "from mlm.launch.stop import exiting_on_signals, note_stop_requests",
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)",
+        "class Last:",
+        "    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGHUP):",
+        "        kill(pid, number)",
+        "last = Last()",
+        f"with {work}:",
+        "    signal.raise_signal(signal.SIGHUP)",
+    )
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True)
+    assert ended.returncode == (129 if "exiting" in work else 0), ended.stderr
+
+
 @pytest.mark.parametrize("number", thinned([signal.SIGUSR1, signal.SIGHUP], 2))
 def test_a_request_repeated_while_the_command_ends_does_not_kill_it(number: signal.Signals) -> None:
     lines = (
