@@ -37,6 +37,7 @@ def zero(mesh, stage: int) -> AuditSubject:
             "train_micro_batch_size_per_gpu": len(tokens),
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # by default it is 1
         }
         inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         update.engine, *_ = deepspeed.initialize(

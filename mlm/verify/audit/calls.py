@@ -4,6 +4,7 @@ A layout runs other micro-batches than one process: more of them, of other sampl
 no part of the step, such as the pass in which PipelineStage infers shapes.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from mlm.verify.audit.compare import Layout, Ranks
+from mlm.verify.audit.compare import Cause, Layout, Ranks
 from mlm.verify.audit.parts import Coordinates, Parts, add_over, placements, region
 from mlm.verify.audit.record import OF_MODULES, Key, Record
 
@@ -81,6 +82,30 @@ def match_calls(reference: Record, ranks: Ranks, layout: Layout) -> tuple[Record
                 kept[at] |= {key._replace(micro=micro): tensor for micro, tensor in table[key].items()}
     matched = {at: replace(record, tensors=kept[at]) for at, record in records.items()}
     return matched.pop(()), matched, problems
+
+
+def explain_samples(reference: Record, ranks: Ranks) -> Cause | None:
+    """The cause of inputs of the first module that are not each sample of one process once."""
+    first = next((key for key in reference.tensors if key.kind == "input"), None)
+    replicas: dict[int, Tensor] = {}
+    for at, record in ranks.items():
+        calls = [x for key, x in record.tensors.items() if first and key[:3] == first[:3]]
+        if calls and not any((*at[:1], *at[2:])):  # of each replica, the first rank
+            replicas[at[1]] = torch.cat(calls)
+    if first is None or len(replicas) < 2:
+        return None
+    whole = torch.cat([x for key, x in reference.tensors.items() if key[:3] == first[:3]])
+    if any(own.shape[1:] != whole.shape[1:] for own in replicas.values()):
+        return None
+    same = {n: (own[:, None] == whole[None]).flatten(2).all(-1) for n, own in replicas.items()}
+    ids = [at.int().argmax(1).tolist() for at in same.values() if bool((at.sum(1) == 1).all())]
+    counts = Counter(number for own in ids for number in own)
+    missing = sorted({*range(len(whole))} - set(counts))
+    if len(ids) < len(same) or not missing:
+        return None
+    twice = [number for number, count in sorted(counts.items()) if count > 1]
+    why = f"replicas read samples {' and '.join(map(str, ids))} of {len(whole)}"
+    return "other samples", f"{why}: {missing} are read by none" + (f", {twice} by several" if twice else "")
 
 
 def tabulate(record: Record, step: int) -> Table:

@@ -40,6 +40,8 @@ UNMOVED = 1e-30
 """Unit of weights of which none moves on one process."""
 
 Layout = Mapping[str, int]
+Cause = tuple[str, str]
+"""A short name, and what shows it and what to do."""
 Ranks = dict[tuple[int, ...], Record]
 """Records by coordinates over AXES."""
 
@@ -88,7 +90,9 @@ class Comparison:
         self.lr_sum, self.eps = lr_sum, eps
         self.replicas = layout["dp"] * layout["cp"]
         self.replayed: dict[Key, Tensor] = {}
-        """Outputs of modules of one process under hypotheses."""
+        """What one process computes under hypotheses."""
+        self.misread: Cause | None = None
+        """The cause of samples that are not those of one process."""
         self.locations: list[Location] = []
         self.skipped: list[str] = []
         """What could not be compared, and why, for each step."""
@@ -110,7 +114,8 @@ class Comparison:
             size = self._moved(key) if key.kind == "weight" else magnitude(tensor)
             self._largest[key[:2]] = max(self._largest.get(key[:2], 0.0), size)
         order = list(KINDS).index
-        for key in sorted(reference.tensors, key=lambda key: (key.step, order(key.kind))):
+        compared = (key for key in reference.tensors if key.kind in KINDS)
+        for key in sorted(compared, key=lambda key: (key.step, order(key.kind))):
             whole = reference.tensors[key]
             is_own = key.kind == "loss" and lr_sum is None and self.replicas > 1
             is_of_stage = layout["pp"] > 1 and not key.name  # the whole module is a stage

@@ -1,23 +1,14 @@
-"""The likely cause of a difference, from the pattern of its numbers.
-
-At the first place that differs, `pattern` tries formulas in turn: the sum over an axis is right, the numbers
-are off by the size of an axis, they are right in another order, or but for a scale and a shift … CAUSES has
-the words for each.
-"""
+"""The first place at which a layout parts, and the likely cause: what reproduces the wrong numbers."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from mlm.verify.audit.causes import BACKWARD, CAUSES, FACTS, FORWARD, NEITHER
-from mlm.verify.audit.compare import Comparison, Location, magnitude
+from mlm.verify.audit.compare import Comparison, Location
 from mlm.verify.audit.hypotheses import (
-    FIT,
     explain_loss,
     explain_norm,
     explain_parts,
@@ -26,10 +17,27 @@ from mlm.verify.audit.hypotheses import (
     values_of,
 )
 from mlm.verify.audit.parts import SPLIT_AXES, Coordinates, are_copies, difference, scale_of
+from mlm.verify.audit.patterns import Pattern, cause_of, is_close, pattern
 from mlm.verify.audit.record import KINDS, Split
-from mlm.verify.audit.replay import explain_replay
+from mlm.verify.audit.replay import explain_part_update, explain_replay
 
 MOST_NAMES = 4
+FORWARD = (
+    "the forward pass differs; look at how weights are split (the order of the qkv rows), a sum over tp, "
+    "positions (learned or rotary positions, of tp and cp ranks too), dropout masks, the order in which "
+    "tokens come back from experts, the biases of routers, which move once a step, the capacity of experts, "
+    "which is of a whole sequence, or which samples each replica reads"
+)
+"""Of a wrong loss where no output of a module was recorded."""
+BACKWARD = (
+    "{after} is right and {others}; look at what is done to the gradient of its layer's input (f, its sum "
+    "over tp; its way to the stage before), of keys and values (its sum over cp), at a loss that a router "
+    "adds (balance, z-loss), and at how gradients are kept and summed: over dp and cp, copies (norms, shared "
+    "key-value heads) over tp, experts over the ranks that hold the same ones"
+)
+"""Of a wrong gradient there: the first in backward."""
+NEITHER = "it is no sum, mean, multiple or order of what ranks have"
+"""Of a difference that no hypothesis reproduces."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,11 @@ class Finding:
     """A short name: "missing all-reduce"."""
     sentence: str
     """The pattern, and what to look at."""
+
+    @property
+    def is_explained(self) -> bool:
+        """True if a hypothesis reproduces the wrong numbers."""
+        return NEITHER not in self.sentence
 
     @property
     def where(self) -> str:
@@ -89,93 +102,6 @@ def diagnose(comparison: Comparison) -> Finding | None:
         cause, sentence, *names = functions.get(place.key.kind, _activation)(comparison, place)
     name = names[0] if names else place.key.name or "the whole module"
     return Finding(name, KINDS[place.key.kind], place.key.step + 1, place.relative, cause, sentence)
-
-
-class Pattern(NamedTuple):
-    """A formula that explains locations."""
-
-    name: str
-    axis: str = ""
-    factor: float = 1.0
-
-
-def pattern(comparison: Comparison, locations: Sequence[Location]) -> Pattern | None:
-    """The formula that explains all locations; None without any."""
-    pairs = [(place, part, right) for place in locations for part, right in place.match.pairs.values()]
-    _, part, right = max(pairs, key=lambda pair: magnitude(pair[2]))
-    factor = scale_of(part, right)
-    is_scaled = factor != 0.0 and all(is_close(part, factor * right, place) for place, part, right in pairs)
-    slope = _slope(locations[0]) if len(locations) == 1 and locations[0].key.kind == "output" else None
-    sizes = [(axis, comparison.layout[axis]) for axis in reversed(SPLIT_AXES)]  # innermost first
-    for axis, size in ((axis, size) for axis, size in sizes if size > 1):
-        for name, multiple in (("times", size), ("divided", 1 / size)):
-            if is_scaled and math.isclose(factor, multiple, rel_tol=max(FIT, 10 * locations[0].limit)):
-                return Pattern(name, axis, factor)
-        for name in ("addends", "mean"):
-            if all(_adds_up(place, axis, is_mean=name == "mean") for place in locations):
-                return Pattern(name, axis)
-        for name, multiple in (("shifted", 1), ("times and shifted", size)):
-            if (
-                slope is not None
-                and math.isclose(slope, multiple, rel_tol=FIT)
-                and _is_bias(comparison, locations[0], size - 1)
-            ):
-                return Pattern(name, axis, slope)
-    if is_scaled:
-        return Pattern("scaled", factor=factor)
-    if all(map(_is_permuted, locations)):
-        return Pattern("permuted")
-    return None if slope is None else Pattern("affine")
-
-
-def is_close(part: Tensor, right: Tensor, place: Location) -> bool:
-    """True if a formula explains a tensor."""
-    bound = max(FIT, 10 * place.limit) * max(magnitude(right), magnitude(part))
-    return part.shape == right.shape and difference(part, right) <= bound
-
-
-def _adds_up(place: Location, axis: str, *, is_mean: bool) -> bool:
-    """True if the sum or mean of what ranks along an axis have for the same region is right."""
-    groups = place.match.copies(axis)
-    return any(len(group) > 1 for group in groups) and all(
-        is_close(torch.stack([*group.values()]).sum(0) / (len(group) if is_mean else 1), right, place)
-        for group in groups
-        for right in [place.match.pairs[next(iter(group))][1]]
-    )
-
-
-def _is_permuted(place: Location) -> bool:
-    parts, rights = zip(*place.match.pairs.values(), strict=True)
-    actual, expected = (torch.cat([x.flatten() for x in each]).sort().values for each in (parts, rights))
-    return actual.numel() > 1 and is_close(actual, expected, place)
-
-
-def _slope(place: Location) -> float | None:
-    """The a of parts that along some dimension are a·x + b of the right x: NaN where it varies; else None."""
-    for dim in range(next(iter(place.match.pairs.values()))[1].ndim):
-        pairs = [
-            (y - y.mean(dim, keepdim=True), x - x.mean(dim, keepdim=True))
-            for y, x in place.match.pairs.values()
-        ]
-        if pairs[0][1].shape[dim] <= 3:  # through two points there is a line
-            continue
-        slopes = [(x * y).sum(dim, True) / (x * x).sum(dim, True).clamp_min(1e-300) for y, x in pairs]
-        if all(is_close(y, a * x, place) for (y, x), a in zip(pairs, slopes, strict=True)):
-            slope = scale_of(*pairs[0])
-            return slope if all(is_close(y, slope * x, place) for y, x in pairs) else math.nan
-    return None
-
-
-def _is_bias(comparison: Comparison, place: Location, times: int) -> bool:
-    """True if a constant shift is so many times that of a parameter."""
-    biases = [x for key, x in comparison.reference.tensors.items() if key.kind == "initial" and x.ndim == 1]
-    slope = _slope(place) or 1.0
-    shifts = [(part - slope * right).flatten(0, -2)[0].abs() for part, right in place.match.pairs.values()]
-    return any(
-        x.shape == shift.shape and is_close(shift, times * x.abs(), place)
-        for x in biases
-        for shift in shifts[:1]
-    )
 
 
 def unequal(place: Location) -> str | None:
@@ -228,19 +154,6 @@ def _dropout(comparison: Comparison) -> Finding | None:
     return None
 
 
-def _worded(kind: str, found: Pattern | None, before: str = "") -> tuple[str, str] | None:
-    """The cause and sentence of a pattern; `before` is the module whose tensor is right."""
-    table = "gradient" if kind == "gradient" else "activation"
-    if found is None or (row := CAUSES.get((table, found.name))) is None:
-        return None
-    words = {"axis": found.axis, "factor": found.factor, "of": "", "where": ""}
-    words["right"] = f", and that of {before} is right" if before else ""
-    if kind == "backward":
-        words |= {"of": " of a gradient", "where": " in backward (operator f of arXiv:1909.08053)"}
-    cause, fact, advice = (text.format(**words) for text in (row[0], FACTS[found.name], row[1]))
-    return cause, f"{fact}; {advice}"
-
-
 def _activation(comparison: Comparison, place: Location) -> tuple[str, ...]:
     """The cause of a wrong output or gradient of an output."""
     kind, same = place.key.kind, [p for p in comparison.locations if p.key[:2] == place.key[:2]]
@@ -250,18 +163,20 @@ def _activation(comparison: Comparison, place: Location) -> tuple[str, ...]:
         return cause
     if (kind == "backward" or not place.key.name) and (cause := explain_loss(comparison, place.key.step)):
         return cause
-    if kind == "output" and (cause := explain_parts(comparison, place)):
+    if kind == "output" and (cause := comparison.misread or explain_parts(comparison, place)):
         return cause
-    if not place.match.sums and (found := _worded(kind, pattern(comparison, [place]), name)):
-        return found
+    found = None if place.match.sums else pattern(comparison, [place])
+    if found is not None and (cause := cause_of(kind, found, name)):
+        return cause
     if before is not None and before.match.sums:  # right as addends, and taken for the sum
-        found = _worded(kind, Pattern("addends", before.match.sums[0]))
-        assert found is not None
-        return (*found, name)
+        cause = cause_of(kind, Pattern("own", before.match.sums[0]))
+        assert cause is not None
+        return (*cause, name)
     if cause := explain_replay(comparison, place):
         return cause
     ranks = _wrong_ranks(place)
-    where = f"{name} before it is right, it is wrong on {ranks or 'all ranks'}"
+    stage = f" of stage {place.stage}" if comparison.layout["pp"] > 1 else ""
+    where = f"{name} before it is right, it is wrong on {ranks or 'all ranks'}{stage}"
     return f"depends on the {'rank' if ranks else 'layout'}", f"{where}; {NEITHER}"
 
 
@@ -282,11 +197,11 @@ def _loss(comparison: Comparison, place: Location) -> tuple[str, ...]:
     gradients = [p for p in comparison.locations if p.key[:2] == (place.key.step, "gradient")]
     found = pattern(comparison, gradients) if any(p.is_wrong for p in gradients) else None
     if found is not None and found.name in ("times", "divided", "scaled"):
-        return "wrong divisor", f"{head}, and all gradients are {found.factor:.6g} times those of one process"
+        return "wrong divisor", f"{head}, and all gradients are {found.factor} times those of one process"
     if not _has_outputs(comparison):
         return "forward pass", f"{head}: {FORWARD}"
     if (found := pattern(comparison, [place])) and found.name in ("times", "divided"):
-        return "wrong divisor", f"{head}, {found.factor:.6g} times as much"
+        return "wrong divisor", f"{head}, {found.factor} times as much"
     if not any(p.is_wrong for p in gradients):
         return "reported loss", f"{head}, and all gradients are right: only what is reported is not"
     return "loss", f"{head}, and all outputs are right; {NEITHER}"
@@ -313,11 +228,10 @@ def _gradients(comparison: Comparison, place: Location) -> tuple[str, ...]:
     step = [p for p in comparison.locations if p.key[:2] == place.key[:2] and p.match.pairs]
     wrong = [p for p in step if p.is_wrong]
     names = "all parameters" if len(wrong) == len(step) else _list(wrong)
-    if (stages := _tied(wrong)) is not None:
-        return "tied weights not summed", stages, _list(wrong[:1])
-    if found := _worded("gradient", pattern(comparison, wrong)):
-        return (*found, names)
-    if cause := explain_loss(comparison, place.key.step):
+    found = pattern(comparison, wrong)
+    if found is not None and found.name != "weighed" and (cause := cause_of("gradient", found)):
+        return (*cause, names)
+    if cause := explain_loss(comparison, place.key.step) or (found and cause_of("gradient", found)):
         return (*cause, names)
     if not _has_outputs(comparison):
         return _along_the_model(comparison, step, wrong)
@@ -330,23 +244,10 @@ def _along_the_model(
     """The cause of wrong gradients by whose they are: backward begins at the end of the model."""
     index = step.index(wrong[-1])
     after = step[index + 1].key.name if step[index + 1 :] else "the loss"
-    if found := _worded("backward", pattern(comparison, wrong[-1:]), after):
-        return found
+    if (found := pattern(comparison, wrong[-1:])) and (cause := cause_of("backward", found, after)):
+        return cause
     others = "some before it are too" if len(wrong) <= index else "all before it are wrong"
     return "backward pass", BACKWARD.format(after=after, others=others)
-
-
-def _tied(wrong: Sequence[Location]) -> str | None:
-    """Weights on several stages, whose gradients sum to the right one."""
-    first = [place for place in wrong if place.key == wrong[0].key]
-    parts = [place.match.parts for place in first]
-    if len(first) < 2 or any(part.keys() != parts[0].keys() for part in parts):
-        return None
-    for at, (_, right) in first[0].match.pairs.items():
-        if not is_close(torch.stack([part[at] for part in parts]).sum(0), right, first[0]):
-            return None
-    stages = " and ".join(str(place.stage) for place in first)
-    return f"stages {stages} each have the gradient of their own use of it; sum these"
 
 
 def _norm(comparison: Comparison, place: Location) -> tuple[str, ...]:
@@ -377,7 +278,11 @@ def _clipped(comparison: Comparison, place: Location) -> tuple[str, ...]:
 
 def _weights(comparison: Comparison, place: Location) -> tuple[str, ...]:
     wrong = [p for p in comparison.wrong if p.key[:2] == place.key[:2]]
-    cause, why = explain_update(comparison, wrong) or ("update depends on the layout", NEITHER)
+    cause, why = (
+        explain_update(comparison, wrong)
+        or explain_part_update(comparison, wrong)
+        or ("update depends on the layout", NEITHER)
+    )
     if axis := next(filter(None, map(unequal, wrong)), None):
         cause, why = "replicas drift", f"copies on {axis} ranks differ ({cause}: {why})"
     return cause, f"the gradients are right, the update is not: {why}", _list(wrong)

@@ -29,11 +29,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from mlm.parallel.watch import is_transport_error
 from mlm.util.errors import UserError, format_settings
 from mlm.util.system import die_with_parent
-from mlm.verify.audit.calls import match_calls
+from mlm.verify.audit.calls import explain_samples, match_calls
 from mlm.verify.audit.compare import Comparison, Layout, Ranks, assemble, spreads_of
 from mlm.verify.audit.diagnose import Finding, diagnose
-from mlm.verify.audit.record import AXES, KINDS, OF_MODULES, AuditSubject, Key, Record, Recorder
-from mlm.verify.audit.replay import question_of, replay
+from mlm.verify.audit.record import AXES, AuditSubject, Key, Record, Recorder
+from mlm.verify.audit.replay import task_of
 from mlm.verify.config import AuditConfig
 
 Build = Callable[..., AuditSubject]
@@ -154,20 +154,19 @@ def audit_layout(build: Build, layout: Layout, config: AuditConfig, dtype: torch
         worlds = [run(ones, weights_of=source, seed=seed) for seed in range(1, NOISES + 1)]
         noise = [record for each in worlds for record in each.wait().values()]
     spreads = spreads_of(reference, noise)
+    misread = explain_samples(reference, ranks)
     reference, ranks, unmatched = match_calls(reference, ranks, layout)
     comparison = Comparison(reference, ranks, layout, spreads=spreads)
+    comparison.misread = misread
     if comparison.blind:
         problem = f"{comparison.blind} is not finite on one process either: nothing after it says anything"
         raise UserError(problem, fix="give a batch and weights of which it is a number")
     found = diagnose(comparison)
-    if found is not None and found.cause.startswith("depends on") and not failure:
-        before, place = question_of(comparison)
-        task = partial(replay, before=before, place=place, layout=layout)
+    task = None if found is None or found.is_explained or failure else task_of(comparison)
+    if task is not None:
         with suppress(UserError):  # a module that fails on a part
             (record,) = run(ones, weights_of=source, task=task).wait().values()
-            comparison.replayed = {
-                key: x for key, x in record.tensors.items() if key.kind not in (*KINDS, *OF_MODULES)
-            }
+            comparison.replayed = record.tensors
             found = diagnose(comparison)
     return Outcome(
         dict(layout),

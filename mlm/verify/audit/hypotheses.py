@@ -12,20 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mlm.verify.audit.compare import Comparison, Location, magnitude
+from mlm.verify.audit.compare import Cause, Comparison, Location, magnitude
 from mlm.verify.audit.formats import EPS
 from mlm.verify.audit.parts import SPLIT_AXES, Coordinates, difference, region, scale_of
-from mlm.verify.audit.record import AXES, Key, Split
+from mlm.verify.audit.patterns import FIT
+from mlm.verify.audit.record import AXES, SQUARE, Key, Record, Split
 
-FIT = 1e-6
-"""Formulas hold to this fraction of the largest element, or to ten tolerances."""
-Cause = tuple[str, str]
 FORMULAS: dict[str, Callable[[Sequence[float]], float]] = {
     "norm of parts": lambda squares: math.sqrt(sum(squares)),
     "norm of roots": lambda squares: sum(map(math.sqrt, squares)),
-    "mean of norms": lambda squares: sum(map(math.sqrt, squares)) / len(squares),
-    "root of norms": lambda squares: math.sqrt(sum(map(math.sqrt, squares))),
-    "mean of squares": lambda squares: math.sqrt(sum(squares) / len(squares)),
 }
 """Of the squares of ranks: wrong ways to a norm."""
 
@@ -113,22 +108,35 @@ def explain_loss(comparison: Comparison, step: int) -> Cause | None:
                 ranks[at] = Rows(fits[0], fits[1], p.sum(-1).flatten(), log_sum)
         if len(ranks) == len(place.match.pairs):
             tp = comparison.layout["tp"]
-            return _of_labels(place, ranks) or _of_weights(comparison, ranks) or _of_vocabulary(ranks, tp)
+            return (
+                _of_labels(place, logits, ranks)
+                or _of_weights(comparison, ranks)
+                or _of_vocabulary(ranks, tp)
+            )
     return None
 
 
-def _of_labels(place: Location, ranks: Mapping[Coordinates, Rows]) -> Cause | None:
-    shape, wrong = next(iter(place.match.parts.values())).shape[:-1], list[list[int]]()
-    for own, right, *_ in ranks.values():
-        is_wrong = right.counts & ~(own.counts & (own.label == right.label))
-        wrong += torch.stack(torch.unravel_index(is_wrong.nonzero()[:, 0], shape), -1).tolist()
+def _of_labels(place: Location, whole: Tensor, ranks: Mapping[Coordinates, Rows]) -> Cause | None:
+    shape, parts = next(iter(place.match.parts.values())).shape[:-1], place.match.parts
+    wrong = {
+        at: own.right.counts & ~(own.own.counts & (own.own.label == own.right.label))
+        for at, own in ranks.items()
+    }
+    count = sum(int(rows.sum()) for rows in wrong.values())
     splits = [how for how in place.match.placement.values() if isinstance(how, Split)]
-    for split in (s for s in splits if wrong and s.dim % (len(shape) + 1) < len(shape)):
-        if all(row[split.dim] == shape[split.dim] - 1 for row in wrong):
-            why = f"the last token of each {split.axis} rank's chunk has another label, or does not count"
+    for split in (s for s in splits if count and s.dim % (len(shape) + 1) < len(shape)):
+        size = whole.shape[split.dim]
+        numbers = torch.arange(size).view([-1 if d == split.dim else 1 for d in range(whole.ndim)])
+        is_end = {}
+        for at in ranks:  # tokens of a rank after which its next is not the next of the sequence
+            own = region(numbers.expand(whole.shape), place.match.placement, at, parts)[..., 0]
+            following = own.roll(-1, split.dim)
+            is_end[at] = (following != own + 1).flatten()
+        if all(bool((is_end[at] | ~rows).all()) for at, rows in wrong.items()):
+            why = f"the last token of each chunk of a {split.axis} rank has another label, or does not count"
             return "labels at the ends of chunks", f"{why}; shift labels before the sequence is split"
-    some = f"{len(wrong)} of {len(ranks) * math.prod(shape)} tokens of ranks have another, or do not count"
-    return ("other labels", some) if wrong else None
+    some = f"{count} of {len(ranks) * math.prod(shape)} tokens of ranks have another, or do not count"
+    return ("other labels", some) if count else None
 
 
 def _of_weights(comparison: Comparison, ranks: Mapping[Coordinates, Rows]) -> Cause | None:
@@ -177,42 +185,59 @@ def _of_vocabulary(ranks: Mapping[Coordinates, Rows], tp: int) -> Cause | None:
 
 def explain_norm(comparison: Comparison, place: Location) -> Cause | None:
     """Formulas of a gradient norm: parts of ranks, parameters that are missed or repeated."""
-    step, layout = place.key.step, comparison.layout
-    whole, *ranks = (
-        {
-            k.name: float(x.double().square().sum())
-            for k, x in r.tensors.items()
-            if k[:2] == (step, "gradient")
-        }
-        for r in (comparison.reference, *comparison.ranks.values())
-    )
-    own = {at: sum(squares.values()) for at, squares in zip(comparison.ranks, ranks, strict=True)}
+    step = place.key.step
+    whole, ranks = squares_of(comparison.reference, step), comparison.ranks.items()
     total, bound = sum(whole.values()), max(FIT / 10, 10 * place.limit)
-    found = {at: float(r.tensors[place.key]) for at, r in comparison.ranks.items() if place.key in r.tensors}
+    found = {at: float(r.tensors[place.key]) for at, r in ranks if place.key in r.tensors}
     if not math.isclose(total**0.5, float(comparison.reference.tensors[place.key]), rel_tol=bound):
         return None  # another norm
-    head, axes = values_of(place), [n for n, axis in enumerate(AXES) if layout[axis] > 1]
+    squares = {at: squares_of(record, step) for at, record in ranks}
+    earlier = {
+        at: {n for b in squares if b[0] < at[0] and b[1:] == at[1:] for n in squares[b]} for at in squares
+    }
+    every = {at: sum(own.values()) for at, own in squares.items()}
+    once = {at: sum(x for n, x in own.items() if n not in earlier[at]) for at, own in squares.items()}
+    for own in (every, once):  # of weights on several stages, all or the first
+        if cause := _of_ranks(comparison, found, own, total, bound):
+            return cause[0], f"{values_of(place)}: {cause[1]}"
+    return _of_parameters(comparison, place, whole, {x * x - total for x in found.values()}, bound * total)
+
+
+def squares_of(record: Record, step: int) -> dict[str, float]:
+    """Sums of squares of a rank's parts of gradients, by parameter."""
+    own = {k.name: float(x) for k, x in record.tensors.items() if k[:2] == (step, SQUARE)}
+    grads = ((k.name, x) for k, x in record.tensors.items() if k[:2] == (step, "gradient"))
+    return own or {name: float(x.double().square().sum()) for name, x in grads}
+
+
+def _of_ranks(
+    comparison: Comparison,
+    found: Mapping[tuple[int, ...], float],
+    own: Mapping[tuple[int, ...], float],
+    total: float,
+    bound: float,
+) -> Cause | None:
+    """The cause of norms `found` by ranks, as a formula of the squares of ranks along some axes."""
+    axes = [n for n, axis in enumerate(AXES) if comparison.layout[axis] > 1]
     for axis in (c for size in range(len(axes) + 1) for c in combinations(axes, size)):
         others = [n for n in range(len(AXES)) if n not in axis]
         groups = {at: [b for b in own if all(b[n] == at[n] for n in others)] for at in own}
         over = ", ".join(AXES[n] for n in axis)
-        if all(
-            math.isclose(sum(found.get(b, 0.0) ** 2 for b in groups[at]), total, rel_tol=bound) for at in own
-        ):
+        sums = (sum(found.get(b, 0.0) ** 2 for b in groups[at]) for at in own)
+        if all(math.isclose(x, total, rel_tol=bound) for x in sums):
             why = f"squares of ranks along {over} add up to the right one: each has its own parts alone"
-            return "norm misses parameters", f"{head}: {why}"
-        for name, formula in FORMULAS.items() if axis else [*FORMULAS.items()][:1]:
+            return "norm misses parameters", why
+        for name, formula in FORMULAS.items():
             squares = {at: [own[b] for b in groups[at]] for at in found}
             if not all(math.isclose(x, formula(squares[at]), rel_tol=bound) for at, x in found.items()):
                 continue
-            if name != "norm of parts":
-                why = f"{name} of ranks along {over}; add squares, then take the root"
-                return "norm of roots", f"{head}: {why}"
+            if name != "norm of parts" and axis:
+                return "norm of roots", f"{name} of ranks along {over}; add squares, then take the root"
             if sum(next(iter(squares.values()))) < total:
                 summed = over and f", summed over {over}"
-                return "norm misses parameters", f"{head}: of the parts of a rank{summed} alone"
-            return "norm repeats parameters", f"{head}: copies on ranks along {over} are added; add each once"
-    return _of_parameters(comparison, place, whole, {x * x - total for x in found.values()}, bound * total)
+                return "norm misses parameters", f"of the parts of a rank{summed} alone"
+            return "norm repeats parameters", f"copies on ranks along {over} are added; add each once"
+    return None
 
 
 def _of_parameters(
@@ -285,9 +310,8 @@ def explain_update(comparison: Comparison, wrong: Sequence[Location]) -> Cause |
 
 
 def explain_parts(comparison: Comparison, place: Location) -> Cause | None:
-    """Parts of other ranks, and positions that begin again on each."""
+    """Parts of other ranks."""
     whole, layout = comparison.reference.tensors[place.key], comparison.layout
-    initial = {k.name: x for k, x in comparison.reference.tensors.items() if k.kind == "initial"}
     bound = max(FIT, 10 * place.limit) * place.largest
     for n, axis in enumerate(SPLIT_AXES):
         parts = {at[n]: part for at, part in sorted(place.match.parts.items())}
@@ -295,25 +319,9 @@ def explain_parts(comparison: Comparison, place: Location) -> Cause | None:
             rights = whole.chunk(layout[axis], dim)
             if len(rights) != layout[axis] or any(part.shape != rights[0].shape for part in parts.values()):
                 continue
-            fits = [
-                [m for m, x in enumerate(rights) if difference(x, part) <= bound] for part in parts.values()
-            ]
+            fits = [[m for m, x in enumerate(rights) if difference(x, y) <= bound] for y in parts.values()]
             if all(fits):
                 ranks = [each[0] for each in fits]
                 cause = "shards permuted" if len(set(ranks)) > 1 else "the same part on each rank"
                 return cause, f"{axis} ranks have the parts of ranks {', '.join(map(str, ranks))}"
-            for name, table in initial.items():
-                if all(_begins_again(x - rights[rank], table, dim, rank, bound) for rank, x in parts.items()):
-                    return "positions begin again", f"each {axis} rank takes the first rows of {name}"
     return None
-
-
-def _begins_again(off: Tensor, table: Tensor, dim: int, rank: int, bound: float) -> bool:
-    """True if a part differs by the first rows of a table less those of its place."""
-    n = off.shape[dim]
-    if len(table) < (rank + 1) * n or table.ndim > 2 or (table.ndim == 2 and table.shape[1] != off.shape[-1]):
-        return False
-    shape = [n if d == dim % off.ndim else 1 for d in range(off.ndim)]
-    shape[-1] = table.shape[1] if table.ndim == 2 else shape[-1]
-    rows = (table[:n] - table[rank * n : (rank + 1) * n]).view(shape)
-    return difference(off, rows.expand_as(off)) <= bound

@@ -43,6 +43,10 @@ KINDS = {
 """Types of recorded tensors in the order of computation, and their names."""
 OF_MODULES = ("input", "output", "backward")
 """Types of tensors of modules; inputs serve to match calls."""
+SQUARE = "square"
+"""Type of the sum of squares of a rank's own part of a reduced gradient."""
+ADDEND = "addend"
+"""Type of a parameter's gradient in one backward pass, before it is accumulated and reduced: of causes."""
 DROPOUT = F.dropout
 
 
@@ -165,14 +169,17 @@ class Recorder(TorchDispatchMode):
         self.record, self.step, self.formats = Record(), 0, Formats(seed)
         self.updates: dict[tuple[int, str], Tensor] = {}
         """Whole gradients by step and name, in place of its own after they are recorded."""
-        self.calls: Counter[tuple[str, int]] = Counter()
-        """Calls in this step: of modules in each micro-batch, and of outermost modules (-1)."""
+        self.calls: Counter[tuple[str, int | str]] = Counter()
+        """Calls in this step: of modules in each micro-batch, of outermost modules (-1), and addends."""
         self.micro = 0
         self.where: list[str] = []
         """Modules whose forward pass is under way, the innermost last."""
         self.parameters: dict[str, nn.Parameter] = {}
         for name, parameter in subject.module.named_parameters():
             self.parameters.setdefault(self._name(name), parameter)
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                parameter.register_hook(partial(self._on_addend, name))
         self.record.splits = {name: self._splits(name, p) for name, p in self.parameters.items()}
         modules = {self._name(name): module for name, module in subject.module.named_modules()}
         for name, module in modules.items():  # of a wrapper and what it wraps, the latter
@@ -298,6 +305,11 @@ class Recorder(TorchDispatchMode):
     def _on_gradient(self, key: Key, grad: Tensor) -> None:
         self.record.tensors[key] = local(grad)
 
+    def _on_addend(self, name: str, grad: Tensor) -> None:
+        if self.step >= 0:
+            self._keep(ADDEND, name, grad, self.calls[name, ADDEND])
+            self.calls[name, ADDEND] += 1
+
     def _keep(self, kind: str, name: str, tensor: Tensor, call: int = 0, item: int = 0) -> Key:
         key = Key(self.step, kind, name, call, item, self.micro if kind in OF_MODULES else 0)
         self.record.tensors[key] = local(tensor)
@@ -312,6 +324,7 @@ class Recorder(TorchDispatchMode):
             return
         for name, grad in self._gradients():
             self._keep("gradient", name, whole(grad))
+            self._keep(SQUARE, name, local(grad).double().square().sum())
             if (update := self.updates.get((self.step, name))) is not None:
                 (grad.to_local() if isinstance(grad, DTensor) else grad).copy_(update)
 

@@ -1,0 +1,150 @@
+"""Causes by the factors of addends, by samples and by parts of norms, on tensors made by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from mlm.verify.audit.calls import explain_samples
+from mlm.verify.audit.compare import Comparison
+from mlm.verify.audit.diagnose import Finding, diagnose
+from mlm.verify.audit.record import ADDEND, AXES, SQUARE, Key, Record
+from mlm.verify.audit.replay import PART
+
+MEAN = 0.25
+"""Factor of each of two replicas' two micro-batches."""
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def comparison_of(axis: str, whole: Record, ranks: list[Record]) -> Comparison:
+    layout = {name: 1 + (name == axis) for name in AXES}
+    at = [tuple(n * (name == axis) for name in AXES) for n in range(2)]
+    return Comparison(whole, dict(zip(at, ranks, strict=True)), layout)
+
+
+def finding_of_gradients(factors: list[list[float]], axis: str = "dp", right: float = MEAN) -> Finding | None:
+    """Ranks have sums of the addends of two ranks and their micro-batches with these factors, by rank."""
+    count = len(factors[0]) // 2
+    addends = [[draw(6, 4, seed=10 * rank + micro) for micro in range(count)] for rank in range(2)]
+    every = torch.stack([x for own in addends for x in own])
+    initial = {Key(0, "initial", "w"): draw(6, 4)}
+    whole = Record(initial | {Key(0, "gradient", "w"): right * every.sum(0)}, {"w": None})
+    ranks = []
+    for rank in range(2):
+        actual = torch.einsum("n,nij->ij", torch.tensor(factors[rank], dtype=torch.float64), every)
+        tensors = initial | {Key(0, "gradient", "w"): actual}
+        tensors |= {Key(0, ADDEND, "w", call=micro): x for micro, x in enumerate(addends[rank])}
+        ranks.append(Record(tensors, {"w": None}))
+    return diagnose(comparison_of(axis, whole, ranks))
+
+
+@pytest.mark.parametrize(
+    ("factors", "cause", "words"),
+    [
+        ([[0.5, 0.25, 0.5, 0.25]] * 2, "micro-batches counted unequally", "count 2, 1 times"),
+        ([[0.25, 0.0, 0.25, 0.0]] * 2, "micro-batches counted unequally", "count 1, 0 times"),
+        ([[0.1, 0.1, 0.4, 0.4]] * 2, "ranks weighed unequally", "count 0.4, 1.6 times"),
+        (
+            [[0.5, 0.5, 0, 0], [0, 0, 0.5, 0.5]],
+            "gradients not reduced",
+            "dp rank has its own",
+        ),
+        ([[0.25, 0.25, 0, 0], [0, 0, 0.25, 0.25]], "gradients not summed", "dp rank has one addend"),
+        ([[0.5] * 4] * 2, "unscaled mean", "it is 2 times"),
+        ([[1 / 16] * 4] * 2, "wrong divisor", "it is 0.25 times"),
+    ],
+)
+def test_a_gradient_gets_the_cause_of_its_factors(factors: list[list[float]], cause: str, words: str) -> None:
+    found = finding_of_gradients(factors)
+    assert found is not None
+    assert found.cause == cause
+    assert words in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("factors", "cause"),
+    [([[0.5, 0.5]] * 2, "averaged instead of summed"), ([[1, 0], [0, 1]], "tied weights not summed")],
+)
+def test_a_weight_on_two_stages_gets_the_cause_of_its_factors(factors: list[list[float]], cause: str) -> None:
+    found = finding_of_gradients(factors, "pp", right=1.0)
+    assert found is not None
+    assert found.cause == cause
+
+
+def test_a_gradient_of_other_addends_has_no_factors() -> None:
+    found = finding_of_gradients([[0.1, 0.2, 0.3, 0.4], [0.4, 0.1, 0.7, 0.2]])
+    assert found is not None
+    assert found.cause == "backward pass"  # where it is, and no formula
+
+
+@pytest.mark.parametrize(
+    ("reads", "missing"), [(([0, 1, 2, 3], [2, 3, 4, 5]), "[6, 7]"), (([0, 1], [0, 1]), "[2, 3, 4, 5, 6, 7]")]
+)
+def test_replicas_that_leave_out_samples_are_told_which(
+    reads: tuple[list[int], list[int]], missing: str
+) -> None:
+    tokens = torch.arange(24).view(8, 3)
+    key = Key(0, "input", "")
+    ranks = {(0, n, 0, 0): Record({key: tokens[ids]}) for n, ids in enumerate(reads)}
+    cause = explain_samples(Record({key: tokens}), ranks)
+    assert cause is not None
+    assert f"{missing} are read by none" in cause[1]
+
+
+def test_replicas_that_read_each_sample_once_have_no_cause() -> None:
+    tokens, key = torch.arange(24).view(8, 3), Key(0, "input", "")
+    ranks = {(0, n, 0, 0): Record({key: tokens[n::2]}) for n in range(2)}
+    assert explain_samples(Record({key: tokens}), ranks) is None
+
+
+def finding_of_norm(axis: str, squares: list[dict[str, float]], norms: list[float]) -> Finding | None:
+    """Ranks have whole gradients, such as DTensors put together, with these squares of their own parts."""
+    grads = {"w": draw(6, 4), "tied": draw(4, seed=1)}
+    tensors = {Key(0, "initial", n): x for n, x in grads.items()} | {
+        Key(0, "gradient", n): x for n, x in grads.items()
+    }
+    norm = math.sqrt(sum(float(x.square().sum()) for x in grads.values()))
+    whole = Record(tensors | {Key(0, "norm", "norm"): torch.tensor(norm).double()}, dict.fromkeys(grads))
+    ranks = []
+    for own, value in zip(squares, norms, strict=True):
+        held = {key: x for key, x in tensors.items() if key.name in own}
+        held |= {Key(0, SQUARE, n): torch.tensor(x).double() for n, x in own.items()}
+        ranks.append(
+            Record(held | {Key(0, "norm", "norm"): torch.tensor(value).double()}, dict.fromkeys(own))
+        )
+    return diagnose(comparison_of(axis, whole, ranks))
+
+
+def test_norms_of_stages_that_are_added_are_told_where_a_weight_is_on_both() -> None:
+    w, tied = (float(draw(*shape, seed=n).square().sum()) for n, shape in enumerate([(6, 4), (4,)]))
+    value = math.sqrt(tied) + math.sqrt(w)  # the tied weight counts on the first stage alone
+    found = finding_of_norm("pp", [{"tied": tied}, {"tied": tied, "w": w}], [value] * 2)
+    assert found is not None
+    assert found.cause == "norm of roots"
+
+
+def test_norms_of_a_ranks_part_of_what_is_recorded_whole_are_told() -> None:
+    w, tied = draw(6, 4).square(), float(draw(4, seed=1).square().sum())
+    squares = [{"w": float(part.sum()), "tied": tied} for part in w.chunk(2)]
+    found = finding_of_norm("tp", squares, [math.sqrt(sum(own.values())) for own in squares])
+    assert found is not None
+    assert found.cause == "norm misses parameters"
+
+
+def test_an_update_of_a_part_as_if_it_were_all_is_told() -> None:
+    start, moves = draw(6, 4), draw(6, 4, seed=1)
+    whole = Record({Key(0, "initial", "w"): start, Key(0, "weight", "w"): start + 0.1 * moves}, {"w": None})
+    parts = [x + 0.1 * draw(3, 4, seed=2 + n) for n, x in enumerate(start.chunk(2))]
+    ranks = [
+        Record({Key(0, "initial", "w"): x, Key(0, "weight", "w"): part}, {"w": None})
+        for x, part in zip(start.chunk(2), parts, strict=True)
+    ]
+    comparison = comparison_of("tp", whole, ranks)
+    comparison.replayed = {Key(0, PART, "w", call=n): x for n, x in enumerate(parts)}
+    found = diagnose(comparison)
+    assert found is not None
+    assert found.cause == "part taken for all"
