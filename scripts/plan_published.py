@@ -34,11 +34,10 @@ scripts/results/published/*.csv hold the numbers, each row with its source.
 
 import csv
 import json
-import re
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -226,23 +225,39 @@ def read(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(f))
 
 
-def run_of(model: ModelConfig, seq: int, dtype: str) -> PretrainConfig:
-    data = DataConfig(kind="synthetic", seq_length=seq)
+def run_of(model: ModelConfig, dtype: str) -> PretrainConfig:
+    """A run of sequences as long as the model takes."""
+    data = DataConfig(kind="synthetic", seq_length=model.max_positions)
     precision = PrecisionConfig(dtype=dtype)  # type: ignore[arg-type]
     return PretrainConfig(name="published", out="", model=model, data=data, precision=precision)  # type: ignore[arg-type]
 
 
-def gpt(row: dict[str, str], seq: int, vocab: int, dropout: float = 0.1) -> ModelConfig:
-    layers, hidden, heads = (int(row[name]) for name in ("layers", "hidden", "heads"))
-    return ModelConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        vocab_size=vocab,
+def gpt(row: Mapping[str, Any], dtype: str = "fp16", dropout: float = 0.1) -> PretrainConfig:
+    """A run of the GPT of a row."""
+    model = ModelConfig(
+        num_layers=int(row["layers"]),
+        hidden_size=int(row["hidden"]),
+        num_heads=int(row["heads"]),
+        vocab_size=int(row.get("vocab", 51200)),
         vocab_multiple=1,
-        max_positions=seq,
+        max_positions=int(row.get("seq", 2048)),
         hidden_dropout=dropout,
         attention_dropout=dropout,
+    )
+    return run_of(model, dtype)
+
+
+COLUMNS = {name: name for name in ("tp", "pp", "vp", "cp", "dp", "micro_batch", "global_batch")}
+COLUMNS |= {"virtual": "vp", "mbs": "micro_batch", "gbs": "global_batch"}
+"""Fields of a layout by the columns of the tables."""
+
+
+def layout_of(row: Mapping[str, str], **open_fields: Any) -> PlannedLayout:
+    """The layout of a row, with what its columns leave open; dp fills its GPUs."""
+    fields = {field: int(row[column]) for column, field in COLUMNS.items() if column in row} | open_fields
+    layout = PlannedLayout(**fields)
+    return (
+        layout if "dp" in fields or "gpus" not in row else replace(layout, dp=int(row["gpus"]) // layout.gpus)
     )
 
 
@@ -252,126 +267,77 @@ def seconds_of(run: PretrainConfig, layout: PlannedLayout, tflops: float, recomp
     return flops / (layout.gpus * tflops * 1e12)
 
 
-def sc21() -> list[Row]:
-    """arXiv:2104.04473, table 1. It counts recomputed operations."""
-    rows = []
+def seconds_of_tokens(run: PretrainConfig, layout: PlannedLayout, row: Mapping[str, str]) -> float:
+    """Step time of a published number of tokens a second and GPU."""
+    return layout.global_batch * run.data.seq_length / (float(row["tok_s_gpu"]) * layout.gpus)
+
+
+def megatron(name: str, run: PretrainConfig, layout: PlannedLayout, tflops: float, **habits: bool) -> Row:
+    """A row of Megatron-LM of 2021 on A100, whose TFLOP/s count recomputed operations."""
+    seconds = seconds_of(run, layout, tflops, "full")
+    return Row(name, run, layout, replace(MEGATRON_2021, **habits), "dgx_a100_80g", 0.0, seconds, "full")  # type: ignore[arg-type]
+
+
+def sc21() -> Iterator[Row]:
+    """arXiv:2104.04473, table 1."""
     for row in read("sc21_table1"):
-        run = run_of(gpt(row, int(row["seq"]), int(row["vocab"])), int(row["seq"]), "fp16")
-        layout = PlannedLayout(
-            tp=int(row["tp"]),
-            pp=int(row["pp"]),
-            vp=int(row["virtual"]),
-            dp=int(row["gpus"]) // (int(row["tp"]) * int(row["pp"])),
-            recompute="full",
-            micro_batch=int(row["micro_batch"]),
-            global_batch=int(row["global_batch"]),
-        )
-        software = replace(MEGATRON_2021, overlaps_dp=row["ddp_impl"] == "torch")
-        seconds = seconds_of(run, layout, float(row["tflops_per_gpu"]), "full")
-        rows.append(Row(row["model"], run, layout, software, "dgx_a100_80g", 0.0, seconds, "full"))
-    return rows
+        layout, tflops = layout_of(row, recompute="full"), float(row["tflops_per_gpu"])
+        yield megatron(row["model"], gpt(row), layout, tflops, overlaps_dp=row["ddp_impl"] == "torch")
 
 
-def january_2021() -> list[Row]:
+def january_2021() -> Iterator[Row]:
     """Weak scaling of January 2021: no interleaving yet; tp up to a node, micro-batches as in SC21."""
-    micro = {row["hidden"]: row["micro_batch"] for row in read("sc21_table1")}
-    rows = []
+    micro = {row["hidden"]: int(row["micro_batch"]) for row in read("sc21_table1")}
     for row in read("megatron_jan2021"):
-        run = run_of(gpt(row, 2048, 51200), 2048, "fp16")
-        tp = min(8, int(row["model_parallel"]))
-        pp = int(row["model_parallel"]) // tp
-        layout = PlannedLayout(
-            tp=tp,
-            pp=pp,
-            dp=int(row["gpus"]) // (tp * pp),
-            recompute="full",
-            micro_batch=int(micro[row["hidden"]]),
-            global_batch=int(row["global_batch"]),
-        )
-        seconds = seconds_of(run, layout, float(row["tflops_per_gpu"]), "full")
-        software = replace(MEGATRON_2021, overlaps_dp=pp == 1, splits_transfers=False)
-        rows.append(Row(row["model"], run, layout, software, "dgx_a100_80g", 0.0, seconds, "full"))
-    return rows
+        ranks, tflops = int(row["model_parallel"]), float(row["tflops_per_gpu"])
+        tp = min(8, ranks)
+        layout = layout_of(row, tp=tp, pp=ranks // tp, recompute="full", micro_batch=micro[row["hidden"]])
+        habits = {"overlaps_dp": layout.pp == 1, "splits_transfers": False}
+        yield megatron(row["model"], gpt(row), layout, tflops, **habits)
 
 
-def sc21_zero3() -> list[Row]:
+def sc21_zero3() -> Iterator[Row]:
     """arXiv:2104.04473, table 2: ZeRO-3 of all ranks beside tp and pp; it does not state v, taken to be 1."""
-    rows = []
     for row in read("sc21_table2"):
-        run = run_of(gpt(row, int(row["seq"]), int(row["vocab"])), int(row["seq"]), "fp16")
-        tp, pp, gpus = int(row["tp"]), int(row["pp"]), int(row["gpus"])
-        layout = PlannedLayout(
-            tp=tp,
-            pp=pp,
-            dp=gpus // (tp * pp),
-            zero=3 if row["scheme"] == "zero3" else 0,
-            recompute="full",
-            micro_batch=int(row["micro_batch"]),
-            global_batch=int(row["global_batch"]),
-        )
-        software = DEEPSPEED_2021 if layout.zero else replace(MEGATRON_2021, overlaps_dp=False)
-        seconds = seconds_of(run, layout, float(row["tflops_per_gpu"]), "full")
-        name = f"{row['params_b']}B {row['scheme']} {gpus}"
-        rows.append(Row(name, run, layout, software, "dgx_a100_80g", 0.0, seconds, "full"))
-    return rows
+        layout = layout_of(row, zero=3 if row["scheme"] == "zero3" else 0, recompute="full")
+        name = f"{row['params_b']}B {row['scheme']} {row['gpus']}"
+        found = megatron(name, gpt(row), layout, float(row["tflops_per_gpu"]), overlaps_dp=False)
+        yield replace(found, software=DEEPSPEED_2021) if layout.zero else found
 
 
-def korthikanti() -> list[Row]:
+def korthikanti() -> Iterator[Row]:
     """arXiv:2205.05198, table 5: full recomputation, and sequence parallelism with selective."""
-    rows = []
     for row in read("korthikanti_table5"):
-        run = run_of(gpt(row, int(row["seq"]), int(row["vocab"])), int(row["seq"]), "fp16")
         for recompute in ("full", "selective"):
-            layout = PlannedLayout(
-                tp=int(row["tp"]),
-                pp=int(row["pp"]),
-                vp=int(row["virtual"]),
-                sequence_parallel=recompute == "selective",
-                tp_overlap=1,
-                recompute=recompute,  # type: ignore[arg-type]
-                micro_batch=int(row["micro_batch"]),
-                global_batch=int(row["global_batch"]),
-            )
+            is_full = recompute == "full"
+            layout = layout_of(row, dp=1, sequence_parallel=not is_full, tp_overlap=1, recompute=recompute)
             name, seconds = f"{row['model']} {recompute}", float(row[f"{recompute}_s"])
-            again = "full" if recompute == "full" else "none"
-            rows.append(Row(name, run, layout, MEGATRON_2022, "dgx_a100_80g", 0.0, seconds, again))
-    return rows
+            again = "full" if is_full else "none"
+            yield Row(name, gpt(row), layout, MEGATRON_2022, "dgx_a100_80g", 0.0, seconds, again)
 
 
-def september_2020() -> list[Row]:
+def september_2020() -> Iterator[Row]:
     """Weak scaling of September 2020, seq 1024, activations recomputed, on DGX-2 and DGX A100 40GB."""
-    rows = []
+    software = replace(MEGATRON_2021, overlaps_dp=False)
     for row in read("megatron_sep2020"):
-        run = run_of(gpt(row, int(row["seq"]), int(row["vocab"])), int(row["seq"]), "fp16")
-        micro, dp = int(row["micro_batch"]), int(row["dp"])
-        layout = PlannedLayout(
-            tp=int(row["tp"]), dp=dp, recompute="full", micro_batch=micro, global_batch=micro * dp
-        )
-        software = replace(MEGATRON_2021, overlaps_dp=False)
+        layout = layout_of(row, recompute="full", global_batch=int(row["micro_batch"]) * int(row["dp"]))
         hardware = "dgx2h_v100_32g" if row["gpu"] == "V100" else "dgx_a100_40g"
-        name, seconds = f"{row['case']} {row['gpu']} dp={dp}", float(row["iteration_ms"]) / 1e3
-        rows.append(Row(name, run, layout, software, hardware, 0.0, seconds, "full"))
-    return rows
+        name, seconds = f"{row['case']} {row['gpu']} dp={layout.dp}", float(row["iteration_ms"]) / 1e3
+        yield Row(name, gpt(row), layout, software, hardware, 0.0, seconds, "full")
 
 
 V1_TFLOPS = 39.0
 """Of arXiv:1909.08053's one GPU, of which its efficiencies are shares."""
 
 
-def v1() -> list[Row]:
+def v1() -> Iterator[Row]:
     """arXiv:1909.08053, figure 5, with data parallelism: shares of 39 TFLOP/s, recomputation counted."""
-    rows = []
     for row in read("v1_table1_fig5"):
-        run = run_of(gpt(row, int(row["seq"]), int(row["vocab"])), int(row["seq"]), "fp16")
-        tp, gpus = int(row["tp"]), int(row["gpus_mpdp"])
-        layout = PlannedLayout(
-            tp=tp, dp=gpus // tp, recompute="full", micro_batch=8, global_batch=int(row["batch_mpdp"])
-        )
+        dp, batch = int(row["gpus_mpdp"]) // int(row["tp"]), int(row["batch_mpdp"])
+        layout = layout_of(row, dp=dp, recompute="full", micro_batch=8, global_batch=batch)
         tflops = V1_TFLOPS * float(row["eff_mpdp_pct"]) / 100
-        seconds = seconds_of(run, layout, tflops, "full")
-        software = replace(MEGATRON_2021, overlaps_dp=False)
-        rows.append(Row(f"{row['params_b']}B", run, layout, software, "dgx2h_v100_32g", 0.0, seconds, "full"))
-    return rows
+        found = megatron(f"{row['params_b']}B", gpt(row), layout, tflops, overlaps_dp=False)
+        yield replace(found, hardware="dgx2h_v100_32g")
 
 
 def overlap(tp: int, tokens: int) -> int:
@@ -379,26 +345,20 @@ def overlap(tp: int, tokens: int) -> int:
     return tp if tokens // tp % tp == 0 else 1
 
 
-def mcore() -> list[Row]:
+def mcore_layout(row: Mapping[str, str], **open_fields: Any) -> PlannedLayout:
+    """Sequence parallelism with tp, communication in parts, and the distributed optimizer."""
+    tp, tokens = int(row["tp"]), int(row["seq"]) // int(row.get("cp", 1))
+    habits = {"sequence_parallel": tp > 1, "tp_overlap": overlap(tp, tokens), "zero": 2}
+    return layout_of(row, **habits | open_fields)
+
+
+def mcore() -> Iterator[Row]:
     """Megatron Core's weak scaling, without recomputation; assumed: one layer a chunk, micro-batches of 1."""
-    rows = []
     for row in read("mcore_h100_weak_scaling"):
-        run = run_of(gpt(row, int(row["seq"]), int(row["vocab"]), 0.0), int(row["seq"]), "bf16")
-        tp, pp = int(row["tp"]), int(row["pp"])
-        layout = PlannedLayout(
-            tp=tp,
-            pp=pp,
-            vp=run.model.num_layers // pp if pp > 1 else 1,
-            dp=int(row["dp"]),
-            sequence_parallel=tp > 1,
-            tp_overlap=overlap(tp, run.data.seq_length),
-            zero=2,  # its distributed optimizer
-            micro_batch=1,
-            global_batch=int(row["global_batch"]),
-        )
+        run, pp = gpt(row, "bf16", 0.0), int(row["pp"])
+        layout = mcore_layout(row, vp=run.model.num_layers // pp if pp > 1 else 1, micro_batch=1)
         seconds = seconds_of(run, layout, float(row["tflops_per_gpu"]), "none")
-        rows.append(Row(row["model"], run, layout, MCORE, "dgx_h100", CUDNN, seconds))
-    return rows
+        yield Row(row["model"], run, layout, MCORE, "dgx_h100", CUDNN, seconds)
 
 
 LLAMA = {"8B": (32, 4096, 32, 14336), "70B": (80, 8192, 64, 28672), "405B": (126, 16384, 128, 53248)}
@@ -424,64 +384,32 @@ def llama(name: str, seq: int) -> ModelConfig:
     )
 
 
-def mcore_fp8() -> list[Row]:
-    """Megatron Core's Llama 3 in fp8; sequence parallelism with tp, its distributed optimizer."""
-    rows = []
+def mcore_fp8() -> Iterator[Row]:
+    """Megatron Core's Llama 3 in fp8."""
     for row in read("mcore_llama_fp8"):
-        run = run_of(llama(row["model"].split("-")[1], int(row["seq"])), int(row["seq"]), "fp8")
-        tp, pp, cp, gpus = (int(row[name]) for name in ("tp", "pp", "cp", "gpus"))
-        layout = PlannedLayout(
-            tp=tp,
-            pp=pp,
-            vp=int(row["vp"]),
-            cp=cp,
-            dp=gpus // (tp * pp * cp),
-            sequence_parallel=tp > 1,
-            tp_overlap=overlap(tp, run.data.seq_length // cp),
-            zero=2,
-            micro_batch=int(row["mbs"]),
-            global_batch=int(row["gbs"]),
-        )
-        seconds = layout.global_batch * run.data.seq_length / (float(row["tok_s_gpu"]) * gpus)
-        rows.append(Row(row["model"], run, layout, MCORE, "dgx_h100", CUDNN, seconds))
-    return rows
+        run, layout = run_of(llama(row["model"].split("-")[1], int(row["seq"])), "fp8"), mcore_layout(row)
+        seconds = seconds_of_tokens(run, layout, row)
+        yield Row(row["model"], run, layout, MCORE, "dgx_h100", CUDNN, seconds)
 
 
-def bridge() -> list[Row]:
+def bridge() -> Iterator[Row]:
     """Megatron Bridge's Llama 3 in fp8 on H100; where FSDP is not 0, weights are sharded over it."""
-    rows = []
     for row in read("megatron_bridge_h100"):
-        run = run_of(llama(row["model"], int(row["seq"])), int(row["seq"]), row["precision"])
-        tp, pp, cp, gpus = (int(row[name]) for name in ("tp", "pp", "cp", "gpus"))
-        layout = PlannedLayout(
-            tp=tp,
-            pp=pp,
-            vp=int(row["vp"]),
-            cp=cp,
-            dp=gpus // (tp * pp * cp),
-            sequence_parallel=tp > 1,
-            tp_overlap=overlap(tp, run.data.seq_length // cp),
-            zero=3 if int(row["fsdp"]) else 2,
-            micro_batch=int(row["mbs"]),
-            global_batch=int(row["gbs"]),
-        )
-        seconds = layout.global_batch * run.data.seq_length / (float(row["tok_s_gpu"]) * gpus)
-        name = f"{row['model']} {row['container']}"
-        rows.append(Row(name, run, layout, MCORE, "dgx_h100", CUDNN, seconds))
-    return rows
+        run = run_of(llama(row["model"], int(row["seq"])), row["precision"])
+        layout = mcore_layout(row, zero=3 if int(row["fsdp"]) else 2)
+        name, seconds = f"{row['model']} {row['container']}", seconds_of_tokens(run, layout, row)
+        yield Row(name, run, layout, MCORE, "dgx_h100", CUDNN, seconds)
 
 
 H100_TFLOPS = 989.0
 
 
-def nanotron() -> list[Row]:
+def nanotron() -> Iterator[Row]:
     """nanotron's best layouts on H100, of four sizes; ZeRO-1 is our zero=2."""
-    rows = []
     for row in read("nanotron"):
         layers, hidden, heads, ffn = (int(row[name]) for name in ("layers", "hidden", "heads", "ffn"))
-        seq, pp = int(row["seq"]), int(row["pp"])
         model = replace(
-            llama("8B", seq),
+            llama("8B", int(row["seq"])),
             num_layers=layers,
             hidden_size=hidden,
             num_heads=heads,
@@ -489,76 +417,58 @@ def nanotron() -> list[Row]:
             vocab_size=int(row["vocab"]),
             options={"num_kv_heads": heads, "tied": float(row["params_b"]) < 4},
         )
-        run, dp, micro = run_of(model, seq, "bf16"), int(row["dp"]), int(row["micro_batch"])
-        layout = PlannedLayout(
-            tp=int(row["tp"]),
-            pp=pp,
-            dp=dp,
-            sequence_parallel=int(row["tp"]) > 1,
-            tp_overlap=1,
-            zero=2 if row["zero"] == "1" else 0,
-            micro_batch=micro,
-            global_batch=dp * micro * int(row["accumulation"]),
-        )
+        run, is_sharded = run_of(model, "bf16"), row["zero"] == "1"
+        batch = int(row["dp"]) * int(row["micro_batch"]) * int(row["accumulation"])
+        habits = {"sequence_parallel": int(row["tp"]) > 1, "tp_overlap": 1, "zero": 2 * is_sharded}
+        layout = layout_of(row, **habits, global_batch=batch)
         seconds = seconds_of(run, layout, H100_TFLOPS * float(row["mfu_pct"]) / 100, "none")
-        name = f"{row['params_b']}B {layout.label}"
-        software = NANOTRON_ZERO if layout.zero else NANOTRON
-        rows.append(Row(name, run, layout, software, "dgx_h100", FLASH_2, seconds))
-    return rows
+        software = NANOTRON_ZERO if is_sharded else NANOTRON
+        yield Row(f"{row['params_b']}B {layout.label}", run, layout, software, "dgx_h100", FLASH_2, seconds)
 
 
-def torchtitan() -> list[Row]:
+def torchtitan() -> Iterator[Row]:
     """torchtitan's Llama 3.1; its pipelines have as many micro-batches as stages in a row (its default)."""
-    rows = []
     for row in read("torchtitan"):
-        options, name = row["options"], row["model"].split("-")[1]
-        run = run_of(llama(name, int(row["seq"])), int(row["seq"]), "fp8" if "fp8" in options else "bf16")
-        words = row["layout"].split()
-        found = (re.fullmatch(r"([a-z]+)(\d+)", word) for word in words)
-        sizes = {match[1]: int(match[2]) for match in found if match}
-        tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
-        local = int(row["local_batch"])
-        dp = int(row["gpus"]) // (tp * pp)
+        options, name, words = row["options"], row["model"].split("-")[1], row["layout"].split()
+        run = run_of(llama(name, int(row["seq"])), "fp8" if "fp8" in options else "bf16")
+        sizes = {word.rstrip("0123456789"): word for word in words}
+        tp, pp = (int(sizes.get(axis, "1").removeprefix(axis)) for axis in ("tp", "pp"))
+        local, gpus, recompute = int(row["local_batch"]), int(row["gpus"]), row["recompute"]
         layout = PlannedLayout(
             tp=tp,
             pp=pp,
             vp=2 if "interleaved" in words else 1,
-            dp=dp,
+            dp=gpus // (tp * pp),
             sequence_parallel=tp > 1,
             tp_overlap=overlap(tp, run.data.seq_length) if "asyncTP" in options else 1,
             zero=3 if pp == 1 else 2,
-            recompute="full" if row["recompute"] == "full" else "selective" if row["recompute"] else "none",
+            recompute="full" if recompute == "full" else "selective",
             micro_batch=local // pp,
-            global_batch=local * dp,
+            global_batch=local * gpus // (tp * pp),
         )
         software = replace(TORCHTITAN, compiled="eager" not in options, overlaps="asyncTP" in options)
-        seconds = layout.global_batch * run.data.seq_length / (float(row["tok_s_gpu"]) * int(row["gpus"]))
         hardware = "dgx_h200" if "H200" in options else GRAND_TETON
-        words_of = f"{name} {row['layout']} {options}"
-        rows.append(Row(words_of, run, layout, software, hardware, FLASH_2, seconds))
-    return rows
+        seconds = seconds_of_tokens(run, layout, row)
+        yield Row(f"{name} {row['layout']} {options}", run, layout, software, hardware, FLASH_2, seconds)
 
 
-def own_h200() -> list[Row]:
+def own_h200() -> Iterator[Row]:
     """One H200 by this toolkit (scripts/gpu_check.py): every size that fitted, micro-batches of one step."""
     steps = json.loads(CHECKED.read_text("utf-8"))["steps"]
     (gpu,) = (e["row"]["value"] for e in steps["facts"]["entries"] if e["row"].get("fact") == "gpu")
     if preset_of_gpu(gpu) != preset(OWN):
         raise SystemExit(f"{CHECKED}: measured on {gpu}, which is not {OWN}; check out an H200's record")
     entries = [entry for name in steps if name.startswith("speed-") for entry in steps[name]["entries"]]
-    rows = []
     for row in (entry["row"] for entry in entries if entry.get("table") == "speed"):
         if row["result"] != "ok":
             continue
-        layers, hidden, heads = SIZES[row["model"]]
-        sizes = {"layers": str(layers), "hidden": str(hidden), "heads": str(heads)}
-        run = run_of(gpt(sizes, row["S"], PADDED_VOCAB, row["dropout"]), row["S"], "bf16")
+        sizes = dict(zip(("layers", "hidden", "heads"), SIZES[row["model"]], strict=True))
+        run = gpt({**sizes, "seq": row["S"], "vocab": PADDED_VOCAB}, "bf16", row["dropout"])
         layout = PlannedLayout(micro_batch=row["micro-batch"], global_batch=row["micro-batch"])
         software = Program(compiled=row["compiled"])
         words = f"{row['model']} S={row['S']} micro-batch {row['micro-batch']}"
         words += f"{' compiled' * row['compiled']}{' dropout' * bool(row['dropout'])}"
-        rows.append(Row(words, run, layout, software, OWN, CUDNN, row["step ms"] / 1e3))
-    return rows
+        yield Row(words, run, layout, software, OWN, CUDNN, row["step ms"] / 1e3)
 
 
 TABLES = {
@@ -711,10 +621,10 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true", help="fit the constants anew")
     arguments = parser.parse_args()
     saved = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
-    constants = fit(sc21()) if arguments.fit or "constants" not in saved else saved["constants"]
+    constants = fit(list(sc21())) if arguments.fit or "constants" not in saved else saved["constants"]
     results = {"constants": constants}
     for name, (title, rows_of) in TABLES.items():
-        results[name] = result(rows_of(), constants)
+        results[name] = result(list(rows_of()), constants)
         print(title)
         for row in results[name]["rows"]:
             measured = f"{row['measured_s']:8.3f} s {row['error']:+.1%}"
