@@ -257,8 +257,6 @@ def hardware_of_this(
         efficiency=EfficiencyConfig(
             matmul=figures(min(measured["products"] / 1e12 / known[main], 1.0)),
             matmul_half=0.0,  # the median of usual sizes stands for all
-            matmul_least=min(min(size) for size in workload.products),
-            matmul_most=max(max(size) for size in workload.products),
             attention=0.33,  # of the rate of products: about what fused kernels reach, forward and backward
             memory=1.0,
             network=1.0,

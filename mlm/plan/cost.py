@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import folds_tp
@@ -23,7 +24,7 @@ from mlm.plan.layer_counts import LayerCounts
 from mlm.plan.layout import BOTH, FIRST, LAST, PlannedLayout, split_of_state
 from mlm.plan.memory import homes_of
 from mlm.plan.schedule import pipeline_time
-from mlm.plan.trace import Attention, Message, Product, Work
+from mlm.plan.trace import Attention, Message, Place, Product, Work
 
 COMPUTED = ("matmul", "attention", "elementwise", "tp", "cp", "ep")
 """Parts of a pass: kernels, and communication by axis that no computation hides."""
@@ -33,6 +34,7 @@ ENDS = {FIRST: (EMBEDDING,), LAST: (VOCABULARY,), BOTH: (EMBEDDING, VOCABULARY)}
 """Homes of the time of an end of the model."""
 Times = tuple[float, ...]
 """Seconds by COMPUTED."""
+NOTHING: Times = (0.0,) * len(COMPUTED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,30 +58,21 @@ class Software:
     """Gathers of sharded weights in a backward pass; more where recomputation frees them again."""
 
 
-RING_HOP_S, NETWORK_HOP_S = 3.4e-6, 14e-6
-"""Seconds of a hop of NCCL's rings over NVLink, and over a network (src/graph/tuning.cc, protocol Simple)."""
-POSTS = 3
-"""Times that a host posts to the network in each hop of a ring over several nodes (the same)."""
+RING_HOP_S, NETWORK_HOP_S, POSTS = 3.4e-6, 14e-6, 3
+"""Seconds of a hop of NCCL's rings over NVLink, and over a network, and times that a host posts to the
+network in each hop of a ring over several nodes (src/graph/tuning.cc, protocol Simple)."""
 MESSAGE_SMS = 16
 """Multiprocessors that a message takes from kernels beside it: NCCL's channels over eight links, one each
 (github.com/NVIDIA/nccl, issues 1041 and 1656)."""
-MLM = Software()
-"""This toolkit on GPUs."""
-MLM_ON_CPU = Software(compiled=False, overlaps=False, overlaps_dp=False)
-"""This toolkit on CPUs."""
+MLM, MLM_ON_CPU = Software(), Software(compiled=False, overlaps=False, overlaps_dp=False)
+"""This toolkit on GPUs, and on CPUs."""
 
 
-@dataclass(frozen=True, slots=True)
-class HomeTime:
+class HomeTime(NamedTuple):
     """A layer, or an end of the model, on one micro-batch."""
 
     forward: Times
     backward: Times
-
-    @property
-    def weight_gradient(self) -> float:
-        """Part of backward that a zero-bubble schedule puts off: of two equal products, the weight's."""
-        return self.backward[0] / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +84,6 @@ class StepTime:
     """Seconds by PARTS; they sum to `total`."""
     bubble: float
     """Idle over ideal time."""
-    unmeasured: float
-    """Share of the layers' products, by time, of sizes on which the efficiency was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +104,7 @@ class CostModel:
     """Times of layouts of one run on a number of devices."""
 
     def __init__(
-        self,
-        counts: LayerCounts,
-        hardware: HardwareConfig,
-        gpus: int,
-        software: Software | None = None,
+        self, counts: LayerCounts, hardware: HardwareConfig, gpus: int, software: Software | None = None
     ) -> None:
         self.counts, self.hardware, self.gpus = counts, hardware, gpus
         self.run, dtype = counts.run, counts.run.precision.dtype
@@ -130,9 +117,9 @@ class CostModel:
         self.peak = hardware.peak(half)
         self.message_share = MESSAGE_SMS / (hardware.multiprocessors or math.inf)
         self.bandwidth = hardware.memory_gbps * 1e9 * hardware.efficiency.memory
-        self.home_times, self.stage_times = cache(self._home_times), cache(self._stage_times)
-        self.updates, self.elements = cache(self._update), cache(self._elements)
-        self.unmeasured_share = cache(self._unmeasured_share)
+        self.prices, self.home_times = cache(self._prices), cache(self._home_times)
+        self.stage_times, self.updates = cache(self._stage_times), cache(self._update)
+        self.elements = cache(self._elements)
 
     # -- kernels and messages
 
@@ -246,26 +233,26 @@ class CostModel:
         seconds["elementwise"] = self.traffic(work, fused=fused)
         return tuple(seconds.values())
 
-    def homes(self, layout: PlannedLayout) -> dict[str, HomeTime]:
-        """Passes of each home on a micro-batch of a layout, what is recomputed in backward."""
-        return self.home_times(layout.split, layout.micro_batch)
+    def _prices(self, split: ParallelConfig) -> list[dict[Place, Times]]:
+        """Times by phase and home, of one sample and of two."""
+        return [
+            {
+                place: self.price(work, split, fused=self.software.compiled)
+                for place, work in count.work.items()
+            }
+            for count in self.counts.counts(split).passes
+        ]
 
     def _home_times(self, split: ParallelConfig, micro_batch: int) -> dict[str, HomeTime]:
+        """Passes of each home on a micro-batch, what is recomputed in backward."""
         layout, recompute, homes = split, split.recompute, dict[str, HomeTime]()
         if recompute in ("full", "budget") or (recompute == "selective" and self.counts.device == "gpu"):
             split = replace(split, recompute="none")  # a layer's forward pass once more; nothing
-        one, two = self.counts.counts(split).passes
-        for home in one.saved_bytes:
-            times = list[Times]()
-            for phase in (FORWARD, BACKWARD):
-                a, b = (
-                    self.price(count.work.get((phase, home), Work()), split, fused=self.software.compiled)
-                    for count in (one, two)
-                )
-                times.append(
-                    tuple(max(x + (micro_batch - 1) * (y - x), 0.0) for x, y in zip(a, b, strict=True))
-                )
-            forward, backward = times
+        (one, two), more = self.prices(split), micro_batch - 1
+        for home in self.counts.counts(split).passes[0].saved_bytes:
+            places = (FORWARD, home), (BACKWARD, home)
+            pairs = (zip(one.get(place, NOTHING), two.get(place, NOTHING), strict=True) for place in places)
+            forward, backward = (tuple(max(x + more * (y - x), 0.0) for x, y in pair) for pair in pairs)
             if home.isdigit():
                 backward = tuple(map(sum, zip(backward, self.repeated(forward, layout), strict=True)))
             homes[home] = HomeTime(forward, backward)
@@ -298,8 +285,9 @@ class CostModel:
             added = addition_s * sum(
                 shard.size for shard in self.counts.state(split, home) if shard.is_trained
             )
-            forward, backward = (sum(sum(getattr(x, n)) for x in parts) for n in ("forward", "backward"))
-            return forward, backward + added, sum(x.weight_gradient for x in parts) + added
+            forward, backward = (sum(map(sum, passes)) for passes in zip(*parts, strict=True))
+            # Of a layer's two equal products in backward, a zero-bubble schedule puts the weight's off.
+            return forward, backward + added, sum(x.backward[0] / 2 for x in parts) + added
 
         costs = []
         for n in range(p * v):
@@ -333,22 +321,7 @@ class CostModel:
         parts["dp"], parts["optimizer"] = reduction + gathers, optimizer
         parts["bubble"] = max(elapsed - busy - parts["pp"], 0.0)
         total = elapsed + reduction + gathers + optimizer
-        unmeasured = self.unmeasured_share(layout.split, layout.micro_batch)
-        return StepTime(total, parts, elapsed / busy - 1, unmeasured)
-
-    def _unmeasured_share(self, split: ParallelConfig, micro_batch: int) -> float:
-        known, more = self.hardware.efficiency, micro_batch - 1
-        if known.matmul_least is None or known.matmul_most is None:
-            return 0.0
-        (one, two), seconds = self.counts.counts(replace(split, recompute="none")).passes, [0.0, 0.0]
-        for place, work in one.work.items():
-            layers = sum(str(kind) == place[1] for kind in self.counts.kinds)
-            for a, b in zip(work.events, two.work[place].events, strict=False):
-                if layers and isinstance(a, Product) and isinstance(b, Product):
-                    p = a._replace(**{x: y + more * (getattr(b, x) - y) for x, y in a._asdict().items()})
-                    is_outside = min(p[1:4]) < known.matmul_least or max(p[1:4]) > known.matmul_most
-                    seconds[is_outside] += layers * self.product(p)
-        return seconds[True] / (sum(seconds) or 1.0)
+        return StepTime(total, parts, elapsed / busy - 1)
 
     def bound(self, layout: PlannedLayout) -> float:
         """A time that no step of this layout is below: the last rank's work, and the pipeline's two ramps."""
@@ -446,7 +419,8 @@ class CostModel:
 
     def _parts(self, layout: PlannedLayout, busy: float) -> dict[str, float]:
         """Computation and exposed communication of the modules, of an average pipeline rank."""
-        homes, m, p = self.homes(layout), layout.micro_batches, layout.pp
+        homes = self.home_times(layout.split, layout.micro_batch)
+        m, p = layout.micro_batches, layout.pp
         parts = dict.fromkeys(PARTS, 0.0)
         for home, count in Counter(map(str, self.counts.kinds)).items():
             time, repeated = homes[home], self.repeated(homes[home].forward, layout)
@@ -454,8 +428,7 @@ class CostModel:
                 parts[name] += m / p * count * (f + b - r)
             parts["recompute"] += m / p * count * sum(repeated)
         for home in (EMBEDDING, VOCABULARY):
-            passes = (homes[home].forward, homes[home].backward)
-            for name, seconds in zip(COMPUTED, map(sum, zip(*passes, strict=True)), strict=True):
+            for name, seconds in zip(COMPUTED, map(sum, zip(*homes[home], strict=True)), strict=True):
                 parts[name if home == EMBEDDING or name in COMPUTED[3:] else "vocabulary"] += m / p * seconds
         parts["elementwise"] += busy - sum(parts.values())  # additions of gradients
         return parts

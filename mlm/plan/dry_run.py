@@ -29,10 +29,7 @@ PROCESS = 390_000_000
 
 
 def run(config: PlanDryRunConfig) -> DryRun:
-    """Run the rank's step, print what it counted, write `out` where it is given.
-
-    Raises UserError if `out` cannot be written.
-    """
+    """Run the rank's step, print what it counted, and write `out`."""
     screen = console()
     for name in ("torch.distributed", "torch.nn.parallel"):  # advice for real groups
         logging.getLogger(name).setLevel(logging.ERROR)

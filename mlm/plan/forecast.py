@@ -16,30 +16,21 @@ from mlm.util.system import host_memory
 log = logging.getLogger(__name__)
 
 
-def lines(config: PretrainConfig, ranks: int) -> list[str]:
-    """Lines to print; empty where nothing can be said. Never raises: a forecast must not be in the way."""
+def of_run(config: PretrainConfig, ranks: int) -> tuple[list[str], Predicted | None]:
+    """Lines to print, and the forecast as a run's summary shows it; none where nothing can be said.
+
+    Never raises: a forecast must not be in the way.
+    """
     try:
         if most := most_of_small(config, ranks):
-            return [f"needs {gib(most)} at most; this host has {gib(host_memory())}"]
+            return [f"needs {gib(most)} at most; this host has {gib(host_memory())}"], None
         from mlm.plan import run_forecast
 
-        return run_forecast.summary(run_forecast.forecast(config, ranks))
+        found = run_forecast.forecast(config, ranks)
+        return run_forecast.summary(found), found.predicted
     except Exception as error:
         log.debug("no forecast: %r", error)
-        return []
-
-
-def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
-    """The forecast as a run's summary shows it; None without one, and of a small run. Never raises."""
-    try:
-        if most_of_small(config, ranks):
-            return None
-        from mlm.plan import run_forecast
-
-        return run_forecast.forecast(config, ranks).predicted
-    except Exception as error:
-        log.debug("no forecast: %r", error)
-        return None
+        return [], None
 
 
 def most_of_small(config: PretrainConfig, ranks: int) -> float:

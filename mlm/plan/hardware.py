@@ -46,10 +46,6 @@ class EfficiencyConfig:
     """Share of the peak that a very large matrix product reaches."""
     matmul_half: Annotated[float, NOT_NEGATIVE] = 100.0
     """Size of one dimension of a product at which half of that is left: each counts x / (x + matmul_half)."""
-    matmul_least: Annotated[float | None, POSITIVE] = None
-    """Least dimension of the products that these two were measured on; null where it is not known."""
-    matmul_most: Annotated[float | None, POSITIVE] = None
-    """The largest one."""
     attention: Annotated[float, PROBABILITY] = 0.4
     """Share of the peak that fused attention reaches, forward and backward."""
     memory: Annotated[float, PROBABILITY] = 0.8

@@ -40,10 +40,7 @@ PLAN_KEYS |= {key.partition(".")[0] for key in leaves(PlanLayoutsConfig).keys() 
 
 
 def run(config: PlanLayoutsConfig) -> SearchResult:
-    """Print the best layouts, write `out` where it is given, and return the result of the search.
-
-    Raises UserError if no layout fits, or if `out` cannot be written.
-    """
+    """Print the best layouts and write `out`. Raises UserError if none fits."""
 
     def share(gpus: int) -> float:
         progress = goodput(config.failures, gpus)
@@ -80,8 +77,8 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
         failure, interval = map(format_seconds, (progress.failure_s, progress.interval_s))
         line = f"goodput {progress.share:.1%}: a failure every {failure}, a checkpoint every {interval}"
         screen.print(f"{line}; days and price include it")
-    _, assumed = time_range(query.hardware, query.run.model, best.layout.gpus, best.step.unmeasured)
-    notes = [*time_caution(assumed), *node_cautions(query.hardware, best.layout)]
+    _, rests = time_range(query.hardware, query.run.model, best.layout.gpus)
+    notes = [time_caution(rests), *node_cautions(query.hardware, best.layout)]
     for line in notes:
         screen.print(line)
     screen.print(f"\n{command_line(config, best.layout)}")
@@ -137,10 +134,7 @@ def footnote(result: SearchResult, goal: str) -> str:
 
 
 def compare(config: PlanCompareConfig) -> tuple[LayoutForecast, LayoutForecast]:
-    """Print both layouts and their difference, write `out` where it is given, and return the forecasts.
-
-    Raises UserError if `out` cannot be written.
-    """
+    """Print both layouts and their difference, and write `out`."""
     screen, queries, forecasts, rows = wide_screen(), list[Query](), list[LayoutForecast](), []
     batch = config.train.global_batch_size
     for label in (config.a, config.b):
@@ -160,8 +154,8 @@ def compare(config: PlanCompareConfig) -> tuple[LayoutForecast, LayoutForecast]:
     show_table(screen, "", ("", "A#", "B#", "B - A#"), cells)
     reasons = dict[str, None]()
     for name, query, forecast in zip("AB", queries, forecasts, strict=True):
-        shares, assumed = time_range(query.hardware, config.model, query.gpus, forecast.step.unmeasured)
-        reasons |= dict.fromkeys(assumed)
+        shares, rests = time_range(query.hardware, config.model, query.gpus)
+        reasons |= dict.fromkeys(rests)
         took = spread(forecast.step.total, shares, format_seconds)
         needs = fit(forecast.memory.total, query.memory_bytes)
         screen.print(
@@ -169,17 +163,13 @@ def compare(config: PlanCompareConfig) -> tuple[LayoutForecast, LayoutForecast]:
         )
     ratio, gpus = b.step.total / a.step.total, b.layout.gpus / a.layout.gpus
     screen.print(f"B takes {ratio:.3g} times the time of A and {ratio * gpus:.3g} times its GPU-hours")
-    for line in time_caution(reasons):
-        screen.print(line)
+    screen.print(time_caution(reasons))
     write_rows(config, "compare", {"layouts": rows}, screen)
     return a, b
 
 
 def memory(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:
-    """Print the memory of some ranks, write `out` where it is given, and return it by rank.
-
-    Raises UserError if `out` cannot be written.
-    """
+    """Print the memory of some ranks and write `out`; return it by rank."""
     screen, seq = wide_screen(), config.data.seq_length
     layout = PlannedLayout.of(config, config.parallel.dp or 1)
     query = Query(run=config, hardware=config.hardware, gpus=layout.gpus)

@@ -22,8 +22,6 @@ from mlm.util.terminal import add_row, console, table
 
 HOUR, DAY = 3600.0, 86400.0
 WIDTH = 100  # columns of the widest table
-MOST_UNMEASURED = 0.1
-"""Share of the products' time that may be of sizes that were not measured."""
 UNCOMPARED = (0.91, 1.47)
 """Shares of the predicted time between which nine tenths of published steps were: of what is like none."""
 Range = tuple[float, float]
@@ -47,7 +45,7 @@ def as_row(
     counted, rate = (query.run.model, seq, batch), batch * seq / seconds
     per_gpu = 1 / (seconds * layout.gpus * 1e12)
     model = model_flops(*counted, layout.tp) * per_gpu
-    low, high = time_range(query.hardware, query.run.model, layout.gpus, step.unmeasured)[0]
+    low, high = time_range(query.hardware, query.run.model, layout.gpus)[0]
     length = None if tokens is None else tokens / rate / share
     sizes = ("micro_batch", "global_batch")
     settings = {name: getattr(layout, name) for name in DEFAULTS if name not in sizes}
@@ -80,10 +78,7 @@ def memory_row(memory: DeviceMemory) -> Row:
 
 
 def write_rows(config: PlannedRunConfig, command: str, facts: Mapping[str, Any], screen: Console) -> None:
-    """Write the rows of a command where `out` is given: the last of `facts`, as a .csv, or all as JSON.
-
-    Raises UserError if it cannot be written.
-    """
+    """Write the rows of a command where `out` is given: the last of `facts`, as a .csv, or all as JSON."""
     *_, rows = facts.values()
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]))
@@ -105,40 +100,26 @@ def fit(needed: float, capacity: float) -> str:
     return f"needs {gib(needed)} of {gib(capacity)}: {words}"
 
 
-def time_range(
-    hardware: HardwareConfig, model: ModelConfig, gpus: int, unmeasured: float = 0.0
-) -> tuple[Range, list[str]]:
-    """Range of a step's time, as shares of it, and what it rests on that was not measured; 1 if all was.
-
-    `unmeasured` is that of `StepTime`.
-    """
-    assumed = []
-    if not hardware.is_calibrated:
-        assumed.append("constants of other programs (`mlm plan calibrate` measures this one's)")
-    elif gpus > hardware.devices_per_node and hardware.network_is_assumed:
-        assumed.append("links between nodes that were not measured")
-    if hardware.is_calibrated and unmeasured > MOST_UNMEASURED:
-        assumed.append("the efficiency of matrix products of other sizes than were measured")
+def time_range(hardware: HardwareConfig, model: ModelConfig, gpus: int) -> tuple[Range, list[str]]:
+    """Range of a step's time, as shares of it, and what it rests on."""
+    constants = "constants of other programs (`mlm plan calibrate` measures this one's)"
+    rests = ["this machine's rate at usual sizes" if hardware.is_calibrated else constants]
+    if hardware.network_is_assumed and gpus > hardware.devices_per_node:
+        rests.append("links between nodes that were not measured")
     if architecture_of(model).experts:
-        assumed.append("even loads of experts")
-    if not assumed:
-        return (1.0, 1.0), assumed
-    compared = not (hardware.is_calibrated or architecture_of(model).experts)
-    return ((hardware.time_low, hardware.time_high) if compared else UNCOMPARED), assumed
+        rests.append("even loads of experts")
+    return ((hardware.time_low, hardware.time_high) if len(rests) == 1 else UNCOMPARED), rests
 
 
-def time_caution(assumed: Iterable[str]) -> list[str]:
-    """A line on what times rest on that was not measured."""
-    reasons = " and ".join(assumed)
+def time_caution(rests: Iterable[str]) -> str:
+    """A line on what times rest on."""
     caution = "times are ranges that held four of five published runs, and speeds are the prediction's"
-    return [f"{caution}: they rest on {reasons}"] if reasons else []
+    return f"{caution}: they rest on {' and '.join(rests)}"
 
 
 def spread(value: float, shares: Range, form: Callable[[float], str]) -> str:
-    """`226-319 ms`: the range of a value between these shares of it; the value alone if both are 1."""
+    """`226-319 ms`: the range of a value between these shares of it."""
     low, high = (form(value * share) for share in shares)
-    if low == high:
-        return low
     number, _, unit = low.partition(" ")
     return f"{number if high.endswith(f' {unit}') else low}-{high}"
 

@@ -108,10 +108,10 @@ def summary(run: Forecast) -> list[str]:
         words = f"needs {gib(run.memory)} of {gib(capacity)} per GPU"
     if run.step is not None and run.mfu is not None:
         name = f"{hardware.name}, {ranks} ranks" if ranks > 1 else hardware.name
-        shares, assumed = time_range(hardware, run.query.run.model, ranks, run.step.unmeasured)
+        shares, rests = time_range(hardware, run.query.run.model, ranks)
         step = spread(run.step.total, shares, format_seconds)
         mfu = spread(run.mfu, (1 / shares[1], 1 / shares[0]), "{:.0%}".format)
-        words += f"; {step} a step and {mfu} MFU expected ({'; '.join([name, *assumed])})"
+        words += f"; {step} a step and {mfu} MFU expected ({'; '.join([name, *rests])})"
     if run.memory <= capacity:
         return [words]
     command = f"`mlm plan layouts gpus={ranks}` finds layouts that fit"

@@ -28,10 +28,7 @@ LEAST_SIMULATED = 512
 
 
 def run(config: PlanScheduleConfig) -> Plan:
-    """Print the schedule and its numbers, write `out` where it is given, and return the plan.
-
-    Raises UserError if `out` cannot be written.
-    """
+    """Print the schedule and its numbers and write `out`; return the plan."""
     plan, screen = simulate(config), console()
     name = {"1f1b": "1F1B", "gpipe": "GPipe", "zb_h1": "ZB-H1"}[config.pipeline]
     name = f"interleaved {name}" if config.vp > 1 else name

@@ -40,7 +40,6 @@ def test_hardware_has_the_measured_constants() -> None:
     assert (hardware.peak_tflops.fp32, hardware.peak_tflops.bf16) == (0.05, 0.2)
     efficiency = hardware.efficiency
     assert (efficiency.matmul, efficiency.matmul_half) == (0.8, 0)
-    assert (efficiency.matmul_least, efficiency.matmul_most) == (16, 64)
     assert (hardware.memory_gbps, efficiency.memory) == (20, 1)
     assert (hardware.node_gbps, hardware.node_latency_us) == (3, 50)
     assert (hardware.network_gbps, hardware.network_latency_us, hardware.network_is_assumed) == (3, 50, True)

@@ -120,7 +120,7 @@ def test_a_bound_is_below_the_time_and_parts_sum_to_it(layout: PlannedLayout) ->
 def test_full_recomputation_is_another_forward_pass_of_each_layer() -> None:
     model, plain = cost(), PlannedLayout(tp=4, micro_batch=4, global_batch=16)
     once, twice = model.step(plain), model.step(replace(plain, recompute="full"))
-    forward = sum(model.homes(plain)["0"].forward)
+    forward = sum(model.home_times(plain.split, plain.micro_batch)["0"].forward)
     assert twice.total - once.total == pytest.approx(4 * MODEL.num_layers * forward)
     assert twice.parts["recompute"] == pytest.approx(4 * MODEL.num_layers * forward)
 
@@ -184,24 +184,6 @@ def test_communication_across_nodes_shares_their_network() -> None:
     assert cost(24).link(6, 1)[0] == pytest.approx(50 * share)  # every other tp=6 lies across two nodes
     assert cost(6).link(6, 1)[0] == pytest.approx(300 * share)
     assert one_each.link(2, 1)[0] == pytest.approx(25 * share)
-
-
-@pytest.mark.parametrize(
-    ("least", "most", "micro_batch", "tp", "share"),
-    [
-        (None, None, 1, 1, 0.0),
-        (1024, 8192, 1, 1, 0.0),
-        (1024, 8192, 16, 1, 1.0),  # 16,384 rows
-        (1024, 8192, 1, 4, 1 / 12),  # the heads of a rank, of which H^2 of the layer's 12 H^2 read
-        (1024, 8191, 1, 1, 2 / 3),  # products of the MLP, of 24 H^2
-    ],
-)
-def test_products_of_sizes_that_were_not_measured_are_told(
-    least: float | None, most: float | None, micro_batch: int, tp: int, share: float
-) -> None:
-    constants = replace(hardware().efficiency, matmul_least=least, matmul_most=most, matmul_half=0.0)
-    layout = PlannedLayout(tp=tp, micro_batch=micro_batch, global_batch=micro_batch)
-    assert cost(efficiency=constants).step(layout).unmeasured == pytest.approx(share, abs=0.02)
 
 
 def test_what_is_computed_between_start_and_wait_hides_a_message() -> None:

@@ -13,7 +13,7 @@ from mlm.models.shape import count_parameters
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan import forecast as module
 from mlm.plan import run_forecast
-from mlm.plan.forecast import lines, most_of_small
+from mlm.plan.forecast import most_of_small, of_run
 from mlm.plan.hardware import GIB, preset
 from mlm.plan.report import UNCOMPARED, format_seconds, spread, time_range
 from mlm.plan.run_forecast import Forecast, forecast, summary
@@ -53,25 +53,20 @@ def test_the_line_names_memory_and_mfu_of_the_layout() -> None:
     )
 
 
-def test_what_was_not_measured_makes_ranges() -> None:
+def test_times_are_ranges_that_are_wider_where_nothing_was_compared() -> None:
     """By the quantiles of published runs; nothing was compared of links and loads of experts."""
     dense, experts = (config_of(f"model={name}").model for name in ("gpt2_8b", "mixtral_8x7b"))
     measured = replace(A100, is_calibrated=True)
-    exact = ((1.0, 1.0), [])
+    usual = ((0.92, 1.33), ["this machine's rate at usual sizes"])
     assert time_range(A100, dense, 8)[0] == (0.92, 1.33)
-    assert time_range(measured, dense, 512) == exact
+    assert time_range(measured, dense, 512) == usual
     one_node = replace(measured, network_is_assumed=True)
-    assert time_range(one_node, dense, 8) == exact
+    assert time_range(one_node, dense, 8) == usual
     assert time_range(one_node, dense, 16)[0] == UNCOMPARED
-    assert time_range(measured, dense, 8, 0.05) == exact
-    (unmeasured,) = time_range(measured, dense, 8, 0.2)[1]
-    assert unmeasured.startswith("the efficiency of matrix products of other sizes")
-    assert time_range(measured, experts, 8) == (UNCOMPARED, ["even loads of experts"])
-    assert len(time_range(A100, experts, 8)[1]) == 2
+    assert time_range(measured, experts, 8) == (UNCOMPARED, [*usual[1], "even loads of experts"])
     assert spread(2.0, (0.8, 1.54), format_seconds) == "1.6-3.08 s"
     assert spread(0.9, (0.8, 1.25), format_seconds) == "720 ms-1.12 s"
     assert spread(0.4, (0.8, 1.25), "{:.0%}".format) == "32%-50%"
-    assert spread(2.0, (1.0, 1.0), format_seconds) == "2 s"
 
 
 def test_a_layout_that_does_not_fit_names_the_command_that_finds_others() -> None:
@@ -90,7 +85,7 @@ def test_a_forecast_of_a_trillion_parameters_takes_seconds(
     monkeypatch.setattr(run_forecast, "hardware_here", lambda *_: hardware)
     assert family_of(config.model.kind).causal  # the run imports its family anyway
     begin = time.process_time()
-    found = lines(config, 3072)
+    found, _ = of_run(config, 3072)
     assert time.process_time() - begin < 10
     assert len(found) == 2
 
@@ -98,12 +93,12 @@ def test_a_forecast_of_a_trillion_parameters_takes_seconds(
 def test_failures_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("pretrain", TINY)
     assert isinstance(config, PretrainConfig)
-    assert len(lines(config, 1)) == 1
+    assert len(of_run(config, 1)[0]) == 1
     own = replace(config, model=replace(config.model, kind="my_package.my_family:FAMILY"))
-    assert lines(own, 1) == []
+    assert of_run(own, 1) == ([], None)
     monkeypatch.setattr(run_forecast, "forecast", lambda *_, **__: 1 / 0)
     monkeypatch.setattr(module, "most_of_small", lambda *_: 0.0)
-    assert lines(config, 1) == []
+    assert of_run(config, 1) == ([], None)
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_a_comparison_says_what_either_time_rests_on(
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(measured))
     words = [*COMPARE[:3], "tp2 dp8", "tp2 dp4", f"hardware={tmp_path / 'mine.yaml'}"]
     assert main(words) == 0
-    assert "they rest on links between nodes that were not measured" in capsys.readouterr().out
+    assert "rate at usual sizes and links between nodes that were not measured" in capsys.readouterr().out
 
 
 def test_memory_of_both_ends_and_of_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

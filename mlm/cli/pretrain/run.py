@@ -90,7 +90,7 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> int:
         check_start(config.out, ctx)
         mirror = stack.enter_context(mirroring(config, ctx))
         if ctx.is_main:  # before memory is taken
-            for line in forecast.lines(config, ctx.world_size):
+            for line in forecast.of_run(config, ctx.world_size)[0]:
                 print(f"mlm pretrain: {line}", file=sys.stderr)
         trainer: Trainer[MicroBatch] = Trainer(config, ctx)
         if config.lora.rank:
@@ -437,7 +437,7 @@ def finish_directory(
             commands,
             header=rows,
             unit=family_of(config.model.kind).loss_unit,
-            predicted=forecast.predicted(config, trainer.ctx.world_size),
+            predicted=forecast.of_run(config, trainer.ctx.world_size)[1],
             failure=failure,
             checkpoint=[("newest good checkpoint", f"`{good}`" if good else "none"), *best],
         )
