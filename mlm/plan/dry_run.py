@@ -24,6 +24,7 @@ SCOPE = (
 CPU = torch.device("cpu")
 MESSAGE = Message._fields[:-1]
 """Fields of a message that its likes share."""
+MESSAGE_COLUMNS = ("axis", "operation", "count", "bytes", "ring_bytes_each")
 PROCESS = 390_000_000
 """Bytes of a process beside its tensors: interpreter and libraries, 0.30 GB, and 0.09 at their first use."""
 
@@ -87,19 +88,10 @@ def show(facts: dict[str, Any], screen: Screen) -> None:
     screen.print(f"one step: {steps}; {facts['attention']} attention\n")
     flops = [(name, n, f"{n / 1e12:,.3f}") for name, n in facts["flops"].items() if n]
     show_table(screen, "Matrix products of a step", ("", "FLOPs#", "TFLOPs#"), flops)
-    messages = [
-        (
-            *(
-                message["axis"],
-                message["operation"],
-                message["count"],
-                message["bytes"],
-                message["count"] * message["bytes"],
-            ),
-            f"{message['count'] * message['ring_bytes_each'] / 1e9:,.6g}",
-        )
-        for message in facts["communication"]
-    ]
+    messages = []
+    for message in facts["communication"]:
+        axis, operation, count, size, sent = (message[key] for key in MESSAGE_COLUMNS)
+        messages.append((axis, operation, count, size, count * size, f"{count * sent / 1e9:,.6g}"))
     columns = ("axis", "operation", "count#", "bytes each#", "bytes#", "GB sent in a ring#")
     show_table(screen, "Communication of a step", columns, messages)
     sizes = {**memory["parts"], "peak": memory["peak"]}
