@@ -98,19 +98,23 @@ class SelfAttention(nn.Module):
             attended = self.attend_cached(x, rotary, reading)
         else:
             qkv = self.project(x, rotary)  # [S, B, 3H/t]: all of S, also with sequence parallelism
-            if self.cp.size > 1:
-                assert self.causal
-                assert spans is None, "checked with the configuration"
-                attended = self._across_ranks(qkv, stream)
-            elif stream is None or self.dropout == 0:
-                attended = self._fused(qkv, 0.0, spans)
-            elif qkv.is_cpu:
-                attended = self._unfused(qkv, stream, spans)
-            else:
-                attended = self._with_drawn_masks(qkv, stream, spans)
-            attended = self.values(attended)
+            attended = self.values(self.attend(qkv, stream, spans, self.first_head))
         y: Tensor = self.out(attended)
         return y
+
+    def attend(
+        self, qkv: Tensor, stream: DropoutStream | None, spans: Spans | None, first_head: int
+    ) -> Tensor:
+        """Attention of heads `first_head` and on: `project`, or a part of it -> the input of `values`."""
+        if self.cp.size > 1:
+            assert self.causal
+            assert spans is None, "checked with the configuration"
+            return self._across_ranks(qkv, stream)
+        if stream is None or self.dropout == 0:
+            return self._fused(qkv, 0.0, spans)
+        if qkv.is_cpu:
+            return self._unfused(qkv, stream, spans, first_head)
+        return self._with_drawn_masks(qkv, stream, spans)
 
     @property
     def sink_logits(self) -> Tensor | None:
@@ -187,14 +191,14 @@ class SelfAttention(nn.Module):
             results.append(self._fused(part.contiguous(), self.dropout, spans))
         return results[0] if len(results) == 1 else torch.cat(results, dim=-1)
 
-    def _unfused(self, qkv: Tensor, stream: DropoutStream, spans: Spans | None) -> Tensor:
+    def _unfused(self, qkv: Tensor, stream: DropoutStream, spans: Spans | None, first_head: int) -> Tensor:
         """Attention with dropout on a CPU, for which PyTorch has no fused kernel."""
         drop = partial(
             stream.probabilities,
             p=self.dropout,
             site_key=self.dropout_keys[0],
             length=qkv.shape[0],
-            first_head=self.first_head,
+            first_head=first_head,
         )
 
         def attention(qkv: Tensor, bias: Tensor | None = None, causal: bool = True, **part: int) -> Tensor:

@@ -99,7 +99,7 @@ class Transformer(nn.Module):
         if stage.is_first or (stage.is_last and is_tied(config)):
             self.token = VocabParallelEmbedding(
                 config.vocab_size,
-                config.padded_vocab_size(tp.size),
+                config.padded_vocab_size(tp.parts),
                 h,
                 tp=tp,
                 sequence_parallel=self.sequence_parallel,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mlm.parallel.collectives import all_reduce
+from mlm.parallel.exact_gradients import gradient_square
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
 
@@ -25,14 +26,15 @@ def gradient_norm(shards: Sequence[ParameterShard], ctx: ParallelContext, prefix
     Gradients are already summed over dp and cp, whose ranks each hold all of them or, if sharded, some rows.
     Non-finite gradients make it non-finite.
     """
+    dtype = torch.float64 if shards[0].parameter.dtype == torch.float64 else torch.float32
+    if ctx.tp.exact_parts:
+        return gradient_square([s for s in shards if s.name.startswith(prefix)], ctx).sqrt().to(dtype)
     # alike on all ranks of a stage: each replica counts all, or each element has one owner among them
     spans = any(s.dp_slice is not None or s.replica_axis(ctx.replicas) is not ctx.replicas for s in shards)
     named = [s for s in shards if s.is_owner and s.name.startswith(prefix)]
     named = [s for s in named if not spans or s.is_stored(ctx.replicas)]
     owned = [s.parameter.grad for s in named if s.parameter.grad is not None]
-    first = shards[0].parameter
-    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-    square = sum_of_squares(owned, first.device).to(dtype)
+    square = sum_of_squares(owned, shards[0].parameter.device).to(dtype)
     if spans:
         all_reduce(square, ctx.replicas)
     return all_reduce(all_reduce(square, ctx.tp), ctx.pp).sqrt()

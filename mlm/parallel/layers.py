@@ -10,6 +10,7 @@ tp loads is saved by `save_checkpoint` of mlm/checkpoint/native/save_load.py, fr
 Shapes: S sequence, B micro-batch, I in, O out, H hidden, V padded vocabulary, t = tensor-parallel size.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -195,6 +196,10 @@ class VocabParallelEmbedding(TensorParallelLayer):
     """True if the loss may be computed by compiled passes (logits.py)."""
     softcap: float = 0.0
     """Bound of logits, softcap * tanh(logits / softcap); 0 for none."""
+    exact_loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    """The loss of hidden states, labels and scale in one order at every layout (exact_loss.py)."""
+    add_lookup: Callable[[Tensor], None] | None = None
+    """Receives the gradient of each lookup there (exact_gradients.py)."""
     device_type: str | None = None
     """Type of device whose sizes of chunks the loss takes; None for its tensors' own."""
     fuses_grad: bool = False

@@ -47,6 +47,13 @@ class Axis:
     """True if sums are made by sending each other whole tensors: between two ranks gloo's own are slower."""
     mailbox: Mailbox | None = field(default=None, compare=False)
     """Memory that two ranks of one host send each other messages through."""
+    exact_parts: int = 0
+    """Terms of each sum over what the axis splits, at every size of it (exact.py); 0: one for each rank."""
+
+    @property
+    def parts(self) -> int:
+        """Equal parts that any rank's share is a whole number of."""
+        return self.exact_parts or self.size
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ The sum, not the mean, is taken: the loss is already divided by the tokens of th
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -134,6 +135,12 @@ class ShardedReducer:
     def drop_gathered(self) -> None:
         for unit in (*self.units, self.root):
             unit.reshard()
+
+    def gathered_parameters(self) -> Iterator[Any]:
+        """FSDP2's parameters, whose gradients are those of full weights where passes do not reduce."""
+        for unit in (*self.units, self.root):
+            group = unit._get_fsdp_state()._fsdp_param_group
+            yield from () if group is None else group.fsdp_params
 
     def settle(self) -> None:
         assert not self._reduced, "the step's gradients are already reduced"

@@ -1,5 +1,6 @@
 """Checks of the settings of a training run."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from fnmatch import fnmatchcase
@@ -19,7 +20,14 @@ from mlm.launch.rules.checks import (
     lr_falls,
     problems_of,
 )
-from mlm.launch.rules.layout import SPLIT_RULES, TRAIN_RULES, Launch, LayoutValues, batch_quantum
+from mlm.launch.rules.layout import (
+    SPLIT_RULES,
+    TRAIN_RULES,
+    Launch,
+    LayoutValues,
+    batch_quantum,
+    num_replicas,
+)
 from mlm.launch.rules.nearest import layout_problems
 from mlm.models.config import KINDS, ModelConfig
 from mlm.models.family import (
@@ -223,6 +231,67 @@ def graphs_replay(config: PretrainConfig, _: Launch) -> Problem | None:
     return _conflict(config, "cuda_graphs", conflicts)
 
 
+EXACT_COVERS: dict[str, tuple[Any, ...]] = {
+    "model.kind": ("gpt2", "llama"),
+    "model.head": ("language_model",),
+    "model.options.num_experts": (None, 0),
+    "model.options.kv_lora_rank": (None, 0),
+    "model.options.logit_softcap": (None, 0),
+    "lora.rank": (0,),
+    "optimizer.kind": ("adamw",),
+    "cp": (1,),
+    "tp_overlap": (None, 1),
+    "recompute": ("none", "selective", "full"),
+    "compile": (None, False),
+    "cuda_graphs": (None, False),
+    "fuse_accumulation": (None, False),
+    "precision.dtype": ("bf16", "fp32", "fp64", "fp16", "tf32"),
+    "train.ramp_batch": (None,),
+    "train.sample_prompts": ((),),
+    "data.reset_attention": (False,),
+    "data.reset_positions": (False,),
+}
+"""Values with which exact=N makes all sums in one order."""
+
+
+def exact_covers(config: PretrainConfig, launch: Launch) -> Problem | None:
+    """The problem of what exact=N does not cover, or of sizes that its parts do not divide."""
+    exact, model, train, options = config.exact, config.model, config.train, config.model.options or {}
+    if not exact:
+        return None
+    values = values_of(config) | {f"model.options.{key}": value for key, value in options.items()}
+    for key, covered in EXACT_COVERS.items():
+        if values.get(key) not in covered:
+            typed = f"exact={exact} does not go with {key}={format_value(values[key])}"
+            return Problem(("exact", key), typed, f"use {key}={format_value(covered[0])} or exact=0")
+    parts, length = exact_parts(model, exact), config.data.seq_length
+    dp = num_replicas(config.parallel.replica, config.parallel.dp, launch)
+    elements = train.micro_batch_size * length * model.ffn_size // parts
+    for key, value, is_fit, fix in (
+        ("tp", config.parallel.tp, parts % config.parallel.tp == 0, f"a divisor of {parts}"),
+        ("dp", dp, exact % dp == 0, f"a divisor of {exact}"),
+        ("data.seq_length", length, length % parts == 0, f"a multiple of {parts}"),
+        # vectors are whole in any share of a tensor: the rest is computed otherwise, to another last bit
+        (
+            "model.hidden_size",
+            model.hidden_size,
+            model.hidden_size % (16 * exact) == 0,
+            f"a multiple of {16 * exact}",
+        ),
+        ("train.micro_batch_size", train.micro_batch_size, elements % 1024 == 0, "a larger power of two"),
+    ):
+        if not is_fit:
+            problem = f"exact={exact} does not go with {key}={value}"
+            return Problem(("exact", key), problem, f"use {fix} for it, or exact=0")
+    return None
+
+
+def exact_parts(model: ModelConfig, exact: int) -> int:
+    """Parts of which the sums over tp are made with exact=`exact`: what also divides heads and MLP."""
+    kv_heads = int((model.options or {}).get("num_kv_heads") or model.num_heads)
+    return math.gcd(exact, model.num_heads, kv_heads, model.ffn_size)
+
+
 def budget_is_compiled(config: Any, _: Launch) -> Problem | None:
     """The problem of recompute=budget where no graph of the compiler holds a whole layer."""
     parallel = config.parallel
@@ -343,6 +412,7 @@ SETTINGS_RULES = (
     _attention_serves,
     accumulation_fuses,
     graphs_replay,
+    exact_covers,
     budget_is_compiled,
     lambda config, _: context_problem(config.parallel.cp, config.model, config.data),
     _prompts_can_be_continued,

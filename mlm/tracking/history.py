@@ -63,9 +63,10 @@ class MetricsFile(Sink):
     def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
         self.append("scores", {"step": step, "split": split, **metrics, "is_best": is_best})
 
-    def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
+    def saved(self, step: int, path: Path, seconds: float, waited: float, digest: str | None = None) -> None:
         times = {"seconds": round(seconds, 3), "waited": round(waited, 3)}
-        self.append("saved", {"step": step, "path": str(path), **times})
+        shown = {} if digest is None else {"digest": digest}
+        self.append("saved", {"step": step, "path": str(path), **times, **shown})
 
     def save_failed(self, step: int, error: str) -> None:
         self.append("save_failed", {"step": step, "error": error})

@@ -96,8 +96,11 @@ class Sink:
     def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
         """Take the metrics of a task's split after `step`; `is_best` if they are the best so far."""
 
-    def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
-        """Take a checkpoint written in `seconds`, for `waited` of which training stood still."""
+    def saved(self, step: int, path: Path, seconds: float, waited: float, digest: str | None = None) -> None:
+        """Take a checkpoint written in `seconds`, for `waited` of which training stood still.
+
+        `digest` is that of its tensors, in a run with exact=N.
+        """
 
     def save_failed(self, step: int, error: str) -> None:
         """Take the error of a checkpoint that could not be written."""

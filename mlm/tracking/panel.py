@@ -91,8 +91,9 @@ class Display(Sink):
         with suppress(OSError, ValueError):  # its reader may be gone
             print(f"mlm: {text}", file=self.errors, flush=True)
 
-    def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
-        self.note(f"saved {path} ({seconds:.1f} s, training waited {waited:.1f} s)")
+    def saved(self, step: int, path: Path, seconds: float, waited: float, digest: str | None = None) -> None:
+        shown = "" if digest is None else f", {digest}"
+        self.note(f"saved {path} ({seconds:.1f} s, training waited {waited:.1f} s){shown}")
 
     def save_failed(self, step: int, error: str) -> None:
         more = ". Training continues; the next save is due as planned" if step < self.total_steps else ""

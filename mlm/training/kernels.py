@@ -129,6 +129,9 @@ def settle_kernels(
     `replicas` is dp; `one_shape` is True if all micro-batches have one shape.
     """
     on_gpu, parallel = device.type == "cuda", config.parallel
+    if config.exact:  # none of them sums in its order
+        parallel = replace(parallel, tp_overlap=1)
+        return replace(config, compile=False, cuda_graphs=False, fuse_accumulation=False, parallel=parallel)
     is_shipped = config.model.kind in KINDS and not config.lora.rank
     launch, train = Launch(None, None), config.train
     graphs, fuses, parts = config.cuda_graphs, config.fuse_accumulation, parallel.tp_overlap

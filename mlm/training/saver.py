@@ -19,11 +19,18 @@ from typing import Any
 
 import torch
 
+from mlm.checkpoint.native.compare import tensors_digest
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import CHECKPOINTS
 from mlm.checkpoint.native.retention import prune
 from mlm.checkpoint.native.run_state import Save
-from mlm.checkpoint.native.save_load import CheckpointError, TensorShard, save_checkpoint, stored_tensors
+from mlm.checkpoint.native.save_load import (
+    CheckpointError,
+    TensorShard,
+    read_manifest,
+    save_checkpoint,
+    stored_tensors,
+)
 from mlm.checkpoint.native.staging import StagedFile
 from mlm.parallel.mesh import host_group
 from mlm.parallel.watch import LostPeer, Watch
@@ -66,6 +73,8 @@ class PendingSave:
     seconds: float = 0.0
     """Seconds until it was written; 0 before."""
     path: Path | None = None
+    digest: str | None = None
+    """Of the tensors, in a run with exact=N."""
     error: BaseException | None = None
 
     def await_judgement(self) -> int | None:
@@ -199,7 +208,11 @@ class Saver(Observer):
         if pending.path is not None:
             self.trainer.ancestry = self.trainer.ancestry.after(Save(pending.step, pending.save_id))
             self.reporter.saved(
-                pending.step, pending.path, pending.seconds, min(pending.waited, pending.seconds)
+                pending.step,
+                pending.path,
+                pending.seconds,
+                min(pending.waited, pending.seconds),
+                pending.digest,
             )
             self.mirror(pending.path)
         elif isinstance(pending.error, CheckpointError):
@@ -260,6 +273,8 @@ class Saver(Observer):
                 staged=staged,
                 wrong_since=pending.await_judgement,
             )
+            if self.trainer.config.exact and ctx.is_main:
+                pending.digest = tensors_digest(pending.path, read_manifest(pending.path))
         except BaseException as error:
             pending.error = error
         finally:

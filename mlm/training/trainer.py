@@ -12,6 +12,7 @@ from mlm.data.blend_history import BlendSegments
 from mlm.data.sampler import Dataset, Loader, MicroBatch, Ranges, batch_at, first_of_step
 from mlm.models.backbone import Transformer
 from mlm.models.config import KINDS
+from mlm.models.exact import exact_axes, make_exact
 from mlm.models.family import Objective, family_of
 from mlm.models.shape import architecture_of, is_tied
 from mlm.models.stage import PipelineStage
@@ -23,6 +24,8 @@ from mlm.optim.schedule import learning_rate
 from mlm.parallel.collectives import Pending, all_reduce, start_all_reduce, to_device
 from mlm.parallel.context import local_positions
 from mlm.parallel.dropout import DropoutStream
+from mlm.parallel.exact import sum_over_ranks
+from mlm.parallel.exact_gradients import TreeReducer, leaf_order, tree_of_leaves
 from mlm.parallel.expert.router import Balance, routers
 from mlm.parallel.gradients import (
     build_reducer,
@@ -35,6 +38,7 @@ from mlm.parallel.mesh import CPU, ParallelContext
 from mlm.parallel.pipeline.engine import ChunkGradients, Reducer
 from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import DP_SLICES, ParameterShard, parameter_shards, shard_of
+from mlm.runs.checks import exact_parts
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import fill_eod_id
 from mlm.training.identity import RunAncestry
@@ -65,6 +69,8 @@ def build_model(
     choice = config.compile if config.lora.quantize == "none" else False
     is_compiled = should_compile(choice, device)
     for chunk in model.chunks:
+        if config.exact:
+            make_exact(chunk)
         init_parameters(chunk, config.seed, ctx.tp)
         compile_layers(
             chunk.layers.values(),
@@ -92,7 +98,7 @@ def fused_grad_embeddings(model: PipelinedModel) -> list[VocabParallelEmbedding]
     return [
         module
         for chunk in model.chunks
-        if chunk.stage.is_last and chunk.config.kind in KINDS
+        if not chunk.tp.exact_parts and chunk.stage.is_last and chunk.config.kind in KINDS
         for module in chunk.modules()
         if isinstance(module, VocabParallelEmbedding) and not hasattr(module, DP_SLICES)
     ]
@@ -138,6 +144,8 @@ class Trainer(Generic[B]):
         device: torch.device | None = None,
     ) -> None:
         self.config = config = replace(config, data=fill_eod_id(config.data))
+        if config.exact:
+            ctx = exact_axes(ctx, exact_parts(config.model, config.exact), config.exact)
         self.ctx = ctx
         one_shape = objective is None  # finetuning's texts differ in length
         kernel_device = device or ctx.device
@@ -205,6 +213,7 @@ class Trainer(Generic[B]):
                 keep_buffers=bool(config.cuda_graphs),
                 fuse_accumulation=bool(config.fuse_accumulation),
                 replicated=[p for p in chunk.parameters() if p.requires_grad] if trains_few else (),
+                exact=config.exact > 0,
             )
             for chunk in self.model.chunks
         ]
@@ -229,13 +238,22 @@ class Trainer(Generic[B]):
             tokens = sum(batch.tokens.numel() for batch in batches)  # that the model reads, padding included
             read = self._sum_over_dp(torch.tensor(tokens, dtype=torch.float64))
             self.balance.start(self.scaler.scale / read)
+        leaf = 0
+        if self.config.exact:
+            order, leaf = leaf_order(len(batches), self.ctx.dp)
+            batches = [batches[i] for i in order]
+            for reducer in self.reducers:
+                assert isinstance(reducer, TreeReducer)
+                reducer.expect(leaf)
         for reducer in self.reducers:
             reducer.start_step()
         with fuse_embedding_grad(self.fused_grad_embeddings):
             outputs = self.model.train(
                 batches, objective or self.objective, scale, self.dropout, self.gradients, self.observers
             )
-        total = torch.stack(outputs).sum(0) if outputs else torch.zeros_like(scale)
+        total = torch.zeros_like(scale)
+        if outputs:
+            total = tree_of_leaves(outputs, leaf) if leaf else torch.stack(outputs).sum(0)
         return total / self.scaler.scale
 
     def reduce_gradients(self) -> None:
@@ -244,7 +262,8 @@ class Trainer(Generic[B]):
             for gradients in self.gradients:
                 gradients.finish()
             self.balance.reduce()
-            sequence_parallel = self.model.chunks[0].sequence_parallel
+            # exact sums over tp are made in each backward pass
+            sequence_parallel = self.model.chunks[0].sequence_parallel and not self.config.exact
             sum_replicated_gradients(self.shards, self.ctx.tp, sequence_parallel=sequence_parallel)
             if self.ctx.tied.size > 1 and is_tied(self.config.model):
                 sum_tied_gradients(self.shards, self.ctx.tied)
@@ -349,7 +368,12 @@ class Trainer(Generic[B]):
 
     def mean_parts(self, outcome: StepOutcome) -> list[float]:
         """Means of the objective's metrics over the global batch. Collective; waits for the device."""
-        parts = all_reduce(all_reduce(outcome.parts.clone(), self.ctx.replicas), self.ctx.pp)
+        parts = outcome.parts.clone()
+        if self.config.exact:
+            parts = sum_over_ranks(parts, self.ctx.dp, nearest_first=False)
+        else:
+            all_reduce(parts, self.ctx.replicas)
+        parts = all_reduce(parts, self.ctx.pp)
         return list(parts.tolist())
 
     def mean_loss(self, outcome: StepOutcome) -> float:

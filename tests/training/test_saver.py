@@ -36,7 +36,7 @@ class Told:
         self.saved_steps: list[int] = []
         self.failures: list[tuple[int, str]] = []
 
-    def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
+    def saved(self, step: int, path: Path, seconds: float, waited: float, digest: str | None) -> None:
         assert path.is_dir()
         assert 0 <= waited <= seconds
         self.saved_steps.append(step)

@@ -1,5 +1,6 @@
 """Comparison of the tensors of two checkpoints, written by any layouts, in a memory of a few blocks."""
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -147,6 +148,21 @@ def _compare(first: Reader, second: Reader, name: str, progress: Advance) -> Ten
             scale = max(scale, _magnitude(b))
         progress(a.numel() * a.element_size())
     return TensorDifference(name, differing, prod(entry.shape), largest, scale)
+
+
+def tensors_digest(directory: Path, manifest: Manifest) -> str:
+    """SHA-256 of the tensors of a step-… directory, `sha256:<hex>`, whatever layout wrote them.
+
+    Of each in the order of names: its name, dtype and shape, and its bytes. Raises as `Reader`.
+    """
+    digest = hashlib.sha256()
+    with Reader(directory, manifest) as reader:
+        for name, entry in sorted(manifest.tensors.items()):
+            digest.update(f"{name} {DTYPE_NAMES[entry.dtype]} {list(entry.shape)}\n".encode())
+            for block in row_blocks(entry.shape, entry.dtype.itemsize):
+                content = reader.read(name, block).view(BITS[entry.dtype.itemsize])
+                digest.update(content.numpy().tobytes())
+    return f"sha256:{digest.hexdigest()}"
 
 
 def row_blocks(shape: Shape, itemsize: int) -> Iterator[Region]:

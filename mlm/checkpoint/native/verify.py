@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from mlm.checkpoint.native.compare import tensors_digest
 from mlm.checkpoint.native.folders import checkpoint_problem
 from mlm.checkpoint.native.format import MANIFEST, RESTORE, CheckpointError, Manifest, read_manifest
 from mlm.checkpoint.native.reader import CheckedFile, read_header
@@ -43,6 +44,8 @@ class Verified:
     problems: tuple[FileProblem, ...]
     loads: bool
     """True if all that is listed is present, bit for bit; other shards do not affect loading."""
+    exact: str | None = None
+    """Digest of the tensors of a run with exact=N, the same at every layout (`tensors_digest`)."""
 
     @property
     def whole(self) -> bool:
@@ -89,7 +92,10 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
         problems.append(
             FileProblem(f"../../{TOKENIZER_FILE}", _problem(tokenizer_path(directory), error).why)
         )
-    return Verified(directory, manifest, tuple(problems), loads)
+    config = manifest.state.get("config")
+    is_exact = loads and isinstance(config, dict) and bool(config.get("exact"))
+    digest = tensors_digest(directory, manifest) if is_exact else None
+    return Verified(directory, manifest, tuple(problems), loads, digest)
 
 
 def check_whole(directory: Path, progress: Callable[[int], None] = lambda count: None) -> None:

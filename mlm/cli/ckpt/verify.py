@@ -67,6 +67,7 @@ def checkpoint_record(result: Verified) -> dict[str, Any]:
         "files": manifest and len(manifest.files),
         "bytes": manifest and sum(file.bytes for file in manifest.files.values()),
         "digest": manifest and manifest.digest,
+        "exact": result.exact,
         "problems": [asdict(problem) for problem in result.problems],
     }
 
@@ -82,6 +83,7 @@ def print_results(ckpt: str, results: list[Verified]) -> None:
         first, *others = [f"{f.word}: {f.file}: {f.why}" for f in result.problems] or ["whole"]
         is_best = result.path.parent.parent.name == BEST
         add_row(rows, f"{BEST}: {result.path.name}" if is_best else result.path.name, *cells, first)
+        others += [] if result.exact is None else [result.exact]
         for line in others:
             add_row(rows, "", "", "", "", line)
     console().print(rows)

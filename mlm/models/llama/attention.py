@@ -135,9 +135,12 @@ class GroupedQueryAttention(SelfAttention):
             sequence_parallel=self.query.sequence_parallel,
             computes=(self.query.compute, self.kv.compute),
         )
-        q, kv = self.query.adapted(q, x), self.kv.adapted(kv, x)
+        return self.join(self.query.adapted(q, x), self.kv.adapted(kv, x), rotary)
+
+    def join(self, q: Tensor, kv: Tensor, rotary: Rotary | None) -> Tensor:
+        """Norm and rotate products of heads, all of this rank's or a part: the result of `project`."""
         q = q.unflatten(-1, (-1, self.head_dim))  # [S, B, n, D]
-        k, v = kv.unflatten(-1, (self.kv_heads, 2, self.head_dim)).unbind(3)  # each [S, B, k, D]
+        k, v = kv.unflatten(-1, (-1, 2, self.head_dim)).unbind(3)  # each [S, B, k, D]
         match self.query_norm, self.key_norm:
             case AllHeadsNorm() as query_norm, AllHeadsNorm() as key_norm:
                 q, k = self._norm_all_heads(q.flatten(2), k.flatten(2), query_norm, key_norm)

@@ -73,7 +73,7 @@ class Llama(GPT2):
         if config.head == "language_model" and not is_tied(config):
             self.output = VocabParallelEmbedding(
                 config.vocab_size,
-                config.padded_vocab_size(self.tp.size),
+                config.padded_vocab_size(self.tp.parts),
                 config.hidden_size,
                 tp=self.tp,
                 sequence_parallel=self.sequence_parallel,

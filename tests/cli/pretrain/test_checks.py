@@ -249,6 +249,39 @@ def test_attention_that_no_kernel_computes_is_a_mistake(overrides: list[str], pr
 
 
 @pytest.mark.parametrize(
+    ("other", "fix"),
+    [
+        ("model=bert_tiny", "model.kind=gpt2"),
+        ("optimizer.kind=muon", "optimizer.kind=adamw"),
+        ("cp=2", "cp=1"),
+        ("compile=true", "compile=null"),
+        ("train.ramp_batch=[8,8,100]", "train.ramp_batch=null"),
+    ],
+)
+def test_exact_names_the_setting_that_it_does_not_cover(other: str, fix: str) -> None:
+    problems = problems_of("exact=4", other)
+    assert any(p.startswith("exact=4 does not go with ") and f"use {fix} or exact=0" in p for p in problems)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (
+            ["exact=8"],
+            "exact=8 does not go with model.hidden_size=64; use a multiple of 128 for it, or exact=0",
+        ),
+        (["exact=2", "tp=4"], "exact=2 does not go with tp=4; use a divisor of 2 for it, or exact=0"),
+        (
+            ["exact=4", "dp=3", "train.global_batch_size=48"],
+            "exact=4 does not go with dp=3; use a divisor of 4 for it, or exact=0",
+        ),
+    ],
+)
+def test_exact_names_sizes_that_its_parts_do_not_divide(settings: list[str], problem: str) -> None:
+    assert problem in map(str, problems_of(*settings))
+
+
+@pytest.mark.parametrize(
     "switch, other, fix",
     thinned(
         [

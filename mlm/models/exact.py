@@ -1,0 +1,122 @@
+"""The modules of a model whose sums are made in one order at every layout (mlm/parallel/exact.py).
+
+A module that has no form here is an error: no bits are promised that were not thought of.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mlm.models.attention import SelfAttention
+from mlm.models.backbone import LearnedTable, Transformer
+from mlm.models.documents import Spans
+from mlm.models.gpt2.model import GPT2
+from mlm.models.llama.attention import GroupedQueryAttention
+from mlm.models.llama.gated import GatedMLP
+from mlm.models.llama.model import Llama, LlamaLayer
+from mlm.models.norms import LayerNorm, RMSNorm
+from mlm.models.rotary import Rotary
+from mlm.models.transformer import MLP, TransformerLayer
+from mlm.parallel.dropout import DropoutStream
+from mlm.parallel.exact import ColumnProducts, Lookup, Norm, Region, RowProducts
+from mlm.parallel.exact_loss import exact_cross_entropy
+from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from mlm.parallel.mesh import ParallelContext
+from mlm.util.errors import UserError
+
+
+def _column(layer: ColumnParallelLinear, region: Region, x: Tensor) -> tuple[Tensor, ...]:
+    return ColumnProducts.apply(x, layer.weight, layer.bias, region, layer.compute)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _row(layer: RowParallelLinear, region: Region, parts: tuple[Tensor, ...]) -> Any:
+    return RowProducts.apply(layer.weight, layer.bias, region, layer.compute, *parts)  # type: ignore[no-untyped-call]
+
+
+def _look_up(table: VocabParallelEmbedding, region: Region, tokens: Tensor) -> Tensor:
+    rows = tokens - table.first
+    is_foreign = (rows < 0) | (rows >= table.weight.shape[0])
+    y: Tensor = Lookup.apply(rows.masked_fill(is_foreign, 0), table.weight, table.add_lookup)  # type: ignore[no-untyped-call]
+    # of one number and zeros, so that any order of this sum will do; -0 becomes 0 on one rank, too
+    return table.reduce_output(y.masked_fill(is_foreign.unsqueeze(-1), 0.0) + 0.0)
+
+
+def _norm(norm: LayerNorm | RMSNorm, region: Region, x: Tensor) -> Any:
+    weight: Any = 1 + norm.weight if norm.zero_centered else norm.weight
+    bias = norm.bias if isinstance(norm, LayerNorm) else None
+    return Norm.apply(x, weight, bias, norm.eps, isinstance(norm, LayerNorm), region)  # type: ignore[no-untyped-call]
+
+
+def _mlp(mlp: MLP, region: Region, x: Tensor) -> Any:
+    return mlp.down(tuple(map(mlp.inner, mlp.up(x))))
+
+
+def _attention(
+    attention: SelfAttention,
+    region: Region,
+    x: Tensor,
+    stream: DropoutStream | None,
+    spans: Spans | None = None,
+    reading: None = None,
+    rotary: Rotary | None = None,
+) -> Any:
+    assert reading is None, "texts are continued by other models"
+    if isinstance(attention, GroupedQueryAttention):
+        pairs = zip(attention.query(x), attention.kv(x), strict=True)
+        parts = [attention.join(q, kv, rotary) for q, kv in pairs]
+    else:
+        parts = attention.qkv(x)
+    heads = attention.out.weight.shape[1] // attention.head_dim // len(parts)
+    firsts = range(attention.first_head, attention.first_head + heads * len(parts), heads)
+    return attention.out(
+        tuple(attention.attend(part, stream, spans, first) for part, first in zip(parts, firsts, strict=True))
+    )
+
+
+FORMS: dict[type[nn.Module], Any] = {
+    ColumnParallelLinear: _column,
+    RowParallelLinear: _row,
+    VocabParallelEmbedding: _look_up,
+    LayerNorm: _norm,
+    RMSNorm: _norm,
+    MLP: _mlp,
+    GatedMLP: _mlp,
+    SelfAttention: _attention,
+    GroupedQueryAttention: _attention,
+}
+"""`forward` of each type of module, after the module and its region."""
+PLAIN = (GPT2, Llama, TransformerLayer, LlamaLayer, LearnedTable, nn.ModuleDict, nn.Identity)
+"""Modules without sums that a layout changes."""
+
+
+def exact_axes(ctx: ParallelContext, parts: int, leaves: int) -> ParallelContext:
+    """The axes of a run whose sums over tp have `parts` terms, and over micro-batches up to `leaves`.
+
+    Raises UserError on a GPU, whose libraries nobody has asked whether they keep to it.
+    """
+    if ctx.device.type == "cuda":
+        raise UserError("exact: CPUs are covered, GPUs not yet; use dist.device=cpu or exact=0")
+    # kernels give each thread a part of a tensor, of whole vectors if there are 2^k of them
+    torch.set_num_threads(1 << (torch.get_num_threads().bit_length() - 1))
+    tp, dp = replace(ctx.tp, exact_parts=parts), replace(ctx.dp, exact_parts=leaves)
+    return replace(ctx, tp=tp, dp=dp)
+
+
+def make_exact(model: Transformer) -> None:
+    """Give the modules of a model their forms. Raises UserError for one without."""
+    region = Region(model.tp, model.sequence_parallel)
+    for name, module in model.named_modules():
+        if type(module) in FORMS:
+            module.forward = partial(FORMS[type(module)], module, region)
+        elif type(module) not in PLAIN:
+            kind = type(module).__name__
+            raise UserError(f"exact: {name} is a {kind}, whose sums have no order of their own; use exact=0")
+        if isinstance(
+            module, LearnedTable
+        ):  # ranks read different rows: their sums are of one number and zeros
+            module.is_partial = region.sequence_parallel  # type: ignore[assignment]
+        if isinstance(module, VocabParallelEmbedding):
+            module.exact_loss = partial(exact_cross_entropy, table=module, region=region)

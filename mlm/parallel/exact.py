@@ -1,0 +1,265 @@
+"""Sums in one order at every layout: training whose bits no degree of tp, pp, dp or zero changes (exact=8).
+
+A layout changes nothing but the order of sums. Here each sum over what a layout may split is a binary tree of
+`parts` terms, a power of two that tp and dp divide. A rank of t holds parts / t neighbouring terms: it adds
+its subtree, and the upper levels are sums of two ranks (`sum_over_ranks`), whose order does not matter. Each
+term comes from a call with the same shapes at every layout: a product of a layer is `parts` products, so that
+a library's choice of kernel cannot depend on the degree.
+
+Between the two layers of a split region activations are tuples of parts.
+
+Shapes: x [S, B, I] or [S/t, B, I], weight [O, I] or a rank's share, t = tensor-parallel size, n = parts / t.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mlm.parallel.collectives import (
+    all_reduce,
+    gather_rows,
+    reduce_scatter,
+    start_receive,
+    start_send,
+)
+from mlm.parallel.compute_state import ComputeState, DeferredWeightGrads, choose_copy
+from mlm.parallel.matmul import product, weight_gradient
+from mlm.parallel.mesh import Axis
+
+ROWS = 2048
+"""Rows of one product that sums over rows: of 8,192 in bfloat16 oneDNN splits the sum among four threads."""
+
+
+def tree_sum(terms: Sequence[Tensor]) -> Tensor:
+    """Return the sum of terms as a binary tree of neighbours. Overwrites them."""
+    while len(terms) > 1:
+        terms = [a.add_(b) for a, b in zip(terms[::2], terms[1::2], strict=True)]
+    return terms[0]
+
+
+def sum_over_ranks(x: Tensor, axis: Axis, *, nearest_first: bool = True) -> Tensor:
+    """Sum `x` over an axis in place by a tree, a level of pairs of ranks at a time; the sum on all of them.
+
+    The first level pairs neighbours, or with `nearest_first=False` ranks half the axis apart.
+    """
+    if axis.size <= 2:
+        return all_reduce(x, axis)
+    distances = [1 << level for level in range(axis.size.bit_length() - 1)]
+    for distance in distances if nearest_first else reversed(distances):
+        x.add_(_exchanged(x, axis, axis.rank ^ distance))
+    return x
+
+
+def scatter_over_ranks(x: Tensor, axis: Axis, *, nearest_first: bool = True) -> Tensor:
+    """The rows of this rank of `sum_over_ranks`: [n, …] -> [n/size, …]. Overwrites `x`."""
+    if axis.size <= 2:
+        return reduce_scatter(x, axis)
+    return sum_over_ranks(x, axis, nearest_first=nearest_first).chunk(axis.size)[axis.rank]
+
+
+def _exchanged(x: Tensor, axis: Axis, peer: int) -> Tensor:
+    """What rank `peer` of the axis passes to its call, for what this one does: of the same shape."""
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    receiving, sending = start_receive(received, axis, peer), start_send(x, axis, peer)
+    receiving.wait()
+    sending.wait()
+    return received
+
+
+@dataclass(frozen=True)
+class Region:
+    """How layers split over tp are computed."""
+
+    tp: Axis
+    sequence_parallel: bool
+
+    @property
+    def terms(self) -> int:
+        """Parts of this rank, n."""
+        return self.tp.parts // self.tp.size
+
+    def gather(self, x: Tensor) -> Tensor:
+        return gather_rows(x, self.tp) if self.sequence_parallel else x
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Sum this rank's subtree over tp: [S, …] -> [S, …], or this rank's rows of it. Overwrites `x`."""
+        return (scatter_over_ranks if self.sequence_parallel else sum_over_ranks)(x, self.tp)
+
+    def sum_rows(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Sum over sequence and samples, of all ranks' rows with sequence parallelism: [S, B, F] -> [F].
+
+        The tree is one of parts of the sequence, and in them of neighbouring rows.
+        """
+        parts = self.terms if self.sequence_parallel else self.tp.parts
+        rows = x.to(dtype).reshape(parts, -1, x.shape[-1])
+        while (count := rows.shape[1]) > 1:
+            even = count // 2 * 2
+            pairs = rows[:, 0:even:2] + rows[:, 1:even:2]
+            rows = pairs if even == count else torch.cat([pairs, rows[:, even:]], 1)
+        total = tree_sum(rows[:, 0].clone().unbind())
+        return sum_over_ranks(total, self.tp) if self.sequence_parallel else total
+
+
+def weight_gradient_of_rows(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """dy^T @ x, by at most ROWS rows at a time: […, O], […, I] -> [O, I]."""
+    total: Tensor | None = None
+    for dy_rows, rows in zip(dy.flatten(0, -2).split(ROWS), x.flatten(0, -2).split(ROWS), strict=True):
+        part = weight_gradient(dy_rows, rows, dtype)
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return total
+
+
+def _give_weight_gradient(
+    compute: Callable[[], Tensor], weight: Tensor, deferred: DeferredWeightGrads | None
+) -> Tensor | None:
+    """Return a weight's gradient, or None where a zero-bubble schedule computes it later."""
+    if deferred is None or not deferred.open:
+        return compute()
+
+    @torch.no_grad()
+    def run() -> None:
+        torch.autograd.backward(weight, compute())
+
+    deferred.jobs.append(run)
+    return None
+
+
+class ColumnProducts(torch.autograd.Function):
+    """x weight^T + bias of a layer split by column, in parts: [S, B, I] -> n of [S, B, O / parts]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region, compute: ComputeState
+    ) -> tuple[Tensor, ...]:
+        kept = choose_copy(compute.weight_copy, weight, x.dtype)
+        ctx.save_for_backward(x, kept)
+        ctx.region, ctx.leaf, ctx.deferred = region, weight, compute.deferred
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        full, n = region.gather(x), region.terms
+        offsets = [None] * n if bias is None else bias.to(x.dtype).chunk(n)
+        weights = kept.to(x.dtype).chunk(n)
+        return tuple(product(full, w, b) for w, b in zip(weights, offsets, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, kept = ctx.saved_tensors
+        region, leaf = ctx.region, ctx.leaf
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        parts = [dy.contiguous() for dy in gradients]
+        dx = dw = db = None
+        if needs_x:
+            weights = kept.to(x.dtype).chunk(region.terms)
+            terms = [product(dy, w.t()) for dy, w in zip(parts, weights, strict=True)]
+            dx = region.reduce(tree_sum(terms))
+        if needs_weight:
+
+            def gradient() -> Tensor:
+                full = region.gather(x)
+                return torch.cat([weight_gradient_of_rows(dy, full, leaf.dtype) for dy in parts])
+
+            dw = _give_weight_gradient(gradient, leaf, ctx.deferred)
+        if needs_bias:
+            everywhere = Region(region.tp, False)
+            db = torch.cat([everywhere.sum_rows(dy, ctx.bias_dtype) for dy in parts])
+        return dx, dw, db, None, None
+
+
+class RowProducts(torch.autograd.Function):
+    """Sum over all ranks' parts of x weight^T, and bias: n of [S, B, I / parts] -> [S, B, O]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, bias: Tensor | None, region: Region, compute: ComputeState, *parts: Tensor
+    ) -> Tensor:
+        parts = tuple(x.contiguous() for x in parts)
+        kept = choose_copy(compute.weight_copy, weight, parts[0].dtype)
+        ctx.save_for_backward(kept, *parts)
+        ctx.region, ctx.leaf, ctx.deferred = region, weight, compute.deferred
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        y = region.reduce(
+            tree_sum([product(x, w) for x, w in zip(parts, _columns(kept, parts), strict=True)])
+        )
+        return y if bias is None else y.add_(bias.to(y.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        kept, *parts = ctx.saved_tensors
+        region, leaf = ctx.region, ctx.leaf
+        full = region.gather(dy.contiguous())
+        dx = [product(full, w.t()) for w in _columns(kept, parts)]
+        dw = db = None
+        if ctx.needs_input_grad[0]:
+
+            def gradient() -> Tensor:
+                return torch.cat([weight_gradient_of_rows(full, x, leaf.dtype) for x in parts], 1)
+
+            dw = _give_weight_gradient(gradient, leaf, ctx.deferred)
+        if ctx.needs_input_grad[1]:
+            db = region.sum_rows(dy, ctx.bias_dtype)
+        return dw, db, None, None, *dx
+
+
+def _columns(weight: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """The columns of a weight that multiply each part, laid out alike at every tp."""
+    return [w.to(parts[0].dtype).contiguous() for w in weight.chunk(len(parts), 1)]
+
+
+class Norm(torch.autograd.Function):
+    """Layer norm, or RMSNorm without `centers`, whose sums over rows are trees: x [S, B, H]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centers: bool, region: Region
+    ) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean: Tensor | None = None
+        if centers:  # the kernel computes each row for itself
+            y, mean, scale = torch.native_layer_norm(wide, x.shape[-1:], weight, bias, eps)
+        else:
+            scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+            y = wide * scale * weight
+        ctx.save_for_backward(x, weight, bias, mean, scale)
+        ctx.region = region
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, scale = ctx.saved_tensors
+        wide, dy = x.to(scale.dtype), dy.to(scale.dtype)
+        unit = wide.mul(scale) if mean is None else (wide - mean).mul_(scale)
+        if mean is None:
+            g = dy * weight
+            dx = (g - unit * (g * unit).mean(-1, keepdim=True)).mul_(scale)
+        else:
+            dx, _, _ = torch.ops.aten.native_layer_norm_backward(
+                dy, wide, x.shape[-1:], mean, scale, weight, bias, [True, False, False]
+            )
+        dw = ctx.region.sum_rows(unit.mul_(dy), weight.dtype) if ctx.needs_input_grad[1] else None
+        db = ctx.region.sum_rows(dy, bias.dtype) if ctx.needs_input_grad[2] else None
+        return dx.to(x.dtype), dw, db, None, None, None
+
+
+class Lookup(torch.autograd.Function):
+    """Rows of this rank's share of the token table, whose gradient is added to a tree of its own.
+
+    Where the output layer is tied to the table, a pipeline adds the two terms of its gradient last: so does
+    every layout.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, add: Callable[[Tensor], None]) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.size, ctx.dtype, ctx.add = len(weight), weight.dtype, add
+        return F.embedding(rows, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None]:
+        (rows,) = ctx.saved_tensors
+        ctx.add(torch.ops.aten.embedding_dense_backward(dy.to(ctx.dtype), rows, ctx.size, -1, False))
+        return None, None, None
