@@ -95,10 +95,17 @@ def test_replicas_that_leave_out_samples_are_told_which(
     assert f"{missing} are read by none" in cause[1]
 
 
-def test_replicas_that_read_each_sample_once_have_no_cause() -> None:
-    tokens, key = torch.arange(24).view(8, 3), Key(0, "input", "")
+@pytest.mark.parametrize("shape", [(8, 3), (8,)], ids=str)
+def test_replicas_that_read_each_sample_once_have_no_cause(shape: tuple[int, ...]) -> None:
+    tokens, key = torch.arange(math.prod(shape)).view(shape), Key(0, "input", "")
     ranks = {(0, n, 0, 0): Record({key: tokens[n::2]}) for n in range(2)}
     assert explain_samples(Record({key: tokens}), ranks) is None
+
+
+def test_samples_of_several_lengths_have_no_cause() -> None:
+    key = Key(0, "input", "")
+    inputs = {key._replace(micro=n): torch.arange(2 * n).view(2, n) for n in (3, 4)}
+    assert explain_samples(Record(inputs), {(0, n, 0, 0): Record(inputs) for n in range(2)}) is None
 
 
 def finding_of_norm(axis: str, squares: list[dict[str, float]], norms: list[float]) -> Finding | None:

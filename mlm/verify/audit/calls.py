@@ -19,6 +19,8 @@ from mlm.verify.audit.record import OF_MODULES, Key, Record
 
 MARGIN = 0.1
 """A row is the nearest of one process's if its distance is below this fraction of that to the second."""
+MOST_COMPARED = 10**8
+"""Numbers that are compared to find samples among those of one process."""
 SUMMED = (
     "{name}: its samples are not found among those of one process, so their sums over a step are compared"
 )
@@ -87,18 +89,17 @@ def match_calls(reference: Record, ranks: Ranks, layout: Layout) -> tuple[Record
 def explain_samples(reference: Record, ranks: Ranks) -> Cause | None:
     """The cause of inputs of the first module that are not each sample of one process once."""
     first = next((key for key in reference.tensors if key.kind == "input"), None)
-    replicas: dict[int, Tensor] = {}
-    for at, record in ranks.items():
-        calls = [x for key, x in record.tensors.items() if first and key[:3] == first[:3]]
-        if calls and not any((*at[:1], *at[2:])):  # of each replica, the first rank
-            replicas[at[1]] = torch.cat(calls)
-    if first is None or len(replicas) < 2:
+    inputs: dict[int, list[Tensor]] = {}
+    for n, record in ((-1, reference), *((at[1], r) for at, r in ranks.items() if not any(at[:1] + at[2:]))):
+        inputs[n] = [x for key, x in record.tensors.items() if first and key[:3] == first[:3]]
+    shapes = {x.shape[1:] for calls in inputs.values() for x in calls}
+    if len(inputs) < 3 or not all(inputs.values()) or len(shapes) > 1:
         return None
-    whole = torch.cat([x for key, x in reference.tensors.items() if key[:3] == first[:3]])
-    if any(own.shape[1:] != whole.shape[1:] for own in replicas.values()):
+    whole, *replicas = (torch.cat(calls)[:, None] for calls in inputs.values())
+    if whole.numel() * max(map(len, replicas)) > MOST_COMPARED:
         return None
-    same = {n: (own[:, None] == whole[None]).flatten(2).all(-1) for n, own in replicas.items()}
-    ids = [at.int().argmax(1).tolist() for at in same.values() if bool((at.sum(1) == 1).all())]
+    same = [(own[:, None] == whole).flatten(2).all(-1) for own in replicas]
+    ids = [found.int().argmax(1).tolist() for found in same if bool((found.sum(1) == 1).all())]
     counts = Counter(number for own in ids for number in own)
     missing = sorted({*range(len(whole))} - set(counts))
     if len(ids) < len(same) or not missing:
