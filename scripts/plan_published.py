@@ -256,9 +256,7 @@ def layout_of(row: Mapping[str, str], **open_fields: Any) -> PlannedLayout:
     """The layout of a row, with what its columns leave open; dp fills its GPUs."""
     fields = {field: int(row[column]) for column, field in COLUMNS.items() if column in row} | open_fields
     layout = PlannedLayout(**fields)
-    return (
-        layout if "dp" in fields or "gpus" not in row else replace(layout, dp=int(row["gpus"]) // layout.gpus)
-    )
+    return layout if "dp" in fields else replace(layout, dp=int(row["gpus"]) // layout.gpus)
 
 
 def seconds_of(run: PretrainConfig, layout: PlannedLayout, tflops: float, recompute: str) -> float:

@@ -250,6 +250,14 @@ def test_sharded_weights_are_gathered_as_often_as_they_are_used(zero: Any, reduc
     assert model.step(layout).parts["dp"] == pytest.approx(gathers * gather + scatters * scatter)
 
 
+def test_a_program_may_all_reduce_what_a_sharded_optimizer_takes_a_part_of() -> None:
+    model = cost(software=Software(overlaps_dp=False, reduces_whole=True))
+    layers, elements = MODEL.num_layers, count_parameters(MODEL) / MODEL.num_layers
+    expected = layers * (model.gather(2 * elements, 4, 1) + model.all_reduce(4 * elements, 4, 1))
+    step = model.step(PlannedLayout(dp=4, zero=2, global_batch=16))
+    assert step.parts["dp"] == pytest.approx(expected)
+
+
 def test_sharded_optimizers_update_their_rows_alone() -> None:
     whole = cost().step(PlannedLayout(dp=4, global_batch=4)).parts["optimizer"]
     for zero in (2, 3):

@@ -7,14 +7,18 @@ from pathlib import Path
 import pytest
 from plan_published import (
     CHECKED,
+    DEEPSPEED_2021,
     NANOTRON,
+    NANOTRON_ZERO,
     RESULTS,
     TABLES,
+    Program,
     ProgramCost,
     Row,
     generation,
     naive_errors,
     own_h200,
+    read,
     time_quantiles,
 )
 
@@ -29,13 +33,38 @@ RECORD = json.loads(RESULTS.read_text("utf-8"))
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_rows_fill_their_gpus_and_the_naive_forecast_is_exact_for_the_best(name: str) -> None:
+def test_rows_have_whole_micro_batches_and_the_naive_forecast_is_exact_for_the_best(name: str) -> None:
     rows = list(TABLES[name][1]())
     for row in rows:
         layout = row.layout
         assert layout.micro_batches * layout.micro_batch * layout.dp == layout.global_batch
         assert row.run.model.num_layers >= layout.pp * layout.vp
     assert max(naive_errors(rows)) == 0.0
+
+
+FILES = {
+    "sc21": "sc21_table1",
+    "january_2021": "megatron_jan2021",
+    "sc21_zero3": "sc21_table2",
+    "mcore": "mcore_h100_weak_scaling",
+    "mcore_fp8": "mcore_llama_fp8",
+    "bridge": "megatron_bridge_h100",
+    "nanotron": "nanotron",
+    "torchtitan": "torchtitan",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_layouts_have_the_gpus_that_the_source_names(name: str) -> None:
+    gpus = [int(row["gpus"]) for row in read(FILES[name])]
+    assert [row.layout.gpus for row in TABLES[name][1]()] == gpus
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_rows_are_those_of_the_record(name: str) -> None:
+    """The tables of the guide and the presets' quantiles are of these rows."""
+    recorded = [(row["name"], row["measured_s"]) for row in RECORD[name]["rows"]]
+    assert [(row.name, round(row.seconds, 4)) for row in TABLES[name][1]()] == recorded
 
 
 def test_the_record_of_another_card_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +144,16 @@ def test_nanotrons_stages_end_past_their_share_of_the_products(row: Row) -> None
     homes = [found.stage_homes(pp, 1, rank) for rank in range(pp)]
     assert [home["0"] for home in homes] == [stage_of[:-1].count(rank) for rank in range(pp)]
     assert [home[LAST] for home in homes] == [rank == stage_of[-1] for rank in range(pp)]
+
+
+@pytest.mark.parametrize("software", [DEEPSPEED_2021, NANOTRON_ZERO])
+def test_lists_of_gathered_tensors_are_copied_rank_by_rank(software: Program) -> None:
+    """Ten microseconds for each tensor of each rank; of tensor-parallel messages none."""
+    run = TABLES["nanotron"][1]()
+    model = ProgramCost(counts_of(next(iter(run)).run, "gpu"), preset("dgx_h100"), 512, software)
+    copies = model.gather_shards(1e8, 128, 4) - model.gather(1e8, 128, 4)
+    assert copies == pytest.approx(128 * 10e-6 * (6 if software is NANOTRON_ZERO else 1))
+    assert model.gather_shards(1e8, 1, 4) == model.gather_shards(0.0, 128, 4) == 0.0
 
 
 @pytest.mark.parametrize("name", TABLES)
