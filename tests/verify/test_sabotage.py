@@ -238,7 +238,7 @@ CASES = {
         forgotten,
         PP,
         "token.weight (reduced gradient, step 1",
-        "tied weights not summed: stages 0 and 1",
+        "tied weights not summed: stages each have the gradient of their use",
     ),
     "replicated gradients not summed over tp": Sabotage(
         "mlm.training.trainer.sum_replicated_gradients",

@@ -210,9 +210,10 @@ def addends_of(comparison: Comparison, place: Location) -> dict[Addend, Tensor]:
     return found
 
 
-def parts_of(_: Comparison, place: Location) -> dict[Addend, Tensor]:
-    """What ranks have."""
-    return {((place.stage, *at), 0): part for at, part in place.match.parts.items()}
+def parts_of(comparison: Comparison, place: Location) -> dict[Addend, Tensor]:
+    """What ranks have, on all stages that hold it."""
+    places = (p for p in comparison.locations if p.key == place.key)
+    return {((p.stage, *at), 0): part for p in places for at, part in p.match.parts.items()}
 
 
 def _is_permuted(place: Location) -> bool:
