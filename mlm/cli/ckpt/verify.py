@@ -83,7 +83,9 @@ def print_results(ckpt: str, results: list[Verified]) -> None:
         first, *others = [f"{f.word}: {f.file}: {f.why}" for f in result.problems] or ["whole"]
         is_best = result.path.parent.parent.name == BEST
         add_row(rows, f"{BEST}: {result.path.name}" if is_best else result.path.name, *cells, first)
-        others += [] if result.exact is None else [result.exact]
         for line in others:
             add_row(rows, "", "", "", "", line)
     console().print(rows)
+    for result in results:
+        if result.exact is not None:
+            console().print(one_line(f"{result.path.name} {result.exact}"), soft_wrap=True)

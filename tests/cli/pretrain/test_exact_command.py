@@ -32,6 +32,7 @@ def test_digests_of_saves_are_those_of_one_process(tmp_path: Path, capfd: pytest
     assert main(["ckpt", "verify", str(tmp_path / "four"), f"out={report}"]) == 0
     shown = [checkpoint["exact"] for checkpoint in json.loads(report.read_text())["checkpoints"]]
     assert shown == digests[0]
+    assert f"step-00000002 {digests[0][1]}\n" in capfd.readouterr().out
 
 
 def test_digest_is_sha256_of_names_forms_and_bytes(tmp_path: Path) -> None:
