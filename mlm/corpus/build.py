@@ -23,9 +23,9 @@ from mlm.corpus.stages.publish import count_documents, publish, reject_empty_par
 from mlm.corpus.stages.ray_executor import RayExecutor, executor_problems
 from mlm.corpus.stages.run import Executor, LocalExecutor, run_stages
 from mlm.data.config import SPLITS
-from mlm.data.corpus_files import MARKER, TOKENIZER, parse_split
+from mlm.data.corpus_files import TOKENIZER, parse_split
 from mlm.data.indexed import IndexedDataset
-from mlm.data.receipt import INPUTS, RECEIPT, Receipt, damaged_file, read_receipt, write_receipt
+from mlm.data.receipt import INPUTS, MARKER, RECEIPT, Receipt, damaged_file, read_receipt, write_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import UserError, writing_to
 from mlm.util.files import digest_bytes, write_atomic

@@ -14,9 +14,17 @@ from typing import Any
 
 from mlm.corpus.build import reject_corpus, sole_build
 from mlm.data.config import SPLITS
-from mlm.data.corpus_files import MARKER, TOKENIZER, corpora_at
+from mlm.data.corpus_files import TOKENIZER, corpora_at
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
-from mlm.data.receipt import RECEIPT, Receipt, content_problem, read_receipt, write_receipt
+from mlm.data.receipt import (
+    MARKER,
+    RECEIPT,
+    Receipt,
+    content_problem,
+    incomplete_problem,
+    read_receipt,
+    write_receipt,
+)
 from mlm.util.errors import CorruptFileError, UserError, writing_to
 from mlm.util.files import digest_file, write_atomic
 from mlm.util.ownership import claim_folder, delete_owned, kind_of_folder
@@ -113,8 +121,8 @@ def split_bounds(split: str, documents: int) -> Iterator[tuple[str, int, int]]:
 
 def open_pair(prefix: Path) -> IndexedDataset:
     """Open a pair that agrees with its receipt, if it has one. Raises UserError, CorruptFileError."""
-    if (prefix.parent / MARKER).exists():
-        raise UserError(f"{prefix.parent} is incomplete: run the command again that was interrupted there")
+    if incomplete := incomplete_problem(prefix):
+        raise UserError(incomplete)
     corpus = IndexedDataset(prefix)
     if altered := content_problem(corpus):
         raise CorruptFileError(altered)

@@ -15,8 +15,6 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import UserError
 
 TOKENIZER = "tokenizer.json"
-MARKER = ".building"
-"""In a corpus folder while a build runs or after it was killed: its files may be replaced."""
 
 
 def parse_split(text: str) -> tuple[float, ...]:

@@ -20,6 +20,8 @@ from mlm.util.files import (
 )
 
 RECEIPT = "corpus.json"
+MARKER = ".building"
+"""In a corpus folder while a build runs or after it was killed: its files may be replaced."""
 REJECTED = "rejected.jsonl"
 INPUTS = "corpus-inputs.jsonl"
 Receipt = dict[str, Any]
@@ -95,6 +97,8 @@ def check_corpus(prefix: str | Path, *, vocab_size: int, seq_length: int, min_sa
     `min_samples` is a global batch. The vocabulary is that of the receipt beside the corpus; without one the
     tokens are scanned for their largest id.
     """
+    if problem := incomplete_problem(prefix):
+        return [problem]
     try:
         indexed = IndexedDataset(prefix)
     except UserError as error:
@@ -116,6 +120,14 @@ def check_corpus(prefix: str | Path, *, vocab_size: int, seq_length: int, min_sa
     if not problems and (altered := content_problem(indexed)):
         raise CorruptFileError(altered)
     return problems
+
+
+def incomplete_problem(prefix: str | Path) -> str | None:
+    """Report a folder in which a build, merge or split was interrupted."""
+    folder = Path(prefix).parent
+    if (folder / MARKER).exists():
+        return f"{folder} is incomplete: run the command again that was interrupted there"
+    return None
 
 
 def content_problem(indexed: IndexedDataset) -> str | None:

@@ -64,7 +64,7 @@ from mlm.tracking.metrics import Parts, Rates
 from mlm.tracking.peak import peak_flops
 from mlm.tracking.reporter import Reporter
 from mlm.training.identity import changes_line
-from mlm.training.loop import CONFIG, Loop, composed_yaml, is_step_due, training_session
+from mlm.training.loop import Loop, composed_yaml, is_step_due, training_session
 from mlm.training.memory import reuse_large_blocks, torch_errors_as_user_errors, trim_memory
 from mlm.training.observer import Observer, StepOutcome
 from mlm.training.preflight import run_start_problems
@@ -73,7 +73,7 @@ from mlm.training.state import load_weights, stored_shards
 from mlm.training.trainer import Trainer
 from mlm.util.errors import ConfigError, UserError, attempt, writing_to
 from mlm.util.files import dump_json, write_atomic
-from mlm.util.ownership import claim_problems
+from mlm.util.ownership import RUN_SETTINGS, claim_problems
 
 FEW_STEPS = 20
 LEAST_FALL = 0.01
@@ -402,7 +402,7 @@ def prepare_directory(config: FinetuneConfig, start: Start) -> None:
         for folder in (out, out / BEST):
             folder.mkdir(parents=True, exist_ok=True)
             start.tokenizer.save(folder)
-        write_atomic(out / CONFIG, composed_yaml(config, "finetune").encode())
+        write_atomic(out / RUN_SETTINGS, composed_yaml(config, "finetune").encode())
 
 
 def load_start(

@@ -19,9 +19,9 @@ from mlm.tracking.history import FILE_NAME, MOVE, parse, read_lines, step_of
 from mlm.util.errors import UserError, escape_controls
 from mlm.util.files import parse_json, read_bounded
 from mlm.util.lock import LOCK, Lock
+from mlm.util.ownership import RUN_SETTINGS
 
 Column = NDArray[np.float64]
-CONFIG = "config.yaml"
 RESULT = "result.json"  # of finetuning
 MISSING = "–"
 MAX_LISTED = 500
@@ -221,9 +221,9 @@ def read_run(folder: Path, name: str) -> RunRecords:
     try:
         if (folder / FILE_NAME).exists():
             read_metrics(run)
-        if (folder / CONFIG).exists():
+        if (folder / RUN_SETTINGS).exists():
             try:
-                tree = parse_yaml(read_text(folder / CONFIG), folder / CONFIG)
+                tree = parse_yaml(read_text(folder / RUN_SETTINGS), folder / RUN_SETTINGS)
                 run.command = str(tree.pop("command", ""))
                 run.settings = flatten(tree)
             except UserError as error:

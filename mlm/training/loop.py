@@ -37,8 +37,6 @@ from mlm.training.state import save_best
 from mlm.training.trainer import StopAgreed, StopVote, Trainer
 from mlm.util.errors import format_value
 
-CONFIG = "config.yaml"
-"""File of a run directory with its composed configuration."""
 Batches = list[Any]
 """The micro-batches of one step on this rank."""
 

@@ -40,11 +40,11 @@ from mlm.parallel.mesh import ParallelContext, host_group
 from mlm.runs.config import CheckpointConfig, PretrainConfig
 from mlm.runs.folder import check_space
 from mlm.training.incidents.watcher import IncidentError
-from mlm.training.loop import CONFIG
 from mlm.training.saver import SaveFailedError
 from mlm.util import object_store as store
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import dump_json, parse_json
+from mlm.util.ownership import RUN_SETTINGS
 from mlm.util.terminal import progress_bar
 
 LISTING, MAX_LISTING = "mirror.json", 1 << 22  # bytes
@@ -223,7 +223,7 @@ class Mirror:
             encoded = opened[MANIFEST].read()
             self._check_writer()
             self._put(name_of(manifest), {file: content.fileno() for file, content in opened.items()})
-        for path in (directory.parent.parent / file for file in (CONFIG, TOKENIZER_FILE)):
+        for path in (directory.parent.parent / file for file in (RUN_SETTINGS, TOKENIZER_FILE)):
             if path.is_file():
                 store.write_object(f"{self.url}/{path.name}", path.read_bytes())
         self._check_writer()
@@ -324,7 +324,7 @@ class Mirror:
         An upload that was cut off before it was listed counts, if it continues the newest checkpoint.
         """
         sizes, url, damage = self._sizes(), f"{self.url}/{LISTING}", ""
-        self.has_config = CONFIG in sizes
+        self.has_config = RUN_SETTINGS in sizes
         try:
             checkpoints, aside = self._listing()[1:]
         except CorruptFileError as error:

@@ -26,6 +26,8 @@ from mlm.util.files import file_type, read_regular, write_atomic
 
 MARKER = ".mlm.json"
 FORMAT = "mlm-folder-1"
+RUN_SETTINGS = "config.yaml"
+"""File of a run directory with its composed configuration."""
 CHECKPOINTS = "checkpoints"
 """Folder of a run directory that holds its checkpoints."""
 LOCK = ".lock"  # of a folder of checkpoints: made before anything else
@@ -49,7 +51,7 @@ KINDS: dict[str, FolderType] = {
     "run": FolderType(
         "a run",
         (
-            *("config.yaml", "tokenizer.json", "metrics.jsonl", "README.md", CHECKPOINTS),
+            *(RUN_SETTINGS, "tokenizer.json", "metrics.jsonl", "README.md", CHECKPOINTS),
             *("best", "result.json", "predictions", "incidents", "profile"),
         ),
     ),

@@ -11,9 +11,8 @@ import pytest
 
 from mlm.cli import main
 from mlm.corpus.recombine import merge_corpora, split_bounds, split_corpus
-from mlm.data.corpus_files import MARKER
 from mlm.data.indexed import IndexedDataset, IndexedWriter
-from mlm.data.receipt import read_receipt
+from mlm.data.receipt import MARKER, read_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.ownership import claim_folder

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.data.receipt import check_corpus
+from mlm.data.receipt import MARKER, check_corpus
 from mlm.util.files import digest_file
 from tests.data.corpora import counting_corpus
 
@@ -29,6 +29,13 @@ def prefix(tmp_path: Path) -> Path:
 
 def test_sound_corpus_has_no_problem(prefix: Path) -> None:
     assert problems(prefix, vocab_size=50, seq_length=4, min_samples=12) == []
+
+
+def test_a_corpus_is_not_read_where_a_command_was_interrupted(prefix: Path) -> None:
+    (prefix.parent / MARKER).touch()
+    assert problems(prefix) == [
+        f"{prefix.parent} is incomplete: run the command again that was interrupted there"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from mlm.checkpoint.native.retention import Moves, checkpoint_doubt, choose_step
 from mlm.checkpoint.native.run_state import is_weights_only
 from mlm.checkpoint.native.verify import content_problem
 from mlm.cli.ckpt.settings import CkptRollbackConfig
-from mlm.cli.compose.saved import CONFIG
 from mlm.tracking.history import FILE_NAME, diverged_since
 from mlm.training.mirror import Mirror
 from mlm.util.errors import UserError
 from mlm.util.lock import single_writer
 from mlm.util.object_store import is_stored, split_step
+from mlm.util.ownership import RUN_SETTINGS
 from mlm.util.terminal import console, one_line
 
 
@@ -60,7 +60,7 @@ def continuation(root: Path, path: Path) -> str:
     run = root.parent if root.name == CHECKPOINTS else root
     if is_weights_only(read_manifest_head(path).state):
         return f"a run begins with these weights by ckpt={one_line(str(run))} and another out=…"
-    resume = f", or resume={one_line(str(run))}" if (run / CONFIG).is_file() else ""
+    resume = f", or resume={one_line(str(run))}" if (run / RUN_SETTINGS).is_file() else ""
     return f"a run continues from {one_line(str(path))}: type its command with what is to change{resume}"
 
 

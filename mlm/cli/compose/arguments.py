@@ -18,6 +18,7 @@ from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.suggest import did_you_mean
 from mlm.config.tree import alternatives, leaves
 from mlm.util.errors import Problem, UserError
+from mlm.util.ownership import RUN_SETTINGS
 
 HELP = ("--help", "-h")
 VERSION = ("--version", "-V")
@@ -109,7 +110,7 @@ def run_config(words: Sequence[str]) -> Path | None:
     if ckpt is None:
         return None
     path = Path(expand_home(ckpt))
-    files = (folder / "config.yaml" for folder in (path, *list(path.absolute().parents)[:3]))
+    files = (folder / RUN_SETTINGS for folder in (path, *list(path.absolute().parents)[:3]))
     return next((file for file in files if os.path.isfile(file)), None)
 
 

@@ -19,9 +19,8 @@ from mlm.config.suggest import did_you_mean, unknown_key
 from mlm.config.tree import flatten, leaves
 from mlm.util.errors import ConfigError, UserError, format_value
 from mlm.util.object_store import is_stored, read_object, split_step
-from mlm.util.ownership import CHECKPOINTS
+from mlm.util.ownership import CHECKPOINTS, RUN_SETTINGS
 
-CONFIG = "config.yaml"
 MIRROR = "checkpoint.mirror="
 
 SavedValues = dict[str, Any]
@@ -93,19 +92,19 @@ def read_run(resume: str, config: str) -> SavedValues:
     if is_stored(resume):
         return _read_mirrored(*split_step(resume), config)
     path = run_of_step(resume) or Path(expand_home(resume))
-    file = path / CONFIG if path.is_dir() else path
+    file = path / RUN_SETTINGS if path.is_dir() else path
     if not os.path.lexists(file):
         if (path / "checkpoints").is_dir():
             raise UserError(
                 f"resume={resume}: holds weights and no settings of a run to resume; begin a run with them: "
                 f"ckpt={resume} out=…"
             )
-        what = f"holds no {CONFIG}" if path.is_dir() else "no such folder"
+        what = f"holds no {RUN_SETTINGS}" if path.is_dir() else "no such folder"
         raise UserError(f"resume={resume}: {what}; name the folder of a run (out=… of mlm {config})")
     values = read_values(file, config)
     if values.get("checkpoint.resume") is False:  # it was to find no checkpoint; now it is told to resume
         values["checkpoint.resume"] = True
-    return {**values, "out": str(file.parent)} if file.name == CONFIG else values
+    return {**values, "out": str(file.parent)} if file.name == RUN_SETTINGS else values
 
 
 def run_of_step(resume: str) -> Path | None:
@@ -121,14 +120,14 @@ def _read_mirrored(url: str, step: int | None, config: str) -> SavedValues:
     None is the newest good one. Raises UserError.
     """
     url = url.rstrip("/")
-    file = f"{url}/{CONFIG}"
+    file = f"{url}/{RUN_SETTINGS}"
     try:
         content = read_object(file, MAX_BYTES)
     except UserError as error:
         raise UserError(f"resume={error}") from None
     if content is None:
         fix = "name a prefix that a run's checkpoint.mirror=… named"
-        raise UserError(f"resume={url}: holds no {CONFIG} of a run; {fix}")
+        raise UserError(f"resume={url}: holds no {RUN_SETTINGS} of a run; {fix}")
     values = _values_in(content.decode(errors="replace"), file, config)
     keys = {"mirror": url, "from_mirror": True, "from_step": step, "resume": True}
     return {**values, **{f"checkpoint.{key}": value for key, value in keys.items()}}

@@ -6,9 +6,9 @@ from typing import Any
 
 from mlm.checkpoint.native.folders import CHECKPOINTS, latest_checkpoint, step_of
 from mlm.config.plain_yaml import parse, read_text
-from mlm.training.loop import CONFIG
 from mlm.training.resume import continued_candidates
 from mlm.util.errors import UserError
+from mlm.util.ownership import RUN_SETTINGS
 
 
 def settle_cooldown(values: dict[str, Any], typed: Collection[str]) -> str | None:
@@ -29,7 +29,7 @@ def settle_cooldown(values: dict[str, Any], typed: Collection[str]) -> str | Non
     if own is None and not isinstance(origin, str):
         return None
     start = step_of(own or continued_candidates(str(origin))[0])
-    steps = _steps_of_cooldown(out / CONFIG, cooldown) if own else None
+    steps = _steps_of_cooldown(out / RUN_SETTINGS, cooldown) if own else None
     if steps is None or not steps - cooldown <= start <= steps:
         steps = start + cooldown
     values["train"]["steps"] = steps

@@ -54,7 +54,6 @@ from mlm.training.incidents.numbers import spare_samples
 from mlm.training.incidents.watcher import IncidentError
 from mlm.training.kernels import fp8_line, kernels_line
 from mlm.training.loop import (
-    CONFIG,
     Loop,
     composed_yaml,
     layout_row,
@@ -73,6 +72,7 @@ from mlm.training.trainer import Trainer
 from mlm.training.upcycle import dense_config, start_from_dense
 from mlm.util.errors import UserError, writing_to
 from mlm.util.files import write_atomic
+from mlm.util.ownership import RUN_SETTINGS
 
 SUMMARY = "README.md"
 MOST_EPOCHS, GOOD_EPOCHS = 20, 4  # above the first a run is warned, and the second is advised
@@ -236,7 +236,7 @@ def prepare_directory(config: PretrainConfig, out: Path) -> None:
     saved = replace(config, data=data, checkpoint=checkpoint)  # allowed once
     with writing_to(config.out):
         out.mkdir(parents=True, exist_ok=True)
-        write_atomic(out / CONFIG, composed_yaml(saved, "pretrain").encode())
+        write_atomic(out / RUN_SETTINGS, composed_yaml(saved, "pretrain").encode())
         tokenizer = tokenizer_of(config.data)
         if tokenizer is not None:
             if config.ckpt is None:

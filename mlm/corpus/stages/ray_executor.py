@@ -20,8 +20,7 @@ from rich.console import Console
 from mlm.corpus.config import ExecutorConfig
 from mlm.corpus.stages.plan import BuildPlan, BuildStage
 from mlm.corpus.stages.run import run_task
-from mlm.data.corpus_files import MARKER
-from mlm.data.receipt import versions
+from mlm.data.receipt import MARKER, versions
 from mlm.util.errors import UserError, attempt
 from mlm.util.extras import load_extra
 from mlm.util.object_store import is_stored

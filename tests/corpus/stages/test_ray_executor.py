@@ -21,8 +21,7 @@ from mlm.corpus.config import DataBuildConfig, ExecutorConfig
 from mlm.corpus.stages import ray_executor
 from mlm.corpus.stages.plan import BuildPlan, BuildStage
 from mlm.corpus.stages.ray_executor import RayExecutor, executor_problems, run_on_node
-from mlm.data.corpus_files import MARKER
-from mlm.data.receipt import versions
+from mlm.data.receipt import MARKER, versions
 from mlm.util.errors import UserError
 from mlm.util.terminal import Advance, Screen
 from tests.corpus.stages.test_build_stages import STAGES, source
