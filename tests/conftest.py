@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mlm.launch import process
+from mlm.launch.stop import SIGNAL_NAMES
 
 with warnings.catch_warnings():  # pytest has imported distutils
     warnings.simplefilter("ignore")
@@ -50,6 +51,16 @@ def store(server: Any) -> Any:
     """The object store of a file's `server` (tests/stores.py), without its failures."""
     server.reset()
     return server
+
+
+@pytest.fixture(autouse=True)
+def _own_signals() -> Iterator[None]:
+    """A command ignores signals as its process ends: here the process goes on."""
+    handlers = {number: signal.getsignal(number) for number in SIGNAL_NAMES}
+    yield
+    for number, handler in handlers.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

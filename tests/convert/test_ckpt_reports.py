@@ -210,7 +210,7 @@ def test_result_of_verify_has_these_keys(tmp_path: Path) -> None:
     result = read(tmp_path / "x.json")
     assert list(result) == ["task", "ckpt", "whole", "continues_from", "checkpoints", "versions"]
     assert list(result["checkpoints"][0]) == [
-        *("path", "whole", "step", "files", "bytes", "digest", "problems")
+        *("path", "whole", "step", "files", "bytes", "digest", "exact", "problems")
     ]
     assert list(result["checkpoints"][1]["problems"][0]) == ["file", "why"]
 

@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatch
 from functools import partial
+from io import BytesIO
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -141,20 +142,20 @@ class Record:
 
     def to_bytes(self) -> bytes:
         """Encode it; what a subject recorded is never unpickled."""
-        facts = json.dumps(asdict(replace(self, tensors={})) | {"tensors": list(self.tensors)})
-        tensors = {}
-        for number, x in enumerate(self.tensors.values()):
-            is_narrow = x.is_floating_point() and x.itemsize < 4  # widened, so that sums of it are exact
-            dtype = torch.float32 if is_narrow else x.dtype
-            tensors[str(number)] = x.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
-        return save(tensors | {"facts": torch.frombuffer(bytearray(facts.encode()), dtype=torch.uint8)})
+        facts = asdict(replace(self, tensors={})) | {"tensors": list(self.tensors)}
+        numbers = self.tensors.values()  # NumPy has no narrow formats but float16; a wider one is exact
+        exact = [x.float() if x.is_floating_point() and x.itemsize < 4 else x for x in numbers]
+        arrays = {str(number): x.detach().numpy() for number, x in enumerate(exact)}
+        np.savez(file := BytesIO(), allow_pickle=False, facts=np.array(json.dumps(facts)), **arrays)
+        return file.getvalue()
 
     @classmethod
     def of_bytes(cls, content: bytes) -> "Record":
         """Decode what `to_bytes` returned."""
-        numbered = load(content)
-        facts = json.loads(numbered["facts"].numpy().tobytes())
-        tensors = {Key(*key): numbered[str(number)] for number, key in enumerate(facts.pop("tensors"))}
+        with np.load(BytesIO(content), allow_pickle=False) as arrays:
+            facts = json.loads(str(arrays["facts"]))
+            keys = enumerate(facts.pop("tensors"))
+            tensors = {Key(*key): torch.from_numpy(arrays[str(number)]) for number, key in keys}
         splits = {name: s and tuple(Split(**split) for split in s) for name, s in facts.pop("splits").items()}
         offsets = {name: tuple(offset) for name, offset in facts.pop("offsets").items()}
         return cls(tensors, splits, offsets, **facts)
