@@ -363,11 +363,8 @@ def finetune(
             prepare_directory(config, start)
             if reference is not None:
                 reference.write()
-        notes: list[str] = [*start.notes]
-        if resumed_from is not None:
-            notes = [f"resuming from {resumed_from} (step {trainer.step})"]
-        if changed := trainer.ancestry.changed_at(trainer.step):
-            notes.append(changes_line(changed))
+        notes = [f"resuming from {resumed_from} (step {trainer.step})"] if resumed_from else start.notes
+        changed = [changes_line(each) for each in [trainer.ancestry.changed_at(trainer.step)] if each]
         lengths = [len(text) for example in examples for text in example.texts]
         with training_session(
             trainer,
@@ -378,7 +375,7 @@ def finetune(
                 "resumed_from": resumed_from and str(resumed_from),
                 "less_is_better": sorted(kind.errors),
             },
-            notes=[*notes, *material.notes()],
+            notes=[*notes, *changed, *material.notes()],
             warnings=few_steps_warnings(steps),
             peak=peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops),
             tokens_per_step=0,  # differs from step to step: the loop counts

@@ -127,10 +127,8 @@ def score(
         table[numbers] = score_groups(model, requests, batch, numbers, ctx)
         if diverged := [number for number in sorted(numbers) if not table[number, 0].isfinite()]:
             loss, dtype = table[diverged[0], 0].item(), str(model.dtype).removeprefix("torch.")
-            raise UserError(
-                f"ckpt={trained.path}: request {diverged[0]} has the loss {loss} in {dtype}: use another "
-                "checkpoint, or precision=fp32 if this is a lower one"
-            )
+            problem = f"ckpt={trained.path}: request {diverged[0]} has the loss {loss} in {dtype}"
+            raise UserError(f"{problem}: use another checkpoint, or precision=fp32 if this is a lower one")
         if store is not None:
             store.add({number: (table[number, 0].item(), bool(table[number, 1])) for number in numbers})
         advance(len(numbers))

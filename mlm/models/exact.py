@@ -95,8 +95,11 @@ PLAIN = (GPT2, Llama, TransformerLayer, LlamaLayer, LearnedTable, nn.ModuleDict,
 def exact_axes(ctx: ParallelContext, parts: int, leaves: int) -> ParallelContext:
     """The axes of a run whose sums over tp have `parts` terms, and over micro-batches up to `leaves`.
 
+    They are those given where `leaves` is 0.
     Raises UserError on a GPU, whose libraries nobody has asked whether they keep to it.
     """
+    if not leaves:
+        return ctx
     if ctx.device.type == "cuda":
         raise UserError("exact: CPUs are covered, GPUs not yet; use dist.device=cpu or exact=0")
     # kernels give each thread a part of a tensor, of whole vectors if there are 2^k of them
@@ -114,9 +117,8 @@ def make_exact(model: Transformer) -> None:
         elif type(module) not in PLAIN:
             kind = type(module).__name__
             raise UserError(f"exact: {name} is a {kind}, whose sums have no order of their own; use exact=0")
-        if isinstance(
-            module, LearnedTable
-        ):  # ranks read different rows: their sums are of one number and zeros
+        if isinstance(module, LearnedTable):
+            # ranks read different rows: their sums are of one number and zeros
             module.is_partial = region.sequence_parallel  # type: ignore[assignment]
         if isinstance(module, VocabParallelEmbedding):
             module.exact_loss = partial(exact_cross_entropy, table=module, region=region)

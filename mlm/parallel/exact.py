@@ -62,7 +62,7 @@ def scatter_over_ranks(x: Tensor, axis: Axis, *, nearest_first: bool = True) -> 
 
 
 def _exchanged(x: Tensor, axis: Axis, peer: int) -> Tensor:
-    """What rank `peer` of the axis passes to its call, for what this one does: of the same shape."""
+    """Exchange tensors of one shape with rank `peer` of the axis: send `x`, return the peer's."""
     x = x.contiguous()
     received = torch.empty_like(x)
     receiving, sending = start_receive(received, axis, peer), start_send(x, axis, peer)
@@ -73,7 +73,7 @@ def _exchanged(x: Tensor, axis: Axis, peer: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Region:
-    """How layers split over tp are computed."""
+    """The ranks over which layers are split, and whether each holds a part of the sequence between layers."""
 
     tp: Axis
     sequence_parallel: bool

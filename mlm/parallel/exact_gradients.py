@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.exact import scatter_over_ranks, sum_over_ranks
+from mlm.parallel.gradients import build_reducer
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import ParameterShard
@@ -110,6 +111,15 @@ def _squares(gradient: Tensor, parts: int, shard: ParameterShard) -> Tensor:
     pieces = gradient.unflatten(-1, (columns, -1)).contiguous()
     squares: Tensor = torch.linalg.vector_norm(pieces, dim=-1).double().square().flatten()
     return squares
+
+
+def build_tree_reducer(model: nn.Module, dp: Axis, *, zero: int, **options: Any) -> "TreeReducer":
+    """`build_reducer` for sums in one order at every layout."""
+    if zero == 0 or dp.group is None:
+        return TreeReducer(model, dp)
+    # sums are not made in backward passes, and weights are cast where each rank's are without zero
+    options |= {"late_weights": True, "compute_dtype": next(model.parameters()).dtype}
+    return TreeReducer(model, dp, cast("ShardedReducer", build_reducer(model, dp, zero=zero, **options)))
 
 
 class TreeReducer:

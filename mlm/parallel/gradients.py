@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from mlm.parallel.collectives import Pending, all_reduce, start_all_reduce
 from mlm.parallel.config import ZeroReduce
-from mlm.parallel.exact_gradients import TreeReducer
 from mlm.parallel.expert.router import Router
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
@@ -165,7 +164,6 @@ def build_reducer(
     keep_buffers: bool = False,
     fuse_accumulation: bool = False,
     replicated: Sequence[nn.Parameter] = (),
-    exact: bool = False,
 ) -> Reducer:
     """Make a model's gradients sum over dp; with zero=2|3 its parameters are sharded over dp from here on.
 
@@ -183,10 +181,7 @@ def build_reducer(
         keep_buffers: keep gradients of one rank in buffers, as CUDA graphs own what they return.
         fuse_accumulation: weight gradients of linear layers are added inside their products.
         replicated: the trained parameters of a model whose others are frozen: zero=2|3 leaves them full.
-        exact: True makes all sums in one order at every layout (exact_gradients.py).
     """
-    if exact and (zero == 0 or dp.group is None):
-        return TreeReducer(model, dp)
     weights = [m.weight for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
     by_axis = parameters_by_axis(model, dp)
     is_sharded = zero > 0 and dp.group is not None
@@ -204,21 +199,18 @@ def build_reducer(
         return reducer
     from mlm.parallel.sharded import ShardedReducer  # loads FSDP: 0.5 s in every rank's start
 
-    sharded = ShardedReducer(
+    return ShardedReducer(
         model,
         dp,
         zero=zero,
-        compute_dtype=next(model.parameters()).dtype
-        if exact
-        else compute_dtype,  # as each rank's without zero
+        compute_dtype=compute_dtype,
         units=units,
         methods=methods,
         reduce=reduce,
-        late_weights=late_weights or exact,
+        late_weights=late_weights,
         full=full,
         replicated=reducer,
     )
-    return TreeReducer(model, dp, sharded) if exact else sharded
 
 
 def sum_replicated_gradients(

@@ -25,7 +25,7 @@ from mlm.parallel.collectives import Pending, all_reduce, start_all_reduce, to_d
 from mlm.parallel.context import local_positions
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.exact import sum_over_ranks
-from mlm.parallel.exact_gradients import TreeReducer, leaf_order, tree_of_leaves
+from mlm.parallel.exact_gradients import TreeReducer, build_tree_reducer, leaf_order, tree_of_leaves
 from mlm.parallel.expert.router import Balance, routers
 from mlm.parallel.gradients import (
     build_reducer,
@@ -144,9 +144,7 @@ class Trainer(Generic[B]):
         device: torch.device | None = None,
     ) -> None:
         self.config = config = replace(config, data=fill_eod_id(config.data))
-        if config.exact:
-            ctx = exact_axes(ctx, exact_parts(config.model, config.exact), config.exact)
-        self.ctx = ctx
+        self.ctx = ctx = exact_axes(ctx, exact_parts(config.model, config.exact), config.exact)
         one_shape = objective is None  # finetuning's texts differ in length
         kernel_device = device or ctx.device
         self.settled = settle_kernels(config, kernel_device, replicas=ctx.dp.size, one_shape=one_shape)
@@ -200,8 +198,9 @@ class Trainer(Generic[B]):
     def _build_reducers(self) -> Sequence[Reducer]:
         """Each chunk's sum of gradients over dp; parameters that it shards are replaced."""
         config, trains_few = self.settled, bool(self.config.lora.rank)
+        build = build_tree_reducer if config.exact else build_reducer
         return [
-            build_reducer(
+            build(
                 chunk,
                 self.ctx.replicas,
                 zero=config.parallel.zero,
@@ -213,7 +212,6 @@ class Trainer(Generic[B]):
                 keep_buffers=bool(config.cuda_graphs),
                 fuse_accumulation=bool(config.fuse_accumulation),
                 replicated=[p for p in chunk.parameters() if p.requires_grad] if trains_few else (),
-                exact=config.exact > 0,
             )
             for chunk in self.model.chunks
         ]

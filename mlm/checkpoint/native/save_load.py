@@ -99,10 +99,7 @@ def save_checkpoint(
     do not tile their tensors; NotFiniteError on every rank if a tensor holds NaN or infinity; LostPeer if a
     rank does not take part.
     """
-    previous = None
-    with suppress(CheckpointError):  # of a folder that cannot be read
-        previous = next(map(step_directory_name, candidates(root)), None)
-    explain = partial(_explain_save, root, ranks.rank, previous)
+    explain = partial(_explain_save, root, ranks.rank, _newest_name(root))
     assert staged is None or save_id is not None, "what is staged carries its save id"
     save_id, main_step = ranks.broadcast([save_id or uuid.uuid4().hex, step])
     staging = staging_path(root, step, save_id)
@@ -194,6 +191,13 @@ def publish_manifest(staging: Path, root: Path, manifest: Manifest) -> None:
         )
     set_newer_aside(root, manifest)
     publish(staging, root, manifest)
+
+
+def _newest_name(root: Path) -> str | None:
+    """Name of the checkpoint that a run would continue from; None without any, or where none can be read."""
+    with suppress(CheckpointError):
+        return next(map(step_directory_name, candidates(root)), None)
+    return None
 
 
 def _explain_save(root: Path, rank: int, previous: str | None, error: Exception) -> UserError:

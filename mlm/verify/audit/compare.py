@@ -151,7 +151,7 @@ class Comparison:
 
     @property
     def rounding(self) -> str:
-        """Where formats are narrower than float64, and how large an error that hides; empty if nowhere."""
+        """A sentence on formats narrower than float64 and the errors that they hide; empty without any."""
         formats = self.reference.formats | dict(self.layout_formats)
         if not formats:
             return ""

@@ -211,7 +211,7 @@ def addends_of(comparison: Comparison, place: Location) -> dict[Addend, Tensor]:
 
 
 def parts_of(comparison: Comparison, place: Location) -> dict[Addend, Tensor]:
-    """What ranks have, on all stages that hold it."""
+    """The part of a tensor on each rank, of every stage that holds it."""
     places = (p for p in comparison.locations if p.key == place.key)
     return {((p.stage, *at), 0): part for p in places for at, part in p.match.parts.items()}
 

@@ -51,7 +51,7 @@ CAUSES = {
 
 
 def task_of(comparison: Comparison) -> Callable[[Recorder], None] | None:
-    """What one process runs again to learn the cause: an update, or the step around the first difference."""
+    """Return what one process is to run again to learn the cause: an update, a part of a step, or nothing."""
     first = comparison.wrong[0]
     if first.key.kind not in ("output", "backward", "weight"):
         return None
