@@ -1,10 +1,9 @@
 """Running the tasks of a build on a Ray cluster: any number of nodes over one shared file system.
 
-A task is a generator of two values: its node, so that a lost node can be named, and "" at its end. Ray
-repeats none: a task whose worker or node is lost is queued again here, and counted. A node whose raylet is
-dead may keep its connections, so Ray waits for its tasks for ever: here they are lost when Ray's head has
-declared the node dead. What Ray pickles travels between the command and its workers; nothing in the work
-folder is unpickled.
+A task is a generator: first its node, so that a lost node can be named, then "" at its end. Ray repeats
+none: a task whose worker or node is lost is queued again here, and counted. Tasks of a node that Ray's head
+has declared dead are lost too, since Ray waits for them while their connections stay open. What Ray pickles
+travels between the command and its workers; nothing in the work folder is unpickled.
 """
 
 import os
@@ -56,8 +55,8 @@ class RayExecutor:
 
     def __init__(self, address: str | None, workers: int | None, screen: Console) -> None:
         self.address, self.workers, self.screen = address, workers, screen
-        self._running = dict[Any, tuple[int, str, str]]()
-        """Of each generator its task, and id and name of its node, "" before it has one."""
+        self._running = dict[Any, tuple[int, str]]()
+        """Of each generator its task and the id of its node, "" before it has one."""
         self._progress = time.monotonic()
         """When a task told something, or there was a node with a core."""
         self._lost = Counter[str]()
@@ -83,36 +82,36 @@ class RayExecutor:
             while waiting and len(self._running) < limit:
                 task = waiting.popleft()
                 arguments = (run_on_node, *command, plan.of_task(task), stage.name, task)
-                self._running[self._start(*arguments)] = task, "", ""
+                self._running[self._start(*arguments)] = task, ""
             ready, _ = ray.wait(list(self._running), num_returns=1, timeout=LOOK_S, fetch_local=False)
             values = ready[0] if ready else self._on_dead_node(stage)
             if values is None:
                 continue
-            task, _, node = self._running.pop(values)
+            task, node_id = self._running.pop(values)
             try:
                 if not ready:
                     ray.cancel(values, force=True)
-                    raise errors.NodeDiedError(node)
+                    raise errors.NodeDiedError(node_id)
                 value, self._progress = ray.get(next(values)), time.monotonic()
             except crashes as error:
+                node = {n["NodeID"]: n["NodeManagerHostname"] for n in ray.nodes()}.get(node_id, "unknown")
                 self._lost[node] += 1
                 losses[task] += 1
                 if losses[task] == ATTEMPTS:
-                    where = f", at last on node {node}" if node else ""  # which some did not live to tell
-                    problem = f"stage {stage.name} lost a task {ATTEMPTS} times{where}"
+                    problem = f"stage {stage.name} lost a task {ATTEMPTS} times, at last on node {node}"
                     fix = "perhaps for memory: set fewer workers, and run this again: finished tasks are kept"
                     raise executor_error(problem, fix) from error
                 waiting.append(task)
             except errors.RayTaskError as error:
                 if isinstance(error.cause, UserError):
                     raise error.cause from None
-                if node:
+                if node_id:
                     raise
                 problem = f"a node cannot run mlm {versions()['mlm']}: {one_line(error.cause)}"
                 raise executor_error(problem, "install it on all nodes") from error
             else:
                 if value:
-                    self._running[values] = task, *value.split(" ", 1)
+                    self._running[values] = task, value
                 else:
                     advance(1)
 
@@ -126,7 +125,7 @@ class RayExecutor:
             lost = ", ".join(sorted(set(dead.values()))) or "none"
             problem = f"no node with a core for {NODE_S:.0f} s in stage {stage.name}, lost: {lost}"
             raise executor_error(problem, "start one, and run this again: finished tasks are kept")
-        return next((values for values, (_, node, _) in self._running.items() if node in dead), None)
+        return next((values for values, (_, node) in self._running.items() if node in dead), None)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for values in self._running:
@@ -134,27 +133,26 @@ class RayExecutor:
         if self._is_ours:
             self._ray.shutdown()
         if self._lost:
-            nodes = ", ".join(f"{count} of node {node or 'unknown'}" for node, count in self._lost.items())
+            nodes = ", ".join(f"{count} of node {node}" for node, count in self._lost.items())
             self.screen.print(f"tasks started again after a loss of their worker: {nodes}")
 
 
-def with_node(run: Callable[..., Iterator[str]], *arguments: Any) -> Iterator[str]:
-    """Do a task on the node that Ray has chosen; first yield the node's id and name."""
-    values = run(*arguments)
-    yield f"{load_extra('ray', 'executor=ray').get_runtime_context().get_node_id()} {next(values)}"
-    yield from values
+def with_node(run: Callable[..., None], *arguments: Any) -> Iterator[str]:
+    """Do a task on the node that Ray has chosen; first yield the node's id."""
+    yield load_extra("ray", "executor=ray").get_runtime_context().get_node_id()
+    run(*arguments)
+    yield ""
 
 
 def run_on_node(
     cwd: str, token: bytes, expected: dict[str, str], plan: BuildPlan, stage: str, task: int
-) -> Iterator[str]:
+) -> None:
     """Do a task on the node that Ray has chosen. Raises UserError, which names the node if it is at fault.
 
     Of the command: `cwd`, to which paths may be relative; `token`, content of the marker in `out`, which
     tells this folder from another of its name; `expected`, versions that the output depends on.
     """
     node, marker, seen = socket.gethostname(), plan.work.parent / MARKER, b""
-    yield node
     os.environ["RAYON_NUM_THREADS"] = "1"  # a core for each task; read when `tokenizers` first encodes
     with suppress(OSError):
         os.chdir(cwd)
@@ -174,7 +172,6 @@ def run_on_node(
         reason = "out of memory" if isinstance(error, MemoryError) else one_line(error)
         fix = "make room there, or take it out of the cluster; finished tasks are kept"
         raise executor_error(f"node {node} in stage {stage}: {reason}", fix) from error
-    yield ""
 
 
 def executor_error(problem: str, fix: str) -> UserError:

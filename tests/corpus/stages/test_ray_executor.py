@@ -54,7 +54,7 @@ def node_error(plan: FolderAsPlan, token: bytes = b"t", **expected: str) -> str:
     here = os.getcwd()
     try:
         with pytest.raises(UserError) as caught:
-            list(run_on_node(here, token, versions() | expected, cast(BuildPlan, plan), "clean", 0))
+            run_on_node(here, token, versions() | expected, cast(BuildPlan, plan), "clean", 0)
     finally:
         os.chdir(here)
     return str(caught.value)
@@ -182,18 +182,14 @@ def screen() -> tuple[Screen, io.StringIO]:
     return Screen(file=text, width=200, highlight=False, markup=False, soft_wrap=True), text
 
 
-def killing(
-    cwd: str, token: bytes, expected: dict[str, str], plan: BuildPlan, stage: str, task: int
-) -> Iterator[str]:
+def killing(cwd: str, token: bytes, expected: dict[str, str], plan: BuildPlan, stage: str, task: int) -> None:
     """A task; the first of a stage for which there is a file kill-STAGE kills its worker or its node."""
-    values = run_on_node(cwd, token, expected, plan, stage, task)
-    yield next(values)
     order = plan.work.parents[1] / f"kill-{stage}"
     try:
         victim = order.read_text()
         order.unlink()
     except FileNotFoundError:
-        yield from values
+        run_on_node(cwd, token, expected, plan, stage, task)
         return
     if victim == "frozen node":  # as of a host that hangs: its connections stay open
         order.with_name("frozen").write_text(f"{os.getppid()} {os.getpid()}")
@@ -201,7 +197,6 @@ def killing(
     if victim != "worker":  # which is one process of its node
         os.kill(os.getppid(), number)
     os.kill(os.getpid(), number)
-    yield from values
 
 
 @pytest.mark.slow
@@ -309,7 +304,7 @@ def tasks_in_progress() -> list[str]:
             titles.append(path.read_text(errors="replace"))
         except OSError:
             continue
-    return [title for title in titles if title.startswith("ray::run_on_node")]
+    return [title for title in titles if title.startswith("ray::with_node")]
 
 
 @pytest.mark.slow
@@ -354,11 +349,10 @@ def test_a_task_that_is_always_killed_ends_the_build_with_its_node(
     add_nodes(cluster)
     monkeypatch.setattr(ray_executor, "run_on_node", killed_each_time)
     with pytest.raises(
-        UserError, match=rf"stage clean lost a task 4 times(, at last on node {NODE})?; perhaps for"
+        UserError, match=rf"stage clean lost a task 4 times, at last on node ({NODE}|unknown); perhaps for"
     ):
         run_build(replace(on_ray(source, cluster), workers=1), screen()[0])
 
 
-def killed_each_time(*_: object) -> Iterator[str]:
-    yield NODE
+def killed_each_time(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
