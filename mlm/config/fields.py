@@ -126,7 +126,7 @@ class Role(Enum):
     STORED = "read, from an object store too"
     """As INPUT, or s3://BUCKET/NAME."""
     BLEND = "read, after a weight"
-    """`0.3 corpora/wiki`, or the path alone; as STORED."""
+    """`0.3 corpora/wiki`, or the path alone; as INPUT."""
     STORE = "a folder of an object store to write"
     """s3://BUCKET/NAME."""
     RESULT = "a file to write"
@@ -194,7 +194,7 @@ def path_problem(key: str, value: Any, role: Role) -> Problem | None:
         user = path.partition("/")[0]
         fix = f"write the path in full, or ./{path}"
         return Problem.at(key, value, f"{user} is no user's home folder", fix)
-    if role is Role.STORE or (role in (Role.STORED, Role.BLEND) and STORED.match(path)):
+    if role is Role.STORE or (role is Role.STORED and STORED.match(path)):
         return url_problem(key, path)
     if REMOTE.match(path):
         fix = "copy it to this machine, or mount it, and name that path"

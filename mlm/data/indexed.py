@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.data.stored_corpus import StoredTokens, stored_pointer, stored_tokens
 from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.files import copy_bytes, digest_file, fsync_directory, partial_path, sampled_digest, sync
+from mlm.util.files import copy_bytes, digest_file, fsync_directory, partial_path, sync
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -79,13 +78,13 @@ def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
 
 
 class IndexedDataset:
-    """A memory-mapped corpus, or one in a store. Opening it runs all cheap checks; reading copies nothing.
+    """A memory-mapped corpus. Opening it runs all cheap checks; reading copies nothing.
 
     Attributes:
         lengths           i32 [num_sequences]       tokens per sequence
         pointers          i64 [num_sequences]       byte offset of each sequence in the .bin
         document_indices  i64 [num_documents + 1]   first sequence of each document, then num_sequences
-        tokens            [num_tokens]              the whole .bin, or StoredTokens
+        tokens            [num_tokens]              the whole .bin
 
     An empty corpus is an error unless `allow_empty`: shards of a build may be empty.
 
@@ -96,13 +95,12 @@ class IndexedDataset:
         self.prefix = Path(prefix)
         self.bin_path, self.idx_path = bin_path(self.prefix), idx_path(self.prefix)
         for path in (self.idx_path, self.bin_path):
-            if not path.is_file() and not stored_pointer(path).is_file():
+            if not path.is_file():
                 raise UserError(
                     f"no file {path}: a corpus is a pair .idx and .bin; set data.path to a folder written by "
                     f"`mlm data build`, or data.train to the prefix without .bin"
                 )
         self.dtype, self.num_sequences, boundaries = read_header(self.idx_path)
-        self.stored = stored_tokens(self.bin_path, self.dtype)
         self.num_documents = boundaries - 1
         if self.num_sequences == 0 and not allow_empty:
             raise UserError(f"{self.idx_path} holds no documents: the corpus is empty; {REBUILD}")
@@ -114,15 +112,15 @@ class IndexedDataset:
         self.num_tokens = self._check_index()
         if self.num_tokens == 0 and not allow_empty:
             raise UserError(f"{self.idx_path} holds no tokens: the corpus is empty; {REBUILD}")
-        expected, size = self.num_tokens * self.dtype.itemsize, self.bin_bytes
+        expected, size = self.num_tokens * self.dtype.itemsize, self.bin_path.stat().st_size
         if expected != size:
             state = "truncated" if size < expected else "longer than its index says"
             raise CorruptFileError(
                 f"{self.bin_path} is {state}: expected {expected} bytes ({self.num_tokens} tokens of "
                 f"{self.dtype}), found {size}; {REBUILD}"
             )
-        self.tokens: NDArray[Any] | StoredTokens = self.stored or np.empty(0, self.dtype)
-        if not self.stored and self.num_tokens:  # an empty file cannot be mapped
+        self.tokens: NDArray[Any] = np.empty(0, self.dtype)
+        if self.num_tokens:  # an empty file cannot be mapped
             self.tokens = np.memmap(self.bin_path, mode="r", dtype=self.dtype).view(np.ndarray)
 
     def __len__(self) -> int:
@@ -143,14 +141,6 @@ class IndexedDataset:
     def digest(self) -> str:
         """Digest of the index: the sample order is a function of the lengths it holds."""
         return digest_file(self.idx_path)
-
-    @cached_property
-    def bin_bytes(self) -> int:
-        return self.bin_path.stat().st_size if self.stored is None else self.stored.source.bytes
-
-    def sampled_digest(self) -> str:
-        """Digest of the tokens in bounded time (`files.sampled_digest`). Raises OSError, UserError."""
-        return sampled_digest(self.bin_path) if self.stored is None else self.stored.sampled_digest()
 
     @cached_property
     def document_starts(self) -> NDArray[np.int64]:

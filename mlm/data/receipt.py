@@ -138,8 +138,8 @@ def content_problem(indexed: IndexedDataset) -> str | None:
     path = indexed.bin_path
     try:
         entry = (read_receipt(indexed.prefix.parent) or {}).get("files", {}).get(path.name, {})
-        recorded = entry.get("digest" if indexed.bin_bytes <= WHOLE else "sampled")
-        if recorded is None or (digest := indexed.sampled_digest()) == recorded:
+        recorded = entry.get("digest" if path.stat().st_size <= WHOLE else "sampled")
+        if recorded is None or (digest := sampled_digest(path)) == recorded:
             return None
     except UserError as error:
         return str(error)
@@ -158,7 +158,7 @@ def vocabulary_problem(indexed: IndexedDataset, vocab_size: int) -> str | None:
         if receipt is None or entry is None:
             needed, witness = indexed.max_token() + 1, f"{indexed.bin_path} holds the token id"
         else:
-            if entry.get("bytes") != indexed.bin_bytes:
+            if entry.get("bytes") != indexed.bin_path.stat().st_size:
                 return (
                     f"{indexed.bin_path} is not the file {RECEIPT} beside it describes: write the corpus "
                     f"again with `mlm data build`, or set data.path to another"

@@ -18,11 +18,10 @@ from mlm.data.blend_history import (
     seed_of,
 )
 from mlm.data.config import SOURCES, DataConfig
-from mlm.data.files_present import pair_prefix, training_prefix
+from mlm.data.files_present import training_prefix
 from mlm.data.indexed import IndexedDataset, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
 from mlm.data.sampler import CheckedDataset, Dataset
-from mlm.data.stored_corpus import stored_tokens
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.family import family_of
 from mlm.runs.config import PretrainConfig
@@ -62,12 +61,13 @@ def corpora(data: DataConfig) -> list[Corpus]:
     if data.kind != "indexed":
         return []
     if not data.blend:
-        prefix = training_prefix(data) if data.train is None else pair_prefix(data, "data.train", data.train)
+        assert data.path is not None or data.train is not None, "checked with the configuration"
+        prefix = Path(data.train) if data.train is not None else training_prefix(str(data.path))
         return [
             Corpus(corpus_names([prefix])[0], prefix, validation_prefix(data), None, tokenizer_path(data))
         ]
     entries = [parse_entry(text) for text in data.blend]
-    prefixes = [training_prefix(data, entry.path) for entry in entries]
+    prefixes = [training_prefix(entry.path) for entry in entries]
     return [
         Corpus(name, prefix, _validation_part(prefix), entry.weight, _tokenizer_of(prefix))
         for name, prefix, entry in zip(corpus_names(prefixes), prefixes, entries, strict=True)
@@ -77,8 +77,8 @@ def corpora(data: DataConfig) -> list[Corpus]:
 def validation_prefix(data: DataConfig) -> Path | None:
     """Prefix of the validation .bin/.idx of a run on one corpus, or of the one it names; None without."""
     if data.validation is not None:
-        return pair_prefix(data, "data.validation", data.validation)
-    return _validation_part(training_prefix(data)) if data.path is not None else None
+        return Path(data.validation)
+    return _validation_part(training_prefix(data.path)) if data.path is not None else None
 
 
 def tokenizer_path(data: DataConfig) -> Path | None:
@@ -87,7 +87,7 @@ def tokenizer_path(data: DataConfig) -> Path | None:
         return Path(data.tokenizer)
     if data.blend and data.kind == "indexed":
         return next((corpus.tokenizer for corpus in corpora(data) if corpus.tokenizer is not None), None)
-    return _tokenizer_of(training_prefix(data)) if data.path is not None else None
+    return _tokenizer_of(training_prefix(data.path)) if data.path is not None else None
 
 
 def _validation_part(train: Path) -> Path | None:
@@ -142,12 +142,11 @@ def problems_between(named: Sequence[Corpus]) -> list[str]:
 def corpus_source(corpus: Corpus, weight: float = 1.0) -> BlendSource:
     """Entry of a corpus in a checkpoint. Reads its index whole, and samples its tokens."""
     tokens = bin_path(corpus.train)
-    stored = stored_tokens(tokens)
     source = BlendSource(
         name=corpus.name,
-        path=str(corpus.train) if stored is None else stored.source.url.removesuffix(".bin"),
+        path=str(corpus.train),
         digest=digest_file(idx_path(corpus.train)),
-        sampled=sampled_digest(tokens) if stored is None else stored.sampled_digest(),
+        sampled=sampled_digest(tokens),
         weight=weight,
     )
     return replace(source, **source_facts(corpus))

@@ -48,7 +48,7 @@ IDENTITY = (
 DATA = _keys("data.", "path train blend tokenizer")
 """Keys whose data is compared by content; data.change=true allows another."""
 FREE = (
-    *_keys("", "name out ckpt profile incident.keep data.validation data.cache data.cache_gb data.change"),
+    *_keys("", "name out ckpt profile incident.keep data.validation data.cache data.change"),
     *_keys("check.", "every ranks_every slow_factor expert_steps expert_share"),
     *_keys("", "ema.validate train.keep_best train.patience"),
     *_keys("train.", "validate_every validate_batches observers"),

@@ -21,7 +21,6 @@ ALLOWED = {
     "corpus/stages/publish.py": "moves what it merged into the corpus",
     "corpus/stages/run.py": "files of a stage in the work folder",
     "data/indexed.py": "the pair that it writes",
-    "data/stored_corpus.py": "blocks in the mirror that it made",
     "launch/doctor/folder.py": "files of a trial, in a folder whose name it has drawn",
     "util/lock.py": "its own lock, and temporary folders that are over, by name, owner and lock",
     "training/mirror.py": "sparse files in a temporary folder, which stands for the store",
@@ -37,7 +36,6 @@ WRITERS = {
     "corpus/stages/group.py": "its own files in the work folder",
     "data/indexed.py": "parts of the pair that it writes",
     "training/mirror.py": "manifests in a temporary folder, which stands for the store",
-    "data/stored_corpus.py": "blocks of its own cache, under a name of the thread that writes",
     "launch/child_run.py": "logs of runs in the folder of a verify-resume",
 }
 

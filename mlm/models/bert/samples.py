@@ -196,8 +196,6 @@ class BERTDataset:
         tokens = np.full((len(pairs.places), self.seq_length), self.vocab.pad_id, dtype=np.int64)
         tokens[:, 0] = self.vocab.cls_id
         source = self.indexed.tokens
-        if self.indexed.stored is not None:
-            self.indexed.stored.load(pairs.places, pairs.lengths)
         places, lengths = pairs.places.tolist(), pairs.lengths.tolist()
         for row, (first, second), (a, b) in zip(tokens, places, lengths, strict=True):
             row[1 : 1 + a] = source[first : first + a]
