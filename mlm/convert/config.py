@@ -14,17 +14,17 @@ class ConvertConfig:
     """The run spec of `mlm convert`: a checkpoint of any format as one of any other."""
 
     source: InputPath
-    """A run or checkpoint of mlm, a model folder of transformers, a Megatron-LM checkpoint (torch_dist or
-    rank files), or a folder of torch.distributed.checkpoint with torchtitan's or Megatron's names."""
+    """A run or checkpoint of mlm, a model folder of transformers, a Megatron-LM checkpoint (torch_dist), or a
+    folder of torch.distributed.checkpoint with torchtitan's names."""
     out: OutFolder
-    """Folder to write, a new one. The same command, interrupted, continues."""
-    to: Literal["native", "hf", "torch_dist", "torch", "torchtitan", "megatron_dcp"] = "native"
-    """Format: native (a run of mlm), hf (transformers), torch_dist and torch (Megatron-LM's distributed and
-    classic one), torchtitan and megatron_dcp (DCP with their names)."""
-    tp: Annotated[TensorSize, OnlyIf("to", "native", "torch")] = 1
-    """Tensor-parallel size of to=native and to=torch; the other formats have none."""
-    pp: Annotated[PipelineSize, OnlyIf("to", "native", "torch")] = 1
-    """Pipeline-parallel size of to=native and to=torch."""
+    """Folder to write, a new one."""
+    to: Literal["native", "hf", "torch_dist", "torchtitan"] = "native"
+    """Format: native (a run of mlm), hf (transformers), torch_dist (Megatron-LM's), torchtitan (DCP with its
+    names)."""
+    tp: Annotated[TensorSize, OnlyIf("to", "native")] = 1
+    """Tensor-parallel size of to=native; the other formats have none."""
+    pp: Annotated[PipelineSize, OnlyIf("to", "native")] = 1
+    """Pipeline-parallel size of to=native."""
     dtype: DType = "float32"
     """Numbers to write; native is float32."""
     config: InputPath | None = None
@@ -32,11 +32,9 @@ class ConvertConfig:
     a run of mlm; null takes the source's own."""
     vocab_size: Annotated[int, POSITIVE] | None = None
     """Tokens of a Megatron-LM source, without padding; null takes the recorded, or a published size."""
-    num_heads: Annotated[int, POSITIVE] | None = None
-    """Attention heads of a Megatron-LM source of 2019, which does not record them."""
     tokenizer: InputPath | None = None
     """Tokenizer to put into native and hf, where the source has none: as in `mlm import megatron`."""
-    max_file_gb: Annotated[float, POSITIVE, OnlyIf("to", "hf", "torchtitan", "megatron_dcp")] = 5.0
+    max_file_gb: Annotated[float, POSITIVE, OnlyIf("to", "hf", "torchtitan")] = 5.0
     """Largest file of hf and DCP folders, in 10^9 bytes; a larger tensor has its own."""
     verify: bool = True
     """Compare every parameter and the settings of the model with the source; refuse where they differ."""

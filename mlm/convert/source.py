@@ -7,9 +7,8 @@ when it is asked for them.
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -25,18 +24,11 @@ from mlm.checkpoint.native.format import (
     read_manifest,
 )
 from mlm.checkpoint.native.reader import Reader
-from mlm.checkpoint.native.run_state import (
-    LORA,
-    TOKENIZER_FILE,
-    TokenizerDigest,
-    check_run_tokenizer,
-    is_weights_only,
-)
+from mlm.checkpoint.native.run_state import LORA, TOKENIZER_FILE, TokenizerDigest, check_run_tokenizer
 from mlm.checkpoint.native.save_load import resolve
-from mlm.checkpoint.native.slices import Read, Region
+from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.verify import check_whole
 from mlm.checkpoint.parameters import parameters
-from mlm.convert.dcp.metadata import MOMENTS
 from mlm.convert.huggingface.families import layer_names
 from mlm.convert.huggingface.folder import CONFIG, fetch, ids_to_keep, model_name, read_model, read_tokenizer
 from mlm.convert.huggingface.mapping import Note
@@ -112,12 +104,10 @@ class Source(ABC):
         config: Settings of its run; where it has none, defaults except for the model and its length.
         notes: What is missing and takes initial values, what is left out; one line each.
         filled: Parameters that it lacks: they take initial values.
-        moments: Readers of Adam's moments by name, if they are whole; `origin` has the iteration then.
     """
 
     format: str
     filled: frozenset[str] = frozenset()
-    moments: Mapping[str, Read] = MappingProxyType({})
 
     def __init__(
         self,
@@ -351,10 +341,6 @@ class Checkpoint(Source):
             self.base = self._open_base()
         else:
             check_stored_parameters(self.manifest, self.model, path)
-        steps = self.manifest.state.get("applied_steps")
-        if is_weights_only(self.manifest.state) and type(steps) is int:
-            self.moments = {name: partial(self._read_stored, f"optimizer.{name}") for name in MOMENTS}
-            self.origin["iteration"] = steps
 
     def _open_base(self) -> Source:
         entry = self.manifest.state[LORA]

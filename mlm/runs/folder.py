@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import mlm
 from mlm.checkpoint.native.folders import CHECKPOINTS
-from mlm.checkpoint.native.format import JSON, FileEntry, TensorEntry
+from mlm.checkpoint.native.format import JSON, TensorEntry
 from mlm.checkpoint.native.run_state import TOKENIZER
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import derived_id, write_streamed
@@ -32,13 +32,12 @@ from mlm.parallel.sharding import parameter_shards
 from mlm.runs.config import PretrainConfig
 from mlm.runs.tokenizer import digests_of_tokenizer
 from mlm.util.errors import UserError, writing_to
-from mlm.util.files import fsync_directory, read_regular, write_atomic
+from mlm.util.files import fsync_directory
 from mlm.util.lock import LOCK, single_writer
 from mlm.util.ownership import claim_folder, delete_owned, real_path
 
 GB = 1e9
 UNFINISHED = "unfinished"
-JOURNAL = "journal.json"
 SPARE = 64 << 20  # bytes for manifest, tokenizer and the file system itself
 
 
@@ -64,13 +63,12 @@ def write_run(
     progress: Callable[[int], None] = lambda count: None,
     tp: int = 1,
     stage_ranks: Mapping[int | str, int] = MappingProxyType({}),
-    done: Callable[[str, Callable[[], FileEntry]], FileEntry] = lambda name, write: write(),
 ) -> Path:
     """Write tensors into `run`, which `new_folder` yields, as a run directory; return its step-00000000.
 
     `state`, with the versions and the tokenizer, and the layout alone make the checkpoint. `stage_ranks` are
-    the pipeline ranks of layers, "first" and "last": one if it is empty. `read`, `progress` and `done` are as
-    in `write_streamed`.
+    the pipeline ranks of layers, "first" and "last": one if it is empty. `read` and `progress` are as in
+    `write_streamed`.
     """
     full_state: dict[str, JSON] = {
         **state,
@@ -89,7 +87,6 @@ def write_run(
         tp=tp,
         stage_rank=lambda stage: stage_ranks.get(stage, 0),
         progress=progress,
-        done=done,
     )
 
 
@@ -125,12 +122,11 @@ def out_problems(out: str | Path) -> list[str]:
 
 
 @contextmanager
-def new_folder(out: Path, count: int, kind: str = "run", *, journal: bytes | None = None) -> Iterator[Path]:
+def new_folder(out: Path, count: int, kind: str = "run") -> Iterator[Path]:
     """Yield an empty folder for about `count` bytes, which becomes `out` if the block succeeds.
 
     If it fails, nothing is left; a kill leaves a hidden folder beside `out`, which the next command that
-    writes there removes. With `journal`, which says what is written and from what, an interruption or a
-    failing disk leaves that folder too, and a command of the same journal finds in it what was there.
+    writes there removes.
 
     Raises UserError if `out` is not free, if the disk is too small or not writable, and in place of an
     OSError within.
@@ -141,18 +137,11 @@ def new_folder(out: Path, count: int, kind: str = "run", *, journal: bytes | Non
         final.parent.mkdir(parents=True, exist_ok=True)
         claim_folder(work, UNFINISHED)
         with single_writer(work):
-            is_kept = False
             try:
                 if problems := out_problems(out):
                     raise UserError(problems[0])
                 check_space(final.parent, count, f"out={out}")
-                # A command with this journal that was interrupted left what it had written.
-                left, size = work / JOURNAL, len(journal or b"") + 1
-                continues = journal is not None and left.is_file() and read_regular(left, size) == journal
-                if not continues:
-                    delete_owned(work, UNFINISHED, names=(final.name, JOURNAL), keep_folder=True)
-                    if journal is not None:
-                        write_atomic(left, journal)
+                delete_owned(work, UNFINISHED, names=(final.name,), keep_folder=True)
                 folder = work / final.name
                 folder.mkdir(exist_ok=True)
                 claim_folder(folder, kind)
@@ -160,12 +149,8 @@ def new_folder(out: Path, count: int, kind: str = "run", *, journal: bytes | Non
                 fsync_directory(folder)
                 os.rename(folder, final)  # over an empty folder too
                 fsync_directory(final.parent)
-            except BaseException as error:
-                is_kept = journal is not None and not isinstance(error, UserError)
-                raise
             finally:
-                written = () if is_kept else (final.name, JOURNAL)
-                delete_owned(work, UNFINISHED, names=(*written, LOCK), keep_folder=is_kept)
+                delete_owned(work, UNFINISHED, names=(final.name, LOCK))
 
 
 def check_space(folder: Path, count: int, setting: str) -> None:

@@ -118,31 +118,24 @@ def save_best(trainer: Trainer, out: Path) -> None:
 def load(trainer: Trainer, path: Path) -> Manifest:
     """Continue from a checkpoint directory: weights, moments, loss scale and counters.
 
-    A checkpoint of weights alone starts the run at step 0, with its moments if it holds some and the run has
-    AdamW. Collective. Raises ConfigError with a line for each setting of the run's identity that differs, or
-    of the model's function for weights alone; UserError when the tensors do not fit; CorruptFileError when
-    it is damaged.
+    A checkpoint of weights alone starts the run at step 0. Collective. Raises ConfigError with a line for
+    each setting of the run's identity that differs, or of the model's function for weights alone; UserError
+    when the tensors do not fit; CorruptFileError when it is damaged.
     """
     ctx, ranks, config = trainer.ctx, Ranks.of(trainer.ctx), to_dict(trainer.config)
 
-    def check() -> tuple[bool, Any, bool, dict[str, Any] | None]:
+    def check() -> tuple[bool, bool, dict[str, Any] | None]:
         if not ranks.is_main:
-            return False, None, False, None
+            return False, False, None
         manifest = read_manifest(path)
         check_identity(trainer.config, path, manifest)
         if LORA in trainer.extra_state:
             check_base(trainer.config, path, manifest, trainer.extra_state[LORA])
-        steps = manifest.state.get("applied_steps") if trainer.config.optimizer.kind == "adamw" else None
         best = best_validation(trainer.config, manifest.state)
-        return is_weights_only(manifest.state), steps, EMA in manifest.state, best
+        return is_weights_only(manifest.state), EMA in manifest.state, best
 
     checked = ranks.together(check, lambda error: CheckpointError(f"{path}: {error}"))
-    is_start, steps, has_average, best = ranks.broadcast(checked)
-    if is_start and type(steps) is int and 0 < steps < MAX_COUNT:
-        shards = training_shards(trainer, trainer.shards, averages=False)
-        manifest = load_checkpoint(path, shards, ranks=ranks, config=config, cast=True)
-        ensure_state(trainer.optimizer, float(steps))
-        return manifest
+    is_start, has_average, best = ranks.broadcast(checked)
     if is_start:
         return load_weights(trainer.shards, path, ctx, config=config)
     shards = training_shards(trainer, trainer.shards, averages=has_average)

@@ -153,7 +153,7 @@ MOE = "pretrain model=moe_tiny model.options.num_experts=0"
             ("plan layouts failures.restart_s=1", "has no effect with failures.mtbf_hours=null"),
             (
                 "convert a b to=hf tp=1",
-                "tp=1: has no effect with to=hf; remove it, or set to=native or to=torch",
+                "tp=1: has no effect with to=hf; remove it, or set to=native",
             ),
             (
                 "data build data=a tokenizer=t out=o hub_split=train",

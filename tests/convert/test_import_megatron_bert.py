@@ -1,11 +1,11 @@
 """`mlm import megatron` of a BERT: what it wrote says what `transformers`' MegatronBert says."""
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import MegatronBertForPreTraining
 
 from mlm.checkpoint.native.save_load import read_manifest, resolve
@@ -16,29 +16,21 @@ from mlm.convert.source import open_source
 from mlm.models.config import ModelConfig
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.verify.huggingface import our_outputs, relative_difference
-from tests.convert.megatron.berts import random_bert, write_bert
-from tests.convert.megatron.written import FILE, VOCAB, Change, Layout, edit
-from tests.slow import thinned
+from tests.convert.dcp.llamas import write_torch_dist
+from tests.convert.megatron.written import VOCAB, arguments, bert_state, random_bert
 
 LIMIT = 1e-5
 """Of the largest number: float32 sums in another order."""
 
 
-@cache
-def same_bert() -> MegatronBertForPreTraining:
-    """`random_bert`, made once."""
-    return random_bert()
-
-
 def imported(
-    tmp_path: Path, layout: Layout, model: Any = None, change: Change | None = None, **written: Any
+    tmp_path: Path, state: dict[str, Tensor] | None = None, vocab_size: int | None = VOCAB, **changes: Any
 ) -> Path:
-    """Write a BERT in a layout, import it; the run directory."""
-    folder = write_bert(tmp_path / "theirs", model or same_bert(), layout, **written)
-    if change is not None:
-        edit(sorted(folder.iterdir())[0] / FILE, change)
-    run(ImportMegatronConfig(source=str(folder), out=str(tmp_path / "run"), vocab_size=VOCAB))
-    return tmp_path / "run"
+    """Write a BERT, import it; the run directory."""
+    write_torch_dist(tmp_path / "theirs", state or bert_state(random_bert()), arguments(**changes))
+    out = tmp_path / "run"
+    run(ImportMegatronConfig(source=str(tmp_path / "theirs"), out=str(out), vocab_size=vocab_size))
+    return out
 
 
 def model_of(run: Path) -> ModelConfig:
@@ -46,11 +38,10 @@ def model_of(run: Path) -> ModelConfig:
 
 
 @torch.no_grad()
-def reference(model: MegatronBertForPreTraining, config: ModelConfig, **inputs: Any) -> Outputs:
+def reference(model: MegatronBertForPreTraining, config: ModelConfig) -> Outputs:
     """Outputs of transformers on the probe."""
     probe = ProbeSamples.of(config)
-    inputs = {"token_type_ids": probe.token_types} | inputs
-    said = model(probe.tokens, attention_mask=probe.mask.long(), **inputs)
+    said = model(probe.tokens, attention_mask=probe.mask.long(), token_type_ids=probe.token_types)
     return {"token logits": said.prediction_logits[probe.mask], "order logits": said.seq_relationship_logits}
 
 
@@ -59,37 +50,22 @@ def assert_same(found: Outputs, want: Outputs) -> None:
         assert relative_difference(found[name], value) <= LIMIT, name
 
 
-LAYOUTS = [
-    Layout(),
-    Layout(tp=2),
-    Layout(pp=2),
-    Layout(tp=2, pp=2, vp=2),
-    Layout(tp=2, version=0, names="transformer"),
-    Layout(pp=2, version=1.0, names="transformer"),
-    Layout(tp=2, names="norm"),
-    Layout(tp=2, pp=2, names="core"),
-]
-
-
-@pytest.mark.parametrize(
-    "layout", thinned(LAYOUTS, 3), ids=lambda x: f"{x.names}-{x.version}-{x.tp}{x.pp}{x.vp}"
-)
-def test_it_says_what_transformers_says(tmp_path: Path, layout: Layout) -> None:
-    found = imported(tmp_path, layout)
-    assert_same(our_outputs(found), reference(same_bert(), model_of(found)))
+def test_it_says_what_transformers_says(tmp_path: Path) -> None:
+    found = imported(tmp_path)
+    assert model_of(found).activation == "gelu_tanh"
+    assert_same(our_outputs(found), reference(random_bert(), model_of(found)))
 
 
 def test_exact_gelu_is_computed_where_it_was_trained_with(tmp_path: Path) -> None:
     model = random_bert(hidden_act="gelu")
-    args = {"openai_gelu": False, "bias_gelu_fusion": False}
-    found = imported(tmp_path, Layout(args=args), model)
+    found = imported(tmp_path, bert_state(model), openai_gelu=False, bias_gelu_fusion=False)
     assert model_of(found).activation == "gelu"
     assert_same(our_outputs(found), reference(model, model_of(found)))
 
 
 def test_two_kinds_of_gelu_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Megatron-LM's default: the fused kernel in the layers, torch's in the masked-LM head."""
-    found = imported(tmp_path, Layout(args={"openai_gelu": False, "bias_gelu_fusion": True}))
+    found = imported(tmp_path, openai_gelu=False)
     assert model_of(found).activation == "gelu_tanh"
     assert "its masked-LM head was trained with the exact gelu" in capsys.readouterr().out
 
@@ -98,7 +74,7 @@ def test_without_a_binary_head_its_parts_are_filled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """--bert-no-binary-head: no pooler, and no token types, which is a table of zeros."""
-    found = imported(tmp_path, Layout(tp=2), binary_head=False)
+    found = imported(tmp_path, bert_state(random_bert(), binary_head=False))
     out = capsys.readouterr().out
     assert "it knows no token types" in out
     assert "no pooler is there" in out
@@ -114,34 +90,49 @@ def test_without_a_binary_head_its_parts_are_filled(
 
 @pytest.mark.parametrize(("rows", "wanted"), [(30592, 30522), (29056, 28996), (30720, None)])
 def test_vocabulary_is_berts_where_it_fits(tmp_path: Path, rows: int, wanted: int | None) -> None:
-    folder = write_bert(tmp_path / "theirs", same_bert(), Layout(rows=rows))
-    config = ImportMegatronConfig(source=str(folder), out=str(tmp_path / "run"))
+    state = bert_state(random_bert(), rows=rows)
     if wanted is None:
         with pytest.raises(UserError, match="BERT's 30522 or 28996 tokens do not fill"):
-            run(config)
+            imported(tmp_path, state, vocab_size=None)
     else:
-        run(config)
-        assert model_of(tmp_path / "run").vocab_size == wanted
+        assert model_of(imported(tmp_path, state, vocab_size=None)).vocab_size == wanted
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    ("change", "message"),
     [
-        (lambda c: c["model"]["lm_head"].pop("bias"), "mlm_head.vocabulary.bias is missing"),
-        (lambda c: c["model"]["binary_head"].pop("bias"), "sop_head.bias is missing"),
+        (lambda s: s.pop("output_layer.bias"), "mlm_head.vocabulary.bias is missing"),
+        (lambda s: s.pop("binary_head.bias"), "sop_head.bias is missing"),
+        (lambda s: s.update({"binary_head.weight": torch.ones(3, 32)}), r"sop_head.weight is \[3, 32\]"),
+        (lambda s: s.update({"output_layer.bias": torch.ones(63)}), r"vocabulary.bias is \[63\]"),
+        (lambda s: s.update({"encoder.layers.mlp.router.weight": torch.ones(4, 8)}), "Megatron Bridge"),
         (
-            lambda c: c["model"]["binary_head"].update(weight=torch.ones(3, 32)),
-            r"sop_head.weight is \[3, 32\]",
+            lambda s: s.update({"encoder.layers.mlp.odd.weight": torch.ones(4, 8)}),
+            "is no part of GPT-2, BERT",
         ),
-        (lambda c: c["model"]["lm_head"].update(bias=torch.ones(63)), r"vocabulary.bias is \[63\]"),
     ],
-    ids=["bias", "half", "classes", "rows"],
+    ids=["bias", "half", "classes", "rows", "a mixture", "an unknown name"],
 )
-def test_problem_of_a_file_is_named(tmp_path: Path, change: Change, message: str) -> None:
-    with pytest.raises(CorruptFileError, match=message):
-        imported(tmp_path, Layout(), change=change)
+def test_problem_of_a_tensor_is_named(tmp_path: Path, change: Any, message: str) -> None:
+    state = bert_state(random_bert())
+    change(state)
+    with pytest.raises(UserError, match=message):
+        imported(tmp_path, state)
+
+
+def test_an_output_layer_that_is_not_the_table_is_rejected(tmp_path: Path) -> None:
+    state = bert_state(random_bert())
+    table = state["embedding.word_embeddings.weight"]
+    with pytest.raises(UserError, match="differs from the token table that it is tied to"):
+        imported(tmp_path, state | {"output_layer.weight": table + 1})
 
 
 def test_layer_norm_behind_the_sums_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="apply_residual_connection_post_layernorm=True"):
-        imported(tmp_path, Layout(args={"apply_residual_connection_post_layernorm": True}))
+        imported(tmp_path, apply_residual_connection_post_layernorm=True)
+
+
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    state = bert_state(random_bert()) | {"pooler.dense.bias": torch.ones(32, dtype=torch.int64)}
+    with pytest.raises(CorruptFileError, match="only floating-point numbers are read"):
+        imported(tmp_path, state)

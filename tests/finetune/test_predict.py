@@ -142,21 +142,8 @@ def test_an_export_has_a_model_card_of_what_is_known(folder: Path, tmp_path: Pat
     run = folder / "out-classification"
     mlm.export_hf(run, tmp_path / "hf", verify=False)
     card = ModelCard.load(tmp_path / "hf/README.md")
-    result = read(run / "result.json")
-    score = result["scores"]["validation"]["accuracy"]
-    metadata = card.data.to_dict()
-    (scored,) = metadata.pop("model-index")[0]["results"]
-    assert metadata == {"library_name": "transformers", "tags": ["bert"]}
-    assert scored["task"] == {"type": "text-classification"}
-    assert scored["metrics"] == [{"type": "accuracy", "value": score, "name": "validation.accuracy"}]
-    for row in (
-        "| base model | tiny |",
-        "| finetuned on | mine |",
-        f"| step | {result['best_step']} |",
-        "| peak learning rate | 0.001 |",
-        f"| validation, accuracy | {score:.4f} |",
-    ):
-        assert row in card.text.splitlines()
+    assert card.data.to_dict() == {"library_name": "transformers", "tags": ["bert"]}
+    assert "BertForSequenceClassification with " in card.text
 
 
 class TestBest:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -48,14 +47,12 @@ def write_streamed(
     tp: int = 1,
     stage_rank: Callable[[int | str], int] = lambda stage: 0,
     progress: Callable[[int], None] = lambda count: None,
-    done: Callable[[str, Callable[[], FileEntry]], FileEntry] = lambda name, write: write(),
 ) -> Path:
     """Write `root/step-…` as tp * pp ranks would, holding one piece of one tensor at a time.
 
     File number p * tp + t holds what tp rank t of pipeline rank p = stage_rank(split.stage) owns. The bytes
     are a function of the arguments alone: `save_id` should be one of content and layout (`derived_id`).
     `read(name, region)` gives a piece, on CPU, of the tensor's dtype; `progress` receives bytes written.
-    `done(name, write)` returns the entry of a file, which it may have written before.
 
     `root` is a new folder, which its caller publishes when all is written: see `new_folder`. Raises OSError,
     and what `read` raises.
@@ -73,7 +70,7 @@ def write_streamed(
             progress,
         )
 
-    files = {name: done(name, partial(write, name)) for name in pieces}
+    files = {name: write(name) for name in pieces}
     entries = {
         name: replace(
             tensor, chunks=tuple(Chunk(f, held[name]) for f, held in pieces.items() if name in held)

@@ -15,13 +15,10 @@ from mlm.data.files_present import HUB_NAME
 from mlm.util.errors import Problem
 
 
-def _check_hub_names(config: ExportHFConfig) -> list[Problem]:
-    names = {"push": config.push, "base": config.base}
-    return [
-        Problem.at(key, name, "no name of a repository of the Hub", f"use {key}=OWNER/NAME")
-        for key, name in names.items()
-        if name is not None and not (HUB_NAME.fullmatch(name) and (key == "base" or "/" in name))
-    ]
+def _check_hub_name(config: ExportHFConfig) -> list[Problem]:
+    if config.base is None or HUB_NAME.fullmatch(config.base):
+        return []
+    return [Problem.at("base", config.base, "no name of a repository of the Hub", "use base=OWNER/NAME")]
 
 
 COMMANDS = (
@@ -51,7 +48,7 @@ COMMANDS = (
         summary="convert checkpoints between mlm, transformers, Megatron-LM and torchtitan",
         about="""Reads a checkpoint of any of these and writes it as any other, a tensor at a time, without
             running what is in it. Every parameter and the settings of the model are compared with the
-            source before the folder gets its name. Interrupted, the same command continues.""",
+            source before the folder gets its name.""",
         examples="""
             # A model of transformers for Megatron-LM
             mlm convert models/llama ckpt/llama to=torch_dist
@@ -84,10 +81,10 @@ COMMANDS = (
         target="mlm.cli.convert.run:run",
         preflight="mlm.cli.convert.run:preflight",
         positional=("source",),
-        summary="import a Megatron-LM GPT-2, BERT or Llama (torch_dist or rank files) as a checkpoint",
-        about="""Makes one checkpoint of weights of a distributed (torch_dist) or classic (mp_rank_XX) one:
-            any layout trains, scores or samples it. Adam's moments are taken where they are stored whole. Its
-            files are pickles, read as data: what is no data is never run.""",
+        summary="import a Megatron-LM GPT-2, BERT or Llama (torch_dist) as a checkpoint",
+        about="""Makes a checkpoint of weights of a distributed (torch_dist) one: any layout trains, scores or
+            samples it. Its files hold pickles, read as data: what is no data is never run. Megatron-LM itself
+            makes one of its older formats, by --ckpt-convert-format torch_dist.""",
         examples="""
             # Import the newest iteration of a Megatron-LM run
             mlm import megatron checkpoints/gpt2_345m out=runs/gpt2_345m tokenizer=gpt2
@@ -99,7 +96,7 @@ COMMANDS = (
         target="mlm.cli.convert.run:run",
         preflight="mlm.cli.convert.run:preflight",
         positional=("ckpt",),
-        summary="export a checkpoint for Megatron-LM, as torch_dist or as classic rank files",
+        summary="export a checkpoint for Megatron-LM, as torch_dist",
         about="Writes weights under Megatron Core's names, and the arguments of the model. Reads them again.",
         examples="""
             # Export a run's latest checkpoint
@@ -113,7 +110,7 @@ COMMANDS = (
         preflight="mlm.cli.convert.run:preflight",
         positional=("ckpt",),
         summary="export a checkpoint as a folder that torch.distributed.checkpoint loads",
-        about="Writes weights under torchtitan's or Megatron Core's names. Reads them again.",
+        about="Writes weights under torchtitan's names. Reads them again.",
         examples="""
             # Export a Llama for torchtitan
             mlm export dcp runs/llama out=for_torchtitan
@@ -123,7 +120,7 @@ COMMANDS = (
         name="export hf",
         spec=ExportHFConfig,
         target="mlm.cli.convert.run:run_export_hf",
-        local_check=_check_hub_names,
+        local_check=_check_hub_name,
         preflight="mlm.cli.convert.run:preflight_export_hf",
         positional=("ckpt",),
         summary="export a checkpoint as a folder that transformers loads",

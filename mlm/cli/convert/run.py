@@ -1,7 +1,4 @@
-"""`mlm convert`, `mlm import …` and `mlm export …`.
-
-Each raises UserError; a conversion keeps then what is whole, an import or export of Hugging Face nothing.
-"""
+"""`mlm convert`, `mlm import …` and `mlm export …`. Each raises UserError, and leaves nothing then."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -21,8 +18,7 @@ from mlm.convert import conversion
 from mlm.convert.config import ConvertConfig
 from mlm.convert.gguf import export as gguf
 from mlm.convert.huggingface.export import export_model, export_problems
-from mlm.convert.huggingface.hub import push_folder, push_problems
-from mlm.convert.huggingface.importing import import_adapters, import_model, import_problems, is_adapter
+from mlm.convert.huggingface.importing import import_model, import_problems
 from mlm.convert.source import open_checkpoint
 from mlm.util.results import result_problems, target_name
 from mlm.verify.huggingface import compare_logits, extra_problems
@@ -32,8 +28,7 @@ Conversion = ConvertConfig | ImportMegatronConfig | ExportMegatronConfig | Expor
 
 def preflight(config: Conversion) -> list[str]:
     """Return what is wrong with the source, the settings and `out`; no tensor is read."""
-    is_import = isinstance(config, ImportMegatronConfig)
-    return conversion.preflight(_conversion(config), only=("torch_dist", "torch") if is_import else ())
+    return conversion.preflight(_conversion(config), is_import=isinstance(config, ImportMegatronConfig))
 
 
 def run(config: Conversion) -> None:
@@ -50,25 +45,26 @@ def _conversion(config: Conversion) -> ConvertConfig:
     if not isinstance(config, ImportMegatronConfig):
         values["source"] = values.pop("ckpt")
     if isinstance(config, ExportMegatronConfig):
-        values["to"] = values.pop("format")
+        values["to"] = "torch_dist"
     if isinstance(config, ExportDCPConfig):
-        values["to"] = "megatron_dcp" if values.pop("names") == "megatron" else "torchtitan"
+        values["to"] = "torchtitan"
     return ConvertConfig(**values)
 
 
 def preflight_import_hf(config: ImportHFConfig) -> list[str]:
-    problems = import_problems(config.source, config.out, config.revision, config.base)
+    problems = import_problems(config.source, config.out, config.revision)
     return [*problems, *extra_problems(config.verify)]
 
 
 def run_import_hf(config: ImportHFConfig) -> None:
-    title, out = f"import hf · {config.source}", Path(config.out)
-    if is_adapter(config.source):
-        show_table(title, *import_adapters(Path(config.source), out, base=config.base))
-        return
-    compare = compare_logits if config.verify else None
+    compare, out = compare_logits if config.verify else None, Path(config.out)
     model, notes, *lines = import_model(config.source, out, revision=config.revision, compare=compare)
-    show_table(title, {"class#": model.architecture, **model_columns(model.config)}, notes, *lines)
+    show_table(
+        f"import hf · {config.source}",
+        {"class#": model.architecture, **model_columns(model.config)},
+        notes,
+        *lines,
+    )
 
 
 def preflight_export_hf(config: ExportHFConfig) -> list[str]:
@@ -78,9 +74,6 @@ def preflight_export_hf(config: ExportHFConfig) -> list[str]:
     source = open_checkpoint(config.ckpt)
     if config.base is not None and source.base is None:
         problems.append(f"base={config.base}: {source.path} holds no adapters: leave it out")
-    elif config.push is not None:
-        options = {"public": config.public, "merge": config.merge}
-        problems += push_problems(config.push, source, base=config.base, **options)
     return problems
 
 
@@ -96,10 +89,7 @@ def run_export_hf(config: ExportHFConfig) -> None:
     )
     if "rank#" not in columns:  # not of adapters
         notes = [*filter(None, [best_note(config.ckpt, source.path)]), *notes]
-    lines = [line, f"written to {config.out}"]
-    if config.push is not None:
-        lines.append(f"pushed to {push_folder(Path(config.out), config.push, public=config.public)}")
-    show_table(f"export hf · {source.path}", columns, notes, *lines)
+    show_table(f"export hf · {source.path}", columns, notes, line, f"written to {config.out}")
 
 
 def preflight_export_gguf(config: ExportGGUFConfig) -> list[str]:

@@ -37,9 +37,6 @@ class ImportHFConfig:
     """Folder with config.json and model.safetensors, or the id of a model on the Hugging Face Hub."""
     out: OutFolder
     """Run directory to write: out/checkpoints/step-00000000 and the tokenizer."""
-    base: CheckpointPath | None = None
-    """Of a folder of peft's, the model that its adapters were trained on: a checkpoint, run directory, model
-    folder or Hub id; null takes the one that it names."""
     revision: str | None = None
     """Branch, tag or commit on the Hub; null takes the default branch."""
     verify: bool = True
@@ -48,7 +45,7 @@ class ImportHFConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportMegatronConfig:
-    """The run spec of `mlm import megatron`: a Megatron-LM checkpoint, of either format, as ours."""
+    """The run spec of `mlm import megatron`: a Megatron-LM checkpoint (torch_dist) as ours."""
 
     source: InputPath
     """Its folder (its newest iteration is taken), or an iter_… or release folder in it."""
@@ -57,8 +54,6 @@ class ImportMegatronConfig:
     vocab_size: Annotated[int, POSITIVE] | None = None
     """Tokens of its tokenizer, without padding; null takes the tokenizer's, else GPT-2's or BERT's
     (50257; 30522 or 28996) where it fits."""
-    num_heads: Annotated[int, POSITIVE] | None = None
-    """Attention heads, for checkpoints of 2019, which do not record it; null takes theirs."""
     tokenizer: InputPath | None = None
     """tokenizer.json, or a folder with it, vocab.json and merges.txt, or vocab.txt, to put beside the
     checkpoint."""
@@ -72,26 +67,18 @@ class ExportMegatronConfig:
     """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
     out: OutFolder
     """Folder to write, for --load: release/ and latest_checkpointed_iteration.txt."""
-    format: Literal["torch_dist", "torch"] = "torch_dist"
-    """torch_dist loads at any layout; torch is the classic one, of a file per rank."""
-    tp: Annotated[TensorSize, OnlyIf("format", "torch")] = 1
-    """Tensor-parallel size of format=torch."""
-    pp: Annotated[PipelineSize, OnlyIf("format", "torch")] = 1
-    """Pipeline-parallel size of format=torch."""
     dtype: DType = "float32"
     """Numbers to write."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportDCPConfig:
-    """The run spec of `mlm export dcp`: a folder that torch.distributed.checkpoint loads."""
+    """The run spec of `mlm export dcp`: a folder that torch.distributed.checkpoint and torchtitan load."""
 
     ckpt: CheckpointPath
     """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
     out: OutFolder
     """Folder to write: .metadata, __0_0.distcp, …"""
-    names: Literal["torchtitan", "megatron"] = "torchtitan"
-    """Names and order of rows: torchtitan's (of Llama 3 and Qwen 3), or Megatron Core's."""
     dtype: DType = "float32"
     """Numbers to write."""
 
@@ -111,10 +98,6 @@ class ExportHFConfig:
     """Largest .safetensors file, in 10^9 bytes; a larger model is split into several."""
     verify: bool = True
     """Compare logits with those of `transformers` on the same tokens, and refuse where they differ."""
-    push: str | None = None
-    """Repository of the Hugging Face Hub to upload the folder to, too: OWNER/NAME; a new one is private."""
-    public: Annotated[bool, OnlyIf("push")] = False
-    """Let everybody read a new repository of `push`, or take one that everybody reads."""
     base: Annotated[str | None, OnlyIf("merge", "False")] = None
     """Name of the adapters' base on the Hub, OWNER/NAME; null takes the name or folder that they were trained
     on."""

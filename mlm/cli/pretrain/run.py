@@ -67,7 +67,6 @@ from mlm.training.mirror import mirroring
 from mlm.training.observer import Observer
 from mlm.training.resume import claim, continue_data, resume
 from mlm.training.saver import SaveFailedError
-from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from mlm.training.upcycle import dense_config, start_from_dense
 from mlm.util.errors import UserError, writing_to
@@ -102,15 +101,13 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> int:
 
 
 def start_from_source(trainer: Trainer, ckpt: str) -> Path:
-    """Fill a trainer's parameters from `ckpt`: a dense model's may become experts, an import has moments too.
+    """Fill a trainer's parameters from `ckpt`: a dense model's may become experts.
 
     Return the path of the model. Collective.
     """
     config, source = trainer.config, open_source(ckpt)
     fill = partial(fill_parameters, source=source, ctx=trainer.ctx, initialize=False)
-    if source.moments:
-        load(trainer, source.path)
-    elif dense_config(config, {"model": asdict(source.model)}) is None:
+    if dense_config(config, {"model": asdict(source.model)}) is None:
         fill(trainer.shards)
     else:
         start_from_dense(config.model, trainer.shards, fill)

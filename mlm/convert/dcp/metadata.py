@@ -10,7 +10,7 @@ https://github.com/pytorch/pytorch/blob/main/torch/distributed/checkpoint/metada
 
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +31,6 @@ CLASSES = "torch.distributed.checkpoint.metadata"
 FILE_NAME = re.compile(r"[\w-][\w.-]{0,200}\.distcp", re.ASCII)
 DTYPES_BY_NAME = {str(dtype): dtype for dtype in DTYPES.values()}
 COPY_AGAIN = "Copy the whole folder again"
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's, by PyTorch's names."""
 Item = tuple[str, int, int]
 """File, first byte, bytes."""
 
@@ -79,21 +77,6 @@ def read_metadata(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, S
         tensors = {name: _tensor(name, entry, items) for name, entry in wanted.items()}
         _check_pieces(folder, {name: tensor for name, tensor in tensors.items() if 0 not in tensor.shape})
     return tensors
-
-
-def read_objects(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """Return items that are no tensors, as torch.save wrote them. Raises as `read_metadata`."""
-    contents: dict[str, bytes] = {}
-    with _reading(folder) as fields:
-        for index, info in fields["storage_data"].items():
-            place = index.fields(f"{CLASSES}.MetadataIndex")
-            if place["fqn"] in names and place.get("offset") is None:
-                file, begin, length = _item(place["fqn"], info)
-                _regular_size(folder / file)
-                with open(folder / file, "rb") as f:
-                    f.seek(begin)
-                    contents[place["fqn"]] = f.read(length)
-    return contents
 
 
 @contextmanager

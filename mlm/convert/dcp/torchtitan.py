@@ -5,7 +5,6 @@ layer is stored too. Written are the names of torchtitan 0.2; the names of 2026,
 lm_head, are read. Source: pytorch/torchtitan, state_dict_adapter.py of models/llama3 and models/qwen3.
 """
 
-from copy import copy
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from mlm.checkpoint.native.compare import are_equal
 from mlm.checkpoint.native.slices import Read, Region
 from mlm.checkpoint.parameters import parameters
-from mlm.convert.dcp.metadata import MOMENTS, read_metadata
+from mlm.convert.dcp.metadata import read_metadata
 from mlm.convert.dcp.storage import DCPReader
 from mlm.convert.dcp.writer import DCPTensor
 from mlm.convert.megatron.model import stored_parameters
@@ -44,7 +43,6 @@ TORCHTITAN = {
 """Names in Megatron's manner, with queries, keys, values, gates and inputs apart -> torchtitan's."""
 TOKEN_TABLE = TORCHTITAN["token.weight"]
 OUTPUT = TORCHTITAN["output.weight"]
-STATE = "optimizer.state."
 
 
 def row_layouts(model: ModelConfig) -> RowLayouts:
@@ -144,24 +142,6 @@ class TorchtitanReader:
 
         value = reorder_rows(name, self.layouts.theirs, self.layouts.ours, load)
         return value[region.within(Region.whole(value.shape))]
-
-    def open_moments(self) -> tuple[dict[str, "TorchtitanReader"], int | None]:
-        """Return readers of Adam's moments by name, and its count of steps; none unless all are complete.
-
-        They are stored as optimizer.state.layers.0.attention.wq.weight.exp_avg, the count as …step.
-        """
-        stored = read_metadata(self.reader.folder, lambda name: name.startswith(STATE))
-        reader, count = DCPReader(self.reader.folder, stored), f"{STATE}{self.names['token.weight']}.step"
-        if count not in stored or stored[count].shape != ():
-            return {}, None
-        moments = {}
-        for moment in MOMENTS:
-            names = {name: f"{STATE}{theirs}.{moment}" for name, theirs in self.names.items()}
-            if any(n not in stored or stored[n].shape != self.shapes[k] for k, n in names.items()):
-                return {}, None
-            moments[moment] = copy(self)
-            moments[moment].names, moments[moment].reader = names, reader
-        return moments, int(reader.read(count, Region((), ())).item())
 
     def _load(self, name: str, region: Region) -> Tensor:
         return self.reader.read(self.names[name], region, torch.float32)

@@ -1,18 +1,15 @@
 """Folders that torch.distributed.checkpoint reads, written one piece of a tensor at a time.
 
-PyTorch's own writer takes a state in memory. Pieces, files of bounded size and the continuation of an
-interrupted conversion are ours, the bytes of an item and of `.metadata` PyTorch's. They are a function of the
-content alone.
+PyTorch's own writer takes a state in memory. Pieces and files of bounded size are ours, the bytes of an item
+and of `.metadata` PyTorch's. They are a function of the content alone.
 """
 
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Size
@@ -47,20 +44,16 @@ def write_dcp(
     tensors: Mapping[str, DCPTensor],
     read: Read,
     most: int,
-    keep: Callable[[Path, Callable[[], Any]], Any],
     progress: Advance,
 ) -> None:
-    """Write the items, in order, into files of about `most` bytes, and their `.metadata`. Raises OSError.
-
-    `keep(path, write)` returns what `write` returned, which writes the file unless it is there.
-    """
+    """Write the items, in order, into files of about `most` bytes, and their `.metadata`. Raises OSError."""
     folder.mkdir(exist_ok=True)
     items = [(name, region) for name, tensor in tensors.items() for region in tensor.regions]
     groups = group_by_size(items, lambda item: item[1].volume * tensors[item[0]].dtype.itemsize, most)
     stored = {}
     for number, group in enumerate(groups):
         file = f"__0_{number}.distcp"
-        lengths = keep(folder / file, partial(_write_items, folder / file, group, read, progress))
+        lengths = _write_items(folder / file, group, read, progress)
         for (name, region), length, end in zip(group, lengths, accumulate(lengths), strict=True):
             stored[MetadataIndex(name, Size(region.offset))] = _StorageInfo(file, end - length, length)
     described: dict[str, STORAGE_TYPES] = {

@@ -6,14 +6,13 @@ loads, or are merged into the weights of their base.
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mlm.checkpoint.native.format import JSON, FileEntry
+from mlm.checkpoint.native.format import JSON
 from mlm.checkpoint.native.run_state import FINETUNING, as_strings, label_names
 from mlm.checkpoint.native.shard_file import Form, write_stream
 from mlm.checkpoint.native.slices import Region
@@ -37,7 +36,6 @@ SAFETENSORS_FOR = {"format": "pt"}
 """`__metadata__` that transformers requires."""
 NOT_COMPARED = "not verified: logits were not compared with those of transformers (verify=false)"
 Compare = Callable[[Path, Path], object]
-Done = Callable[[str, Callable[[], FileEntry]], FileEntry]
 HEADER = 256  # bytes that a tensor needs in the header of its file, at most
 
 
@@ -161,12 +159,8 @@ def write_hf(
     dtype: torch.dtype,
     file_gb: float,
     advance: Advance,
-    done: Done = lambda name, write: write(),
 ) -> tuple[int, bool]:
-    """Write the folder; return its number of files of tensors, and True if a bias was folded.
-
-    `done(name, write)` writes a file of tensors, unless it is there.
-    """
+    """Write the folder; return its number of files of tensors, and True if a bias was folded."""
     mapping, exported = hf_mapping(source), dict[str, Exported]()
     for ours, location in mapping.locations(source.model):
         form = Form(dtype, location.shape(source.parameters[ours].shape))
@@ -183,7 +177,7 @@ def write_hf(
     files = dict(zip(names if len(groups) > 1 else [WEIGHTS], groups, strict=True))
     shift = folded_bias(source, mapping)
 
-    def write(name: str) -> FileEntry:
+    def write(name: str) -> None:
         tensors = {tensor.theirs: tensor for tensor in files[name]}
 
         def read(theirs: str) -> Tensor:
@@ -191,10 +185,10 @@ def write_hf(
             return value if shift is None or "final_norm.bias" not in tensors[theirs].ours else value + shift
 
         forms = {theirs: tensor.form for theirs, tensor in tensors.items()}
-        return write_stream(folder / name, forms, read, SAFETENSORS_FOR, advance)
+        write_stream(folder / name, forms, read, SAFETENSORS_FOR, advance)
 
     for name in files:
-        done(name, partial(write, name))
+        write(name)
     if len(files) > 1:
         size = sum(tensor.form.num_bytes for tensors in files.values() for tensor in tensors)
         listed = {tensor.theirs: name for name, tensors in files.items() for tensor in tensors}

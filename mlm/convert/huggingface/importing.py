@@ -1,68 +1,46 @@
-"""A model of `transformers` or the Hub as a run directory; adapters of `peft` as one that names their base.
+"""A model of `transformers` or the Hub as a run directory.
 
 config.json, safetensors and the tokenizer are read without `transformers`.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from mlm.checkpoint.native.folders import CHECKPOINTS
-from mlm.checkpoint.native.format import TensorEntry
-from mlm.checkpoint.native.reader import copy_region
-from mlm.checkpoint.native.run_state import LORA
-from mlm.checkpoint.native.shard_file import read_safetensors_header
-from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.parameters import split_of
-from mlm.convert.huggingface import peft
 from mlm.convert.huggingface.export import NOT_COMPARED, Compare, tensor_bytes
-from mlm.convert.huggingface.families import layer_names
 from mlm.convert.huggingface.folder import (
     OTHER_WEIGHTS,
-    SAVE_AGAIN,
     SMALL_FILES,
     HFModel,
     commit_of,
     fetch,
-    read_json,
     read_model,
 )
-from mlm.convert.huggingface.mapping import Note
 from mlm.convert.huggingface.model_card import CARD
 from mlm.convert.huggingface.tensors import HFTensors
-from mlm.convert.source import ModelFolder, open_source
+from mlm.convert.source import ModelFolder
 from mlm.convert.targets import write_native
 from mlm.data.files_present import HUB_NAME
 from mlm.data.tokenizer_settings import SETTINGS, read_config
-from mlm.models.lora import adapter_shards
-from mlm.runs.folder import imported_state, new_folder, out_problems, run_config, write_run
-from mlm.util.errors import CorruptFileError, UserError, attempt, reading_from
+from mlm.runs.folder import new_folder, out_problems
+from mlm.util.errors import UserError, attempt
 from mlm.util.terminal import one_line, progress_bar
 
 
-def import_problems(source: str, out: str, revision: str | None = None, base: str | None = None) -> list[str]:
+def import_problems(source: str, out: str, revision: str | None = None) -> list[str]:
     """Return what is wrong with a folder or id to import, and with `out`; nothing is downloaded."""
     problems, folder = out_problems(out), Path(source)
     if not folder.exists():
         return problems + ([] if HUB_NAME.fullmatch(source) else [no_such_folder(source)])
     if revision is not None:
         problems.append(f"revision={revision} is for the Hub, source={source} is a folder: leave it")
-    if is_adapter(source):
-        return problems
-    if base is not None:
-        problems.append(f"base={base}: source={source} holds no adapters; remove base=")
     attempt(problems, lambda: HFTensors(read_model(folder)))
     return problems
 
 
 def no_such_folder(source: str) -> str:
     return f"source={source}: no such folder. Give one with config.json and model.safetensors, or a Hub id"
-
-
-def is_adapter(source: str) -> bool:
-    return (Path(source) / peft.CONFIG).is_file()
 
 
 def import_model(
@@ -103,58 +81,3 @@ def import_model(
         more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
         notes.append(f"not carried: {', '.join(map(one_line, lost[:5]))}{more}")
     return source.hf, notes, line, f"written to {out / CHECKPOINTS / path.name}"
-
-
-def import_adapters(
-    folder: Path, out: Path, *, base: str | None
-) -> tuple[dict[str, object], tuple[Note, ...], str, str]:
-    """Write adapters of `peft` as a run that names their base; return columns, notes, and lines on both.
-
-    Raises UserError and leaves no files.
-    """
-    settings = read_json(folder, peft.CONFIG)
-    ckpt = base or str(settings.get("base_model_name_or_path"))
-    try:
-        below = open_source(ckpt)
-    except UserError as error:
-        raise UserError(f"base={ckpt}: the base of {folder} cannot be read ({error}); set base=…") from error
-    weights, model = folder / peft.WEIGHTS, below.model
-    with reading_from(weights, SAVE_AGAIN):
-        stored = read_safetensors_header(weights, SAVE_AGAIN)[1]
-    content = peft.read_folder(settings, list(stored), model, str(folder / peft.CONFIG))
-    lora = content.lora
-
-    def read(name: str) -> Tensor:
-        layout = stored[content.names[name]]
-        whole, target = Region.whole(layout.shape), torch.empty(layout.shape)
-        with reading_from(weights, SAVE_AGAIN), open(weights, "rb") as f:
-            copy_region(f, layout, whole, whole, target)
-        return content.to_common_rank(name, target)
-
-    below.check()
-    tensors = {
-        f"model.{name}": value
-        for adapter in peft.stored_adapters(model, lora)
-        for name, value in adapter.to_ours(read, below.whole)
-    }
-    entries = {}
-    for shard, _ in adapter_shards(model, lora, layer_names(model)):
-        name = f"model.{shard.name}"
-        stored_shape, shape = tuple(tensors[name].shape), shard.global_shape
-        if stored_shape != shape:
-            problem = f"{name} is {list(stored_shape)}, its base makes it {list(shape)}"
-            raise CorruptFileError(f"{folder}: {problem}")
-        entries[name] = TensorEntry(shape, torch.float32, split_of(shard, model.vocab_multiple))
-    run = replace(run_config(folder.resolve().name, model), lora=lora)
-    from_base = {"base": below.name, "digest": below.digest}
-    with new_folder(out, sum(entry.num_bytes for entry in entries.values())) as run_folder:
-        path = write_run(
-            run_folder,
-            entries,
-            lambda name, region: tensors[name][region.within(Region.whole(tensors[name].shape))],
-            state={**imported_state(run, {"kind": "peft", "name": run.name}, ()), LORA: from_base},
-            tokenizer=below.tokenizer,
-        )
-    columns: dict[str, object] = {"rank#": lora.rank, "tensors#": len(tensors)}
-    where = out / CHECKPOINTS / path.name
-    return columns, content.notes, f"adapters of {ckpt}", f"written to {where}"

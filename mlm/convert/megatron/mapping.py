@@ -1,11 +1,7 @@
-"""Description of a model family in Megatron-LM's names and arguments, filled in by mappings.py.
+"""Description of a model family in Megatron Core's names and arguments, filled in by mappings.py.
 
-Shapes and tensor-parallel dims are our model's.
-Tables of names have regular expressions of Megatron-LM's names as keys and our names as values, {} where a
-group stands. Three generations are read: `transformer` and `attention` (2019 to 2021), `encoder` and
-`self_attention` (2021 to 2024), and Megatron Core's `decoder.layers.0.self_attention.linear_qkv` in the same
-files. Source: NVIDIA/Megatron-LM, language_model.py, transformer.py and bert_model.py of those years,
-core/models/gpt, core/models/bert, core/transformer; arguments.py from 2020 to 2025.
+Shapes are our model's. Names are those with Transformer Engine, which torch_dist always has. Source:
+NVIDIA/Megatron-LM, core/models/gpt, core/models/bert, core/transformer; arguments.py of 2023 to 2025.
 
 Their tensors may hold other rows than ours: see `RowLayouts`.
 """
@@ -13,62 +9,42 @@ Their tensors may hold other rows than ours: see `RowLayouts`.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from mlm.convert.row_layouts import RowLayouts, split_layer
 from mlm.models.config import ModelConfig
 
 HEAD = "head.weight"
-"""The output layer. Of a model that ties it, the last stage's copy of the token table, which is compared with
-the table and left out. Else our output.weight."""
+"""The output layer. Of a model that ties it, a copy of the token table, which is compared with the table and
+left out. Else our output.weight."""
+
+
+def names_of_parts(ours: str, theirs: str) -> dict[str, str]:
+    """Return the names of a weight and a bias; {} in `theirs` stands for either word."""
+    return {f"{ours}.{part}": theirs.format(part) for part in ("weight", "bias")}
+
 
 OUTER = {
-    r"embedding\.word_embeddings\.weight": "token.weight",
-    r"(?:embedding\.)?position_embeddings\.weight": "position.weight",
-    r"(?:transformer|encoder|decoder)\.final_(?:layernorm|norm)\.(weight|bias)": "final_norm.{}",
-    r"word_embeddings_for_head\.weight|output_layer\.weight": HEAD,
+    "token.weight": "embedding.word_embeddings.weight",
+    "position.weight": "embedding.position_embeddings.weight",
+    "output.weight": "output_layer.weight",
 }
-"""Names outside the layers that GPT-2 and BERT share."""
+"""Our names outside the layers -> theirs; final_norm is in the part that holds the layers."""
 LAYER = {
-    r"input_(?:layernorm|norm)\.(weight|bias)": "attention_norm.{}",
-    r"self_attention\.linear_qkv\.layer_norm_(weight|bias)": "attention_norm.{}",
-    r"(?:self_)?attention\.(?:query_key_value|linear_qkv)\.(weight|bias)": "attention.qkv.{}",
-    r"(?:self_)?attention\.(?:dense|linear_proj)\.(weight|bias)": "attention.out.{}",
-    r"(?:post_attention_(?:layernorm|norm)|pre_mlp_layernorm)\.(weight|bias)": "mlp_norm.{}",
-    r"mlp\.linear_fc1\.layer_norm_(weight|bias)": "mlp_norm.{}",
-    r"mlp\.(?:dense_h_to_4h|linear_fc1)\.(weight|bias)": "mlp.up.{}",
-    r"mlp\.(?:dense_4h_to_h|linear_fc2)\.(weight|bias)": "mlp.down.{}",
+    **names_of_parts("attention_norm", "self_attention.linear_qkv.layer_norm_{}"),
+    **names_of_parts("attention.qkv", "self_attention.linear_qkv.{}"),
+    **names_of_parts("attention.out", "self_attention.linear_proj.{}"),
+    **names_of_parts("mlp_norm", "mlp.linear_fc1.layer_norm_{}"),
+    **names_of_parts("mlp.up", "mlp.linear_fc1.{}"),
+    **names_of_parts("mlp.down", "mlp.linear_fc2.{}"),
 }
-"""Names in a layer."""
-CORE_OUTER = {
-    r"token\.weight": "embedding.word_embeddings.weight",
-    r"position\.weight": "embedding.position_embeddings.weight",
-    r"token_type\.weight": "embedding.tokentype_embeddings.weight",
-    r"output\.weight": "output_layer.weight",
-    r"pooler\.(weight|bias)": "pooler.dense.{}",
-    r"mlm_head\.transform\.(weight|bias)": "lm_head.dense.{}",
-    r"mlm_head\.norm\.(weight|bias)": "lm_head.layer_norm.{}",
-    r"mlm_head\.vocabulary\.bias": "output_layer.bias",
-    r"sop_head\.(weight|bias)": "binary_head.{}",
-}
-"""Our names outside the layers -> Megatron Core's; final_norm is in the part that holds the layers."""
-CORE_LAYER = {
-    r"attention_norm\.(weight|bias)": "self_attention.linear_qkv.layer_norm_{}",
-    r"attention\.qkv\.(weight|bias)": "self_attention.linear_qkv.{}",
-    r"attention\.out\.(weight|bias)": "self_attention.linear_proj.{}",
-    r"attention\.query_norm\.weight": "self_attention.q_layernorm.weight",
-    r"attention\.key_norm\.weight": "self_attention.k_layernorm.weight",
-    r"mlp_norm\.(weight|bias)": "mlp.linear_fc1.layer_norm_{}",
-    r"mlp\.up\.(weight|bias)": "mlp.linear_fc1.{}",
-    r"mlp\.down\.(weight|bias)": "mlp.linear_fc2.{}",
-}
-"""Our names in a layer -> Megatron Core's with Transformer Engine, which torch_dist always has."""
+"""Our names in a layer -> theirs."""
 THROUGH_HF = (
     "mixtures of experts go to Megatron and back as a folder of Hugging Face, which mlm export hf writes and "
     "mlm import reads: convert it with Megatron Bridge"
 )
 """Problem and fix of a model that is not converted."""
-_IN_LAYER = re.compile(r"(?:transformer|encoder|decoder)\.layers\.(\d{1,6})\.(.+)")
 
 ARGS: Mapping[str, tuple[Any, ...]] = {
     "use_rotary_position_embeddings": (None, False),
@@ -105,16 +81,14 @@ class SizeOf(NamedTuple):
     """A dim of one of our parameters that shows a size of the model."""
 
     parameter: str
-    is_split: bool
-    """True if tensor-parallel ranks share this dim."""
     dim: int = 0
 
 
 SIZES = {
-    "vocab_size": SizeOf("token.weight", True),
-    "hidden_size": SizeOf("final_norm.weight", False),
-    "max_positions": SizeOf("position.weight", False),
-    "ffn_hidden_size": SizeOf("layers.0.mlp.up.bias", True),
+    "vocab_size": SizeOf("token.weight"),
+    "hidden_size": SizeOf("final_norm.weight"),
+    "max_positions": SizeOf("position.weight"),
+    "ffn_hidden_size": SizeOf("layers.0.mlp.up.bias"),
 }
 
 
@@ -134,9 +108,8 @@ class MegatronMapping:
     """Arguments whose absence means a model that the family is not."""
     is_grouped: bool = False
     """True if heads may share keys and values, and have another width than hidden_size / num_heads."""
-    layouts: Callable[[ModelConfig, int], RowLayouts] = lambda model, tp: RowLayouts({}, {})
-    """Return the tensors with rows in another order, merged from the ranks of a tensor-parallel size, which
-    is 1 in torch_dist."""
+    layouts: Callable[[ModelConfig], RowLayouts] = lambda model: RowLayouts({}, {})
+    """Return the tensors with rows in another order."""
     layers: str = "decoder"
     """Megatron Core's name of the part that holds the layers."""
     write: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
@@ -156,29 +129,22 @@ class MegatronMapping:
     notes: Callable[[Mapping[str, Any]], Sequence[str]] = lambda args: ()
     """Return remarks on what differs a little from the run."""
 
-    def our_name(self, theirs: str, first_layer: int = 0) -> str | None:
-        """Return our name of a parameter, or None if the family has no such.
+    @cached_property
+    def _theirs(self) -> Mapping[str, str]:
+        final_norm = names_of_parts("final_norm", f"{self.layers}.final_layernorm.{{}}")
+        return {**self.outer, **final_norm}
 
-        Layers of a part of the model are numbered from 0, ours from `first_layer`.
-        """
-        short = theirs.removeprefix("language_model.")
-        if in_layer := _IN_LAYER.fullmatch(short):
-            ours = _translate(self.layer, in_layer[2])
-            return None if ours is None else f"layers.{first_layer + int(in_layer[1])}.{ours}"
-        return _translate(self.outer, short)
+    def our_name(self, theirs: str) -> str | None:
+        """Return our name of a parameter, or None if the family has no such."""
+        if in_layer := re.fullmatch(rf"{self.layers}\.layers\.(\d{{1,6}})\.(.+)", theirs):
+            ours = next((ours for ours, name in self.layer.items() if name == in_layer[2]), None)
+            return None if ours is None else f"layers.{int(in_layer[1])}.{ours}"
+        name = next((ours for ours, name in self._theirs.items() if name == theirs), None)
+        return HEAD if name == "output.weight" else name
 
     def core_name(self, ours: str) -> tuple[str, int | None]:
         """Return Megatron Core's name of a tensor, with {} for its layer's number, and that number."""
-        if ours.startswith("final_norm."):
-            return f"{self.layers}.final_layernorm.{ours.rpartition('.')[2]}", None
         layer, short = split_layer(ours)
-        theirs = _translate(CORE_OUTER if layer is None else CORE_LAYER, short)
-        assert theirs is not None, f"{ours} has no name in Megatron Core"
-        return (theirs, None) if layer is None else (f"{self.layers}.layers.{{}}.{theirs}", layer)
-
-
-def _translate(table: Mapping[str, str], theirs: str) -> str | None:
-    for pattern, ours in table.items():
-        if match := re.fullmatch(pattern, theirs):
-            return ours.format(*match.groups())
-    return None
+        if layer is None:
+            return self._theirs[short], None
+        return f"{self.layers}.layers.{{}}.{self.layer[short]}", layer

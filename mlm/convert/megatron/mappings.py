@@ -8,7 +8,7 @@ core/models/common/embeddings/rotary_pos_embedding.py; arguments.py.
 from collections.abc import Mapping
 from typing import Any
 
-from mlm.convert.megatron.mapping import ARGS, LAYER, OUTER, MegatronMapping, SizeOf
+from mlm.convert.megatron.mapping import ARGS, LAYER, OUTER, MegatronMapping, SizeOf, names_of_parts
 from mlm.convert.row_layouts import RowLayout, RowLayouts
 from mlm.models.config import ModelConfig
 from mlm.models.llama.settings import LlamaSettings, num_blocks, unusual_form
@@ -67,14 +67,14 @@ GPT2 = MegatronMapping(
 )
 BERT = MegatronMapping(
     name="BERT",
-    outer=OUTER
-    | {
-        r"(?:embedding\.)?tokentype_embeddings\.weight": "token_type.weight",
-        r"pooler\.dense\.(weight|bias)": "pooler.{}",
-        r"lm_head\.dense\.(weight|bias)": "mlm_head.transform.{}",
-        r"lm_head\.(?:layernorm|norm|layer_norm)\.(weight|bias)": "mlm_head.norm.{}",
-        r"lm_head\.bias|output_layer\.bias": "mlm_head.vocabulary.bias",
-        r"binary_head\.(weight|bias)": "sop_head.{}",
+    outer={
+        **OUTER,
+        "token_type.weight": "embedding.tokentype_embeddings.weight",
+        **names_of_parts("pooler", "pooler.dense.{}"),
+        **names_of_parts("mlm_head.transform", "lm_head.dense.{}"),
+        **names_of_parts("mlm_head.norm", "lm_head.layer_norm.{}"),
+        "mlm_head.vocabulary.bias": "output_layer.bias",
+        **names_of_parts("sop_head", "binary_head.{}"),
     },
     vocabularies=(30522, 28996),  # uncased and cased
     settings=lambda args: {"activation": gelu_of(args), "token_types": 2},
@@ -92,11 +92,11 @@ LLAMA3_CONTEXT = 8192
 """Context before scaling, which Megatron Core fixes, as it does the factors 1 and 4 (use_rope_scaling)."""
 
 
-def llama_layouts(model: ModelConfig, tp: int) -> RowLayouts:
-    """Return the tensors of attention and MLP, theirs merged from `tp` ranks.
+def llama_layouts(model: ModelConfig) -> RowLayouts:
+    """Return the tensors of attention and MLP.
 
     One of their weights holds queries, keys and values, [group][its queries, k, v][head_dim]; another gates
-    and inputs, on each tensor-parallel rank [gate, up].
+    and inputs, [gate, up].
     """
     settings = LlamaSettings.of(model)
     kv, width = settings.num_kv_heads, settings.head_dim
@@ -110,7 +110,7 @@ def llama_layouts(model: ModelConfig, tp: int) -> RowLayouts:
         theirs[f"attention.qkv.{part}"] = RowLayout(((q, rows_q), (k, rows_kv), (v, rows_kv)), kv)
     pair = (("gate", model.ffn_size), ("up", model.ffn_size))
     ours["mlp.up.weight"] = RowLayout(pair, num_blocks(model))
-    theirs["mlp.up.weight"] = RowLayout(pair, tp)
+    theirs["mlp.up.weight"] = RowLayout(pair, 1)
     return RowLayouts(ours, theirs)
 
 
@@ -188,10 +188,10 @@ def llama_problem(model: ModelConfig) -> str | None:
 LLAMA = MegatronMapping(
     name="Llama",
     summary="RMSNorm first, rotary positions, SwiGLU, no biases but those of queries, keys and values",
-    layer=LAYER
-    | {
-        r"self_attention\.q_layernorm\.weight": "attention.query_norm.weight",
-        r"self_attention\.k_layernorm\.weight": "attention.key_norm.weight",
+    layer={
+        **LAYER,
+        "attention.query_norm.weight": "self_attention.q_layernorm.weight",
+        "attention.key_norm.weight": "self_attention.k_layernorm.weight",
     },
     args={
         **ARGS,
@@ -210,9 +210,9 @@ LLAMA = MegatronMapping(
     is_grouped=True,
     layouts=llama_layouts,
     sizes={
-        "vocab_size": SizeOf("token.weight", is_split=True),
-        "hidden_size": SizeOf("final_norm.weight", is_split=False),
-        "ffn_hidden_size": SizeOf("layers.0.mlp.down.weight", is_split=True, dim=1),
+        "vocab_size": SizeOf("token.weight"),
+        "hidden_size": SizeOf("final_norm.weight"),
+        "ffn_hidden_size": SizeOf("layers.0.mlp.down.weight", dim=1),
     },
     vocabularies=(),
     settings=llama_settings,

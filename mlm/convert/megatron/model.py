@@ -1,11 +1,10 @@
-"""A Megatron-LM checkpoint of any format as our model: settings, and parameters read one at a time.
+"""A Megatron-LM checkpoint as our model: settings, and parameters read one at a time.
 
 The arguments of the run (its `args`) decide the settings, with the sizes that the tensors show. An argument
 that a version did not have is absent, and has that version's one behaviour.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,8 +19,7 @@ from mlm.checkpoint.native.format import TensorEntry
 from mlm.checkpoint.native.slices import Region, TensorSplit
 from mlm.checkpoint.parameters import parameters
 from mlm.convert.dcp.storage import DCPReader
-from mlm.convert.dcp.unpickled import PickleError
-from mlm.convert.megatron.files import RankFiles, printable
+from mlm.convert.dcp.unpickled import PickleError, printable
 from mlm.convert.megatron.mapping import HEAD, THROUGH_HF, MegatronMapping
 from mlm.convert.megatron.mappings import MAPPINGS
 from mlm.convert.row_layouts import RowLayouts, reorder_rows, short_name
@@ -31,34 +29,21 @@ from mlm.models.shape import is_tied
 from mlm.models.stage import parameter_home
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
 
-
-@dataclass(frozen=True, kw_only=True)
-class MegatronOverrides:
-    """Settings that the files may not record."""
-
-    vocab_size: int | None = None
-    """Tokens without padding; None takes `tokenizer_size`, else a published size where it fits."""
-    tokenizer_size: int | None = None
-    num_heads: int | None = None
-    config: ModelConfig | None = None
-    """The model of a folder without arguments."""
+Location = tuple[str, tuple[int, ...]]
+"""A stored tensor, and an index into its first dims."""
 
 
 class MegatronArgs:
-    """The args of one rank file. Values of unexpected types are never read."""
+    """The args of a run. Values of unexpected types are never read."""
 
     def __init__(self, args: Any, path: Path) -> None:
         self.path = path
-        self.is_known = args is not None
-        """True if the file holds any; files of 2019 do not."""
-        self.values: Mapping[str, Any] = {}
-        if self.is_known:
-            try:
-                self.values = args.fields("argparse.Namespace")
-            except (AttributeError, PickleError):
-                raise CorruptFileError(
-                    f"{path}: its args are {type(args).__name__}, not a Namespace: copy it again"
-                ) from None
+        try:
+            self.values: Mapping[str, Any] = args.fields("argparse.Namespace")
+        except (AttributeError, PickleError):
+            raise CorruptFileError(
+                f"{path}: its args are {type(args).__name__}, not a Namespace: copy it again"
+            ) from None
 
     def number(self, *names: str) -> int | None:
         """Return the first of these that is given and not None, a positive whole number.
@@ -84,61 +69,38 @@ class MegatronArgs:
         return None
 
 
-class MegatronTensors(ABC):
-    """The tensors of a checkpoint, full over tensor-parallel ranks, by our names for Megatron's."""
+class CoreTensors:
+    """The tensors of a distributed checkpoint, by our names for Megatron's."""
 
-    files: DCPReader | RankFiles
-
-    def __init__(self, path: Path, names: Iterable[str], *, tp: int = 1, pp: int = 1, vp: int = 1) -> None:
-        """Raises CorruptFileError unless layers are numbered without a gap; `path` is for messages."""
-        self.path, self.tp, self.pp, self.vp = path, tp, pp, vp
-        self.names = {name: name for name in names}
-        """Our name -> the one it is stored under."""
-        self.tp_dims: dict[str, int | None] = {}
-        """Our name -> the dim that tensor-parallel ranks share; None where each holds all of it."""
-        layers = {int(name.split(".")[1]) for name in self.names if name.startswith("layers.")}
+    def __init__(self, files: DCPReader, locations: dict[str, Location]) -> None:
+        """Raises CorruptFileError unless layers are numbered without a gap."""
+        self.path, self.files, self.locations = files.folder, files, locations
+        layers = {int(name.split(".")[1]) for name in locations if name.startswith("layers.")}
         self.num_layers = len(layers)
         if layers != set(range(self.num_layers)):
             raise CorruptFileError(
-                f"{path}: its layers are {sorted(layers)[:8]}, not 0, 1, 2, …: copy all files again"
+                f"{self.path}: its layers are {sorted(layers)[:8]}, not 0, 1, 2, …: copy all files again"
             )
 
-    @abstractmethod
-    def shape(self, name: str, tp_dim: int | None) -> tuple[int, ...]:
-        """Return the shape of a tensor of which tensor-parallel ranks share a dim."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor. Raises CorruptFileError if it is missing."""
+        if name not in self.locations:
+            raise CorruptFileError(f"{self.path}: {name} is missing: copy all files again")
+        stored, index = self.locations[name]
+        return self.files.tensors[stored].shape[len(index) :]
 
-    @abstractmethod
     def load(self, name: str, region: Region) -> Tensor:
         """Return those elements, float32 on the CPU, qkv rows as [head][q, k, v][column]."""
-
-    def require(self, name: str) -> None:
-        if name not in self.names:
-            raise CorruptFileError(f"{self.path}: {name} is missing: copy all files again")
-
-    def check(self, wanted: Mapping[str, TensorEntry]) -> None:
-        """Raise CorruptFileError for a wrong shape, or a tensor that the model does not have."""
-        for name in self.names:
-            entry = wanted.get("token.weight" if name == HEAD else name)
-            dim = self.tp_dims[name] = entry.split.tp_dim if entry else None
-            shape, needed = list(self.shape(name, dim)), list(entry.shape) if entry else "none"
-            if shape != needed:
-                raise CorruptFileError(
-                    f"{self.path}: {name} is {shape} in its {self.tp} tensor-parallel ranks, {needed} is "
-                    "needed: some files are missing or of another model"
-                )
-
-    def check_copies(self) -> None:
-        """Raise UserError for an output layer that is not the token table that it is tied to."""
-        head, table = (partial(self.load, name) for name in (HEAD, "token.weight"))
-        if HEAD in self.names and not are_equal(head, table, self.shape(HEAD, self.tp_dims[HEAD])):
-            raise UserError(f"{self.path}: the output layer differs from the token table that it is tied to")
+        stored, index = self.locations[name]
+        part = Region((*index, *region.offset), (*(1 for _ in index), *region.size))
+        return self.files.read(stored, part, torch.float32).reshape(region.size)
 
 
 @dataclass(frozen=True)
 class MegatronModel:
     """An open checkpoint: tensors stay in their files until they are read."""
 
-    tensors: MegatronTensors
+    tensors: CoreTensors
     model: ModelConfig
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of the tensors that the model needs."""
@@ -153,7 +115,7 @@ class MegatronModel:
     """Remarks for the user, one line each."""
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Return those elements of a parameter, full over tp, float32 on CPU.
+        """Return those elements of a parameter, float32 on the CPU.
 
         Raises CorruptFileError if some are not finite.
         """
@@ -175,49 +137,55 @@ class MegatronModel:
 
 
 def assemble(
-    tensors: MegatronTensors,
+    tensors: CoreTensors,
     args: MegatronArgs,
     kind: str,
     *,
     iteration: object,
-    overrides: MegatronOverrides,
+    vocabulary: tuple[int | None, int | None],
 ) -> MegatronModel:
     """Check that the tensors make a model of `kind`, and return it.
 
-    Raises UserError for a model that is not supported, or if something has to be specified; CorruptFileError.
+    `vocabulary` is as in `true_vocabulary`. Raises UserError for a model that is not supported, or if
+    something has to be specified; CorruptFileError.
     """
     mapping, sizes = MAPPINGS[kind], {"num_layers": tensors.num_layers}
-    for field, (name, is_split, dim) in mapping.sizes.items():
-        tensors.require(name)
-        dims = tensors.shape(name, dim if is_split else None)
+    for field, (name, dim) in mapping.sizes.items():
+        dims = tensors.shape(name)
         sizes[field] = dims[dim] if dim < len(dims) else 0
-    table_rows, model = sizes["vocab_size"], overrides.config
-    if model is None:
-        model = model_config(args, kind, sizes, tensors.tp, overrides.num_heads)
-    if HEAD in tensors.names and not is_tied(model):
-        tensors.names["output.weight"] = tensors.names.pop(HEAD)
-    layouts = mapping.layouts(model, tensors.tp)
+    table_rows, model = sizes["vocab_size"], model_config(args, kind, sizes)
+    if HEAD in tensors.locations and not is_tied(model):
+        tensors.locations["output.weight"] = tensors.locations.pop(HEAD)
+    layouts = mapping.layouts(model)
     wanted = stored_parameters(replace(model, vocab_size=table_rows), layouts)
     # What a run of the family may lack is zero, or takes initial values.
-    modules = {name.rpartition(".")[0] for name in tensors.names}
+    modules = {name.rpartition(".")[0] for name in tensors.locations}
     absent = [module for module in mapping.initial_if_absent if module not in modules]
     filled = frozenset(name for name in wanted if name.rpartition(".")[0] in absent)
-    zeros = frozenset(name for name in mapping.zero_if_absent if name in wanted and name not in tensors.names)
-    for name in wanted:
-        if name not in filled | zeros:
-            tensors.require(name)
-    tensors.check(wanted)
-    if overrides.config is None:
-        tokens = true_vocabulary(args, mapping, table_rows, tensors.tp, overrides)
-        model = replace(model, vocab_size=tokens)
-    tensors.check_copies()
+    zeros = frozenset(
+        name for name in mapping.zero_if_absent if name in wanted and name not in tensors.locations
+    )
+    for name in [*wanted, *(name for name in tensors.locations if name not in wanted)]:
+        if name in filled | zeros:
+            continue
+        entry = wanted.get("token.weight" if name == HEAD else name)
+        needed = list(entry.shape) if entry else "none"
+        if (shape := list(tensors.shape(name))) != needed:
+            raise CorruptFileError(
+                f"{tensors.path}: {name} is {shape}, {needed} is needed: some files are of another model"
+            )
+    model = replace(model, vocab_size=true_vocabulary(args, mapping, table_rows, *vocabulary))
+    if HEAD in tensors.locations:
+        head, table = (partial(tensors.load, name) for name in (HEAD, "token.weight"))
+        if not are_equal(head, table, tensors.shape(HEAD)):
+            raise UserError(
+                f"{tensors.path}: the output layer differs from the token table that it is tied to"
+            )
     notes = [
         *(mapping.zero_if_absent[name] for name in zeros),
         *(f"no {module} is there: it takes initial values, which training moves" for module in absent),
         *mapping.notes(args.values),
     ]
-    if not args.is_known:
-        notes.append("it holds no args: dropout, layer norm epsilon and initial weights take mlm's defaults")
     return MegatronModel(
         tensors=tensors,
         model=model,
@@ -244,22 +212,21 @@ def stored_parameters(model: ModelConfig, layouts: RowLayouts) -> dict[str, Tens
     return stored
 
 
-def kind_of(names: Mapping[Path, Iterable[str]], args: MegatronArgs) -> str:
+def kind_of(path: Path, names: Iterable[str], args: MegatronArgs) -> str:
     """Return the kind of model whose family has all these names, and supports the run's arguments.
 
-    `names` are Megatron's, of each file. Raises ConfigError for arguments that no family supports, UserError
-    for a name that none has.
+    `names` are Megatron's. Raises ConfigError for arguments that no family supports, UserError for a name
+    that none has.
     """
     problems = {kind: unsupported_arguments(args, mapping) for kind, mapping in MAPPINGS.items()}
     if all(problems.values()):
         fewest = min(problems.values(), key=len)
         raise ConfigError(fewest)
     fitting = list(MAPPINGS)
-    for path, listed in names.items():
-        for theirs in listed:
-            fitting = [kind for kind in fitting if MAPPINGS[kind].our_name(theirs) is not None]
-            if not fitting:
-                raise unknown_name(path, theirs)
+    for theirs in names:
+        fitting = [kind for kind in fitting if MAPPINGS[kind].our_name(theirs) is not None]
+        if not fitting:
+            raise unknown_name(path, theirs)
     best = min(fitting, key=lambda kind: len(problems[kind]))  # the first that supports the arguments
     if problems[best]:
         raise ConfigError(problems[best])
@@ -292,8 +259,7 @@ def unsupported_arguments(args: MegatronArgs, mapping: MegatronMapping) -> list[
         return any(value is one or (type(value) is type(one) and value == one) for one in mapping.args[name])
 
     names = [name for name in mapping.args if name in values and not is_supported(name)]
-    if args.is_known or mapping.required:
-        names += [name for name in mapping.required if name not in values]
+    names += [name for name in mapping.required if name not in values]
     # Scores are divided by the square root of a head's width.
     width = args.number("kv_channels") or (hidden // heads if hidden and heads else None)
     scale = values.get("softmax_scale")
@@ -316,28 +282,20 @@ def family_names(last: str = "and") -> str:
     return f"{', '.join(names)} {last} {final}"
 
 
-def model_config(
-    args: MegatronArgs, kind: str, sizes: Mapping[str, int], tp: int, num_heads: int | None
-) -> ModelConfig:
+def model_config(args: MegatronArgs, kind: str, sizes: Mapping[str, int]) -> ModelConfig:
     """Return the model of the files, padding of the token table included.
 
-    `sizes` are those that the tensors show, by field of ModelConfig; `num_heads` is for files without args.
-    Raises UserError if the number of heads is not known or does not fit, or the family has no such model.
+    `sizes` are those that the tensors show, by field of ModelConfig. Raises UserError if the number of heads
+    is not recorded or does not fit, or the family has no such model.
     """
     mapping, hidden = MAPPINGS[kind], sizes["hidden_size"]
-    recorded = args.number("num_attention_heads")
-    heads = recorded or num_heads
+    heads = args.number("num_attention_heads")
     if heads is None:
-        raise UserError(
-            f"{args.path}: does not record the number of attention heads: give num_heads=… "
-            f"(64 columns each in GPT-2: num_heads={max(1, hidden // 64)})"
-        )
+        raise UserError(f"{args.path}: does not record args.num_attention_heads: copy it again")
     width = args.number("kv_channels") or hidden // heads
-    is_square = width * heads == hidden or mapping.is_grouped
-    if num_heads not in (None, heads) or heads % tp or not is_square:
+    if width * heads != hidden and not mapping.is_grouped:
         raise UserError(
-            f"num_heads={num_heads or heads} does not fit hidden_size={hidden} at tp={tp}, "
-            f"args.num_attention_heads={recorded}, heads of {width} columns: give another num_heads=…"
+            f"{args.path}: {heads} heads of {width} columns do not make hidden_size={hidden}: copy it again"
         )
     settings = {
         **sizes,
@@ -356,18 +314,18 @@ def model_config(
 
 
 def true_vocabulary(
-    args: MegatronArgs, mapping: MegatronMapping, rows: int, tp: int, overrides: MegatronOverrides
+    args: MegatronArgs, mapping: MegatronMapping, rows: int, vocab_size: int | None, known: int | None
 ) -> int:
     """Return how many of the token table's rows are tokens.
 
-    Raises UserError if they do not fit the table, or the published size would leave out more than padding.
+    `vocab_size` is given by the user, `known` is the size of a given tokenizer. Raises UserError if they do
+    not fit the table, or the published size would leave out more than padding.
     """
-    recorded, known = args.number("vocab_size"), overrides.tokenizer_size
-    tokens = overrides.vocab_size or known
+    recorded, tokens = args.number("vocab_size"), vocab_size or known
     if tokens is None and recorded is not None and recorded <= rows:
         return recorded
     if tokens is None:
-        quantum = (args.number("make_vocab_size_divisible_by") or 128) * tp
+        quantum = args.number("make_vocab_size_divisible_by") or 128
         for published in mapping.vocabularies:
             if published <= rows < published + quantum:
                 return published

@@ -6,10 +6,7 @@ with zeros, as Megatron pads it.
 
 import io
 import json
-import zipfile
-import zlib
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,18 +18,15 @@ from mlm.checkpoint.native.compare import row_blocks
 from mlm.checkpoint.native.format import TensorEntry
 from mlm.checkpoint.native.slices import Read, Region
 from mlm.convert.dcp.writer import DCPTensor
-from mlm.convert.megatron.distributed import BACKEND, COMMON
-from mlm.convert.megatron.files import MODEL_FILES, rank_folder
+from mlm.convert.megatron.distributed import COMMON
 from mlm.convert.megatron.mapping import THROUGH_HF, MegatronMapping
 from mlm.convert.megatron.mappings import MAPPINGS
 from mlm.convert.megatron.model import stored_parameters
 from mlm.convert.row_layouts import reorder_rows, short_name
 from mlm.models.config import ModelConfig
-from mlm.models.shape import architecture_of, is_tied
-from mlm.models.stage import split_layers
+from mlm.models.shape import architecture_of
 from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
-from mlm.util.terminal import Advance
 
 RELEASE = "release"
 """Folder of a checkpoint that Megatron-LM starts from without an optimizer."""
@@ -48,8 +42,6 @@ class MegatronWriter:
     read: Read
     """Returns elements of a parameter, by its name and shape in `parameters(model)`."""
     dtype: torch.dtype
-    tp: int = 1
-    pp: int = 1
 
     @property
     def mapping(self) -> MegatronMapping:
@@ -68,11 +60,11 @@ class MegatronWriter:
     @property
     def rows(self) -> int:
         """Rows of the token table, padding included."""
-        return self.model.padded_vocab_size(self.tp)
+        return self.model.padded_vocab_size(1)
 
     def tensors(self) -> dict[str, TensorEntry]:
         """Return the tensors by our names for Megatron's, padded."""
-        stored = stored_parameters(self.model, self.mapping.layouts(self.model, self.tp))
+        stored = stored_parameters(self.model, self.mapping.layouts(self.model))
         for name in stored.keys() & TABLES:
             entry = stored[name]
             stored[name] = TensorEntry((self.rows, *entry.shape[1:]), entry.dtype, entry.split)
@@ -80,7 +72,7 @@ class MegatronWriter:
 
     def load(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a full tensor of that shape."""
-        layouts = self.mapping.layouts(self.model, self.tp)
+        layouts = self.mapping.layouts(self.model)
 
         def load_ours(part: str) -> Tensor:
             rows = layouts.ours[short_name(part)].rows
@@ -97,7 +89,7 @@ class MegatronWriter:
         return padded
 
     def common(self) -> dict[str, Any]:
-        """Return what every rank file, or common.pt, holds in addition to tensors."""
+        """Return what common.pt holds."""
         model = self.model
         args = Namespace(
             num_layers=model.num_layers,
@@ -114,27 +106,25 @@ class MegatronWriter:
             vocab_size=model.vocab_size,
             padded_vocab_size=self.rows,
             make_vocab_size_divisible_by=model.vocab_multiple,
-            tensor_model_parallel_size=self.tp,
-            pipeline_model_parallel_size=self.pp,
+            tensor_model_parallel_size=1,
+            pipeline_model_parallel_size=1,
             add_position_embedding=True,
             **self.mapping.write(model),
         )
         return {"args": args, "iteration": 0, "checkpoint_version": 3.0}
 
 
-def core_tensors(writer: MegatronWriter, *, stacked: bool) -> tuple[dict[str, DCPTensor], Read]:
+def core_tensors(writer: MegatronWriter) -> tuple[dict[str, DCPTensor], Read]:
     """Return Megatron Core's tensors for a DCP folder, an item for each layer, and what reads them.
 
-    `stacked` makes one tensor of all layers, as torch_dist has them; else each has a number.
+    Those of all layers are one tensor, with the layer as its first dim.
     """
     # Megatron's name -> index of the layer, () for none -> our name and entry
     sources: dict[str, dict[tuple[int, ...], tuple[str, TensorEntry]]] = {}
     for name, entry in writer.tensors().items():
         theirs, layer = writer.mapping.core_name(name)
-        if stacked and layer is not None:
-            sources.setdefault(theirs.replace(".{}", ""), {})[layer,] = name, entry
-        else:
-            sources[theirs.format(layer)] = {(): (name, entry)}
+        index = () if layer is None else (layer,)
+        sources.setdefault(theirs.replace(".{}", ""), {})[index] = name, entry
     tensors: dict[str, DCPTensor] = {}
     for key, layers in sources.items():
         shape, counts = next(iter(layers.values()))[1].shape, [1 + number for number in max(layers)]
@@ -159,64 +149,4 @@ def write_common(folder: Path, writer: MegatronWriter) -> None:
         "common_backend": "torch",
         "common_backend_version": 1,
     }
-    write_atomic(folder / BACKEND, json.dumps(backend).encode())
-
-
-@dataclass(frozen=True)
-class RankFile:
-    """A file of the classic format: the tensors of a tensor-parallel and a pipeline rank."""
-
-    path: str
-    """mp_rank_01/model_optim_rng.pt, in the folder of the iteration."""
-    t: int
-    tensors: tuple[tuple[str, str, TensorEntry], ...]
-    """Megatron's name, ours for it, and the full tensor."""
-
-
-def rank_files(writer: MegatronWriter) -> Iterator[RankFile]:
-    """Yield the files of tp * pp ranks. Raises UserError if the model cannot be split so."""
-    model, kv_heads = writer.model, architecture_of(writer.model).kv_heads
-    if model.num_heads % writer.tp or kv_heads % writer.tp or model.ffn_size % writer.tp:
-        raise UserError(
-            f"tp={writer.tp} does not divide the {kv_heads} heads of keys, or ffn={model.ffn_size}"
-        )
-    entries = writer.tensors()
-    for p, stage in enumerate(split_layers(model.num_layers, writer.pp)):
-        tensors = []
-        for name, entry in entries.items():
-            home = entry.split.stage
-            is_here = home in stage.layers if isinstance(home, int) else getattr(stage, f"is_{home}")
-            theirs, layer = writer.mapping.core_name(name)
-            if is_here:
-                number = None if layer is None else layer - stage.layers[0]
-                tensors.append((theirs.format(number), name, entry))
-        if stage.is_last and not stage.is_first and is_tied(model):
-            tensors.append(("output_layer.weight", "token.weight", entries["token.weight"]))
-        for t in range(writer.tp):
-            yield RankFile(f"{rank_folder(t, p, writer.pp)}/{MODEL_FILES[0]}", t, tuple(tensors))
-
-
-def write_rank_file(path: Path, file: RankFile, writer: MegatronWriter, progress: Advance) -> None:
-    """Write one file; holds one tensor at a time. Raises OSError."""
-
-    def shard(full: Tensor, dim: int | None) -> Tensor:
-        return full if dim is None else full.chunk(writer.tp, dim)[file.t]
-
-    # torch.save leaves room for tensors of which no page is touched; they are written there one by one.
-    empty = {}
-    for theirs, _, entry in file.tensors:
-        shape = shard(torch.empty(entry.shape, device="meta"), entry.split.tp_dim).shape
-        empty[theirs] = torch.empty(shape, dtype=writer.dtype)
-    with open(path, "xb") as f, torch.serialization.skip_data():
-        torch.save({**writer.common(), "model": empty}, f)
-    with open(path, "r+b") as out, zipfile.ZipFile(out, "a") as records:
-        for number, (_, name, entry) in enumerate(file.tensors):
-            tensor = shard(writer.load(name, entry.shape), entry.split.tp_dim).contiguous()
-            content = tensor.reshape(-1).view(torch.uint8).numpy().data
-            record = records.getinfo(f"archive/data/{number}")
-            assert len(content) == record.file_size, "not what was announced"
-            with records.open(record):  # leaves the file at the record's first byte
-                out.write(content)
-            record.CRC = zlib.crc32(content)
-            progress(len(content))
-        records.comment = b""  # so that the directory is written again, with these checksums
+    write_atomic(folder / "metadata.json", json.dumps(backend).encode())

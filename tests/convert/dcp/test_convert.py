@@ -1,6 +1,5 @@
 """`mlm convert`: around the circle of formats, bytes stay; what it writes, PyTorch and transformers read."""
 
-import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch.serialization import safe_globals
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -22,7 +20,14 @@ from mlm.cli.convert import run as convert
 from mlm.convert import conversion
 from mlm.convert.config import ConvertConfig
 from mlm.util.errors import UserError
-from tests.convert.dcp.llamas import VOCAB, core_state, random_llama, torchtitan_state
+from tests.convert.dcp.llamas import (
+    VOCAB,
+    arguments,
+    core_state,
+    random_llama,
+    torchtitan_state,
+    write_torch_dist,
+)
 from tests.convert.hf_berts import make_bert
 from tests.convert.hf_models import edit_config, make_model
 from tests.finetune.chats import write_llama
@@ -61,14 +66,11 @@ def test_circle_of_formats_gives_the_same_bytes(llama: Path, tmp_path: Path) -> 
     native = converted(torch_dist, tmp_path / "2", "native", tp=2, pp=2)
     assert len(list(native.glob("checkpoints/step-00000000/*.safetensors"))) == 4
     titan = converted(native, tmp_path / "3", "torchtitan")
-    ranks = converted(titan, tmp_path / "4", "torch", tp=2, pp=2)
-    assert len(list(ranks.glob("release/mp_rank_*"))) == 4
-    numbered = converted(ranks, tmp_path / "5", "megatron_dcp")
-    back = weights(converted(numbered, tmp_path / "6", "hf"))
+    back = weights(converted(titan, tmp_path / "4", "hf"))
     first = weights(llama)
     assert back.keys() == first.keys()
     assert all(torch.equal(back[name].view(torch.uint8), first[name].view(torch.uint8)) for name in first)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "6")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "4")
     with torch.no_grad():
         assert torch.equal(model(TOKENS).logits, random_llama()(TOKENS).logits)
 
@@ -89,15 +91,13 @@ def test_torchtitan_names_are_read_by_pytorch_bit_equal(llama: Path, tmp_path: P
     assert_equal(load_dcp(converted(llama, tmp_path / "dcp", "torchtitan"), wanted), wanted)
 
 
-@pytest.mark.parametrize("to", ["torch_dist", "megatron_dcp"])
-def test_megatron_names_are_read_by_pytorch_bit_equal(llama: Path, tmp_path: Path, to: str) -> None:
-    folder = converted(llama, tmp_path / "dcp", to)
-    wanted = core_state(random_llama(), stacked=to == "torch_dist")
+def test_megatron_names_are_read_by_pytorch_bit_equal(llama: Path, tmp_path: Path) -> None:
+    folder = converted(llama, tmp_path / "dcp", "torch_dist")
+    wanted = core_state(random_llama())
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         padding = torch.zeros(128 - VOCAB, wanted[name].shape[1])
         wanted[name] = torch.cat([wanted[name][:VOCAB], padding])
-    found = load_dcp(folder / "release" if to == "torch_dist" else folder, wanted)
-    assert_equal(found, wanted)
+    assert_equal(load_dcp(folder / "release", wanted), wanted)
 
 
 def test_checkpoint_of_torchtitan_takes_the_model_of_config(llama: Path, tmp_path: Path) -> None:
@@ -139,9 +139,9 @@ def test_tied_qwen_around_torchtitan_gives_the_same_bytes(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_export_commands_write_a_run(llama: Path, tmp_path: Path) -> None:
     run = converted(llama, tmp_path / "run", "native", tp=2)
-    assert main(["export", "megatron", str(run), f"out={tmp_path / 'm'}", "format=torch", "tp=2"]) == 0
-    assert (tmp_path / "m/release/mp_rank_01/model_optim_rng.pt").is_file()
-    assert main(["export", "dcp", str(run), f"out={tmp_path / 'd'}", "names=megatron"]) == 0
+    assert main(["export", "megatron", str(run), f"out={tmp_path / 'm'}"]) == 0
+    assert (tmp_path / "m/release/common.pt").is_file()
+    assert main(["export", "dcp", str(run), f"out={tmp_path / 'd'}"]) == 0
     assert (tmp_path / "d/.metadata").is_file()
 
 
@@ -152,29 +152,23 @@ def test_layout_of_a_format_without_one_is_rejected(
     assert "tp=2: has no effect with to=torch_dist" in capfd.readouterr().err
 
 
-def test_interrupted_conversion_continues(
+def test_files_of_bounded_size_are_read_by_pytorch(llama: Path, tmp_path: Path) -> None:
+    out = converted(llama, tmp_path / "out", "torchtitan", max_file_gb=1e-5)
+    assert len(list(out.glob("*.distcp"))) > 3
+    wanted = torchtitan_state(random_llama())
+    assert_equal(load_dcp(out, wanted), wanted)
+
+
+def test_interrupted_conversion_leaves_nothing(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files that were whole are not written again; a damaged one is."""
-    settings = {"max_file_gb": 1e-5}
-
     def stop(*_: Any) -> str:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(conversion, "compare", stop)
-        with pytest.raises(KeyboardInterrupt):
-            converted(llama, tmp_path / "out", "torchtitan", **settings)
-    left = sorted((tmp_path / ".out.partial" / "out").glob("*.distcp"))
-    assert len(left) > 3
-    times = {path.name: path.stat().st_mtime_ns for path in left}
-    left[1].write_bytes(left[1].read_bytes()[:-1] + b"x")
-    out = converted(llama, tmp_path / "out", "torchtitan", **settings)
-    again = {path.name for path in out.glob("*.distcp") if path.stat().st_mtime_ns != times[path.name]}
-    assert again == {left[1].name}
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-    wanted = torchtitan_state(random_llama())
-    assert_equal(load_dcp(out, wanted), wanted)
+    monkeypatch.setattr(conversion, "compare", stop)
+    with pytest.raises(KeyboardInterrupt):
+        converted(llama, tmp_path / "out", "torchtitan")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_bfloat16_is_the_rounded_source(llama: Path, tmp_path: Path) -> None:
@@ -225,8 +219,7 @@ def test_bert_and_gpt2_around_megatron_give_the_same_bytes(tmp_path: Path, kind:
         make_bert(tmp_path / "hf", "megatron-bert", "ForPreTraining")
     else:
         make_model(tmp_path / "hf")
-    ranks = converted(tmp_path / "hf", tmp_path / "1", "torch", tp=2, pp=2 if kind == "bert" else 1)
-    back = weights(converted(converted(ranks, tmp_path / "2", "torch_dist"), tmp_path / "3", "hf"))
+    back = weights(converted(converted(tmp_path / "hf", tmp_path / "1", "torch_dist"), tmp_path / "2", "hf"))
     first = weights(tmp_path / "hf")
     assert_equal(back, {name: first[name] for name in back})
 
@@ -264,19 +257,9 @@ def test_a_mixture_is_converted_to_hf_alone(mixtral: Path, tmp_path: Path, to: s
         convert.run(ConvertConfig(source=str(mixtral), out=str(tmp_path / "out"), to=to))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("content", ["args", "names"])
-def test_a_mixture_of_megatron_comes_by_the_hugging_face_folder(tmp_path: Path, content: str) -> None:
-    """Told by its arguments, or by its tensors where a file has none."""
-    random_llama().save_pretrained(tmp_path / "hf")
-    ranks = converted(tmp_path / "hf", tmp_path / "ranks", "torch")
-    path = ranks / "release/mp_rank_00/model_optim_rng.pt"
-    with safe_globals([argparse.Namespace]):
-        stored = torch.load(path, weights_only=True)
-    if content == "args":
-        stored["args"].num_experts = 8
-    else:
-        stored["model"]["decoder.layers.0.mlp.router.weight"] = torch.zeros(8, 32)
-    torch.save(stored, path)
+def test_a_mixture_of_megatron_comes_by_the_hugging_face_folder(tmp_path: Path) -> None:
+    write_torch_dist(tmp_path / "theirs", core_state(random_llama()), arguments(num_experts=8))
+    config = ConvertConfig(source=str(tmp_path / "theirs"), out=str(tmp_path / "x"))
     with pytest.raises(UserError, match="Megatron Bridge") as raised:
-        conversion.open_for_conversion(ConvertConfig(source=str(ranks), out=str(tmp_path / "x"), to="native"))
+        conversion.open_for_conversion(config)
     assert "\n" not in str(raised.value)
