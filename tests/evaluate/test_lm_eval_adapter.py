@@ -1,8 +1,6 @@
-"""Our checkpoints in lm-eval: the numbers of its own `hf` model, at one rank and at several."""
+"""Our checkpoints in lm-eval: the numbers of its own `hf` model."""
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +10,9 @@ import pytest
 import mlm
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.evaluate import lm_eval as lm_eval_command
-from mlm.evaluate.lm_eval import ranks as lm_eval_ranks
 from mlm.evaluate.zero_shot.sources import EvalTexts
 from mlm.evaluate.zero_shot.wikitext103 import per_article
-from mlm.util.errors import CheckFailedError, UserError
+from mlm.util.errors import UserError
 from tests.convert.declared import write_declared
 from tests.convert.hf_models import TEXT, add_tokenizer, export_model, import_model, make_model
 from tests.finetune.chats import write_llama
@@ -139,35 +136,8 @@ def one_rank(folder: Path) -> MlmLM:
     return MlmLM(ckpt=str(folder / "run"), device="cpu")
 
 
-@pytest.fixture(scope="module")
-def two_ranks(folder: Path) -> Iterator[MlmLM]:
-    model = MlmLM(ckpt=str(folder / "run"), device="cpu", tp=2)
-    yield model
-    assert isinstance(model.model, lm_eval_ranks.RemoteModel)
-    model.model.close()
-    assert model.model.process.returncode == 0
-
-
 def instances(*arguments: tuple[Any, ...]) -> list[Any]:
     return [SimpleNamespace(args=one) for one in arguments]
-
-
-@pytest.mark.slow
-def test_two_ranks_of_their_own_answer_as_one(one_rank: MlmLM, two_ranks: MlmLM) -> None:
-    assert isinstance(two_ranks.model, lm_eval_ranks.RemoteModel)
-    texts = [str(document["text"]) for document in DOCUMENTS]
-    pairs = instances(*((text, " end") for text in texts))
-    for one, two in zip(*(model.loglikelihood(pairs) for model in (one_rank, two_ranks)), strict=True):
-        assert two == pytest.approx(one, rel=1e-5)
-    prompts = instances(*((text, {"until": ["be"], "max_gen_toks": 9}) for text in texts))
-    assert two_ranks.generate_until(prompts) == one_rank.generate_until(prompts)
-    assert two_ranks.loglikelihood([]) == []
-
-
-def test_ranks_that_do_not_come_up_are_a_problem(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(CheckFailedError, match="have ended with code 1"):
-        MlmLM(ckpt=str(folder / "run"), device="cpu", tp=2)
 
 
 def test_an_empty_context_is_the_end_of_a_document(one_rank: MlmLM) -> None:
@@ -218,7 +188,7 @@ def test_generation_we_do_not_have_is_rejected(
 @pytest.mark.parametrize(
     "arguments, problem",
     [
-        ({"tp": 3}, "tp=3 does not divide the checkpoint's num_heads=4"),
+        ({"tp": 2}, "tp=2"),
         ({"tp": 0}, "tp=0 must be greater than 0"),
         ({"tpp": 2}, "tpp"),
         ({"batch_size": 0}, "batch_size=0"),
@@ -241,14 +211,13 @@ def test_arguments_say_what_the_flags_of_lm_eval_mean(folder: Path) -> None:
     config, _ = settings(
         {
             "ckpt": str(folder / "run"),
-            "tp": 2,
             "precision": "bf16",
             "batch_size": "16",
             "max_batch_size": 64,
             "device": "cpu:0",
         }
     )
-    assert (config.parallel.tp, config.precision.dtype, config.batch_size) == (2, "bf16", 16)
+    assert (config.precision.dtype, config.batch_size) == ("bf16", 16)
     assert config.dist.device == "cpu"
     # lm-eval's command passes its default device on machines without a GPU too
     default = EvaluatorConfig.__dataclass_fields__["device"].default
@@ -303,13 +272,13 @@ def test_a_mistake_ends_the_command_with_2_and_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
     def cli_evaluate() -> None:
-        MlmLM(ckpt=str(folder / "run"), tp=3)
+        MlmLM(ckpt=str(folder / "run"), batch_size=0)
 
     command = SimpleNamespace(cli_evaluate=cli_evaluate)
     monkeypatch.setattr(lm_eval_command, "import_module", lambda name: command)
     assert lm_eval_command.main() == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("mlm-lm-eval: tp=3 does not divide")
+    assert line.startswith("mlm-lm-eval: batch_size=0")
 
 
 @pytest.mark.parametrize("add_bos_token", [None, True, False])

@@ -32,7 +32,6 @@ WRITERS = {
     "util/system.py": "/dev/null, where a standard stream is closed",
     "launch/start.py": "job.json in a temporary folder",
     "launch/process.py": "/dev/null, while torch says that a store is gone",
-    "evaluate/lm_eval/ranks.py": "config.json in a temporary folder",
     "corpus/stages/group.py": "its own files in the work folder",
     "data/indexed.py": "parts of the pair that it writes",
     "training/mirror.py": "manifests in a temporary folder, which stands for the store",

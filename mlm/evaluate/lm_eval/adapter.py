@@ -1,6 +1,6 @@
-"""Our checkpoints as a model of EleutherAI's lm-eval (pip install 'mlm[lm-eval]'), at every layout.
+"""Our checkpoints as a model of EleutherAI's lm-eval (pip install 'mlm[lm-eval]'), in its one process.
 
-    mlm-lm-eval --model mlm --model_args ckpt=runs/shakespeare,tp=2 --tasks lambada_openai
+    mlm-lm-eval --model mlm --model_args ckpt=runs/shakespeare --tasks lambada_openai
 
 `mlm-lm-eval`, or `python -m mlm.evaluate.lm_eval`, is lm-eval's command line with the model `mlm` registered:
 lm-eval (0.4) finds models of other packages only when these are imported. In Python, import this module
@@ -11,7 +11,6 @@ dist.device. Names of special tokens in texts are plain characters. A text begin
 tokens, as in lm-eval's `hf`, unless `add_bos_token` specifies otherwise.
 """
 
-import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -27,14 +26,16 @@ from tqdm import tqdm
 from mlm.config.build import build
 from mlm.convert.source import Source
 from mlm.evaluate.lm_eval.config import LmEvalConfig
-from mlm.evaluate.lm_eval.ranks import LocalModel, Model, RemoteModel
 from mlm.inference.config import DECLARED, Sampling, declared_sampling
-from mlm.inference.scoring import Request, Score, rolling_windows
-from mlm.inference.trained import open_predictor
+from mlm.inference.generation import ends_at, generate
+from mlm.inference.scoring import Request, Score, rolling_windows, score
+from mlm.inference.trained import load_trained, open_predictor
 from mlm.launch.environment import read_rank_place
+from mlm.launch.process import ALONE, rank_device
 from mlm.launch.rules.checks import checked_by, checkpoint_exists, devices_exist, tokenizer_exists
 from mlm.launch.rules.layout import READER_RULES
-from mlm.launch.start import choose_world_size, launch_facts
+from mlm.launch.start import launch_facts
+from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import ConfigError, UserError
 
 IGNORED = {"num_beams": 1, "use_cache": True, "num_return_sequences": 1}
@@ -47,7 +48,7 @@ Part = tuple[tuple[str, str] | None, Tokens, Tokens]
 
 @register_model("mlm")
 class MlmLM(TemplateLM):
-    """A checkpoint as a model of lm-eval. Raises UserError for wrong arguments before any rank starts."""
+    """A checkpoint as a model of lm-eval. Raises UserError for wrong arguments."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__()
@@ -57,10 +58,8 @@ class MlmLM(TemplateLM):
         longest = self.source.model.max_positions
         self.max_length = min(config.max_length or longest, longest)
         self.batch_size = config.batch_size
-        ranks = choose_world_size(config.parallel, launch_facts(config.dist))
-        if ranks > 1:
-            logging.getLogger(__name__).info("starting %d ranks", ranks)
-        self.model: Model = LocalModel(config) if ranks == 1 else RemoteModel(config)
+        self.ctx = ParallelContext(device=rank_device(config.dist, ALONE))
+        self.trained = load_trained(self.source, config.parallel, config.precision, self.ctx)
 
     @classmethod
     def create_from_arg_obj(
@@ -118,8 +117,6 @@ class MlmLM(TemplateLM):
         return {
             "mlm_ckpt": str(self.source.path),
             "model_dtype": config.precision.dtype,
-            "tp": config.parallel.tp,
-            "pp": config.parallel.pp,
         }
 
     def _loglikelihood_tokens(
@@ -143,7 +140,7 @@ class MlmLM(TemplateLM):
 
     def _scores(self, requests: Sequence[Request], disable_tqdm: bool) -> list[Score]:
         with tqdm(total=len(requests), desc="Running loglikelihood requests", disable=disable_tqdm) as bar:
-            return self.model.score(requests, bar.update)
+            return score(self.trained, requests, batch_size=self.batch_size, ctx=self.ctx, advance=bar.update)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of full texts in nats, each token scored once, in windows of max_length."""
@@ -169,7 +166,15 @@ class MlmLM(TemplateLM):
                 room = self.max_length - options.max_new_tokens
                 contexts = (self.tok_encode(requests[number].args[0]) for number in numbers)
                 prompts = [tokens[-room:] or [self.prefix_token_id] for tokens in contexts]
-                continued = self.model.generate(prompts, options, stops, bar.update)
+                continued = generate(
+                    self.trained,
+                    prompts,
+                    options,
+                    ctx=self.ctx,
+                    eod_id=self.tokenizer.end_ids,
+                    until=ends_at(self.tokenizer, stops),
+                    advance=bar.update,
+                )
                 for number, new in zip(numbers, continued, strict=True):
                     texts[number] = postprocess_generated_text(self.tokenizer.decode(new), stops, None)
                     self.cache_hook.add_partial("generate_until", requests[number].args, texts[number])
@@ -215,20 +220,17 @@ def settings(arguments: dict[str, Any]) -> tuple[LmEvalConfig, Source]:
         kind, _, index = device.partition(":")
         if index not in ("", "0"):
             raise UserError(
-                f"device={device}: ranks take the visible devices in order; use device={kind} with "
+                f"device={device}: the first visible device is taken; use device={kind} with "
                 f"CUDA_VISIBLE_DEVICES={index}"
             )
         # lm-eval's command passes cuda:0 by default, with or without a GPU
         values["dist.device"] = "auto" if device == "cuda:0" else kind
     if read_rank_place(os.environ) is not None:
-        raise UserError(
-            "lm-eval was started as one of several ranks: start it without a launcher; tp=, pp= and dp= set "
-            "their number"
-        )
+        raise UserError("lm-eval was started as one of several ranks: start it without a launcher")
 
     def check(config: LmEvalConfig) -> Sequence[str]:
         facts = launch_facts(config.dist)
-        return check_settings(config, world_size=facts.world_size, local_devices=facts.local_devices)
+        return check_settings(config, world_size=1, local_devices=facts.local_devices)
 
     config = build(LmEvalConfig, values, check)
     return config, open_predictor(config.ckpt, config.parallel)

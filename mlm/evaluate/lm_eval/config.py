@@ -1,4 +1,4 @@
-"""Settings of lm-eval's `mlm`; the ranks import them by the name of this module."""
+"""Settings of lm-eval's `mlm`."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,7 +13,7 @@ class LmEvalConfig(TrainedModelConfig):
     """Settings of lm-eval's `--model mlm --model_args key=value,…` (mlm/evaluate/lm_eval/adapter.py)."""
 
     batch_size: MicroBatchSize = 8
-    """Full-length sequences per micro-batch on each rank. No score depends on it."""
+    """Full-length sequences per micro-batch. No score depends on it."""
     max_length: Annotated[int | None, POSITIVE] = None
     """Context length in tokens; null means the model's max_positions."""
     max_gen_toks: Annotated[int, POSITIVE] = 256
@@ -23,5 +23,3 @@ class LmEvalConfig(TrainedModelConfig):
     tokenizer itself puts there."""
     seed: Annotated[int, SEED] = 1234
     """Seed of the sampling, for tasks that sample."""
-    socket: str = ""
-    """Socket on which the ranks connect to lm-eval; set by the adapter."""
