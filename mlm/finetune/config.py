@@ -269,8 +269,6 @@ class EvalTaskConfig:
     predictions: OutFolder | None = None
     """Folder for the predictions, in the form of a submission; null writes none, unless the split has
     no labels: then predictions beside `out`."""
-    probabilities: ResultFile | None = None
-    """JSONL file for the probability of each label or option, a line per row; null writes none."""
     batch_size: MicroBatchSize = 8
     """Texts of task.max_length tokens per micro-batch on each rank; more of shorter ones. No score depends on
     it."""

@@ -1,6 +1,5 @@
 """`mlm eval TASK`: score a finetuned checkpoint on a split of its task, or write its predictions."""
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from mlm.finetune.results import DATA_COLUMNS, DATA_PATH, resolve_best
 from mlm.finetune.scoring import (
     ScoredSplit,
     Scorer,
-    label_probabilities,
     one_label_warning,
     prediction_files,
 )
@@ -51,10 +49,7 @@ def preflight(config: EvalTaskConfig) -> list[str]:
     out = result_path(config, start)
     if problem := folder_problem(out):
         return [problem]
-    problems, task, path = result_problems(out), config.task, config.probabilities
-    if path is not None and not task_type(task.kind).gives_probabilities:
-        problems.append(f"probabilities={path}: task.kind={task.kind} has no labels; remove probabilities=")
-    problems += filter(None, [folder_problem(path, "probabilities")])
+    problems, task = result_problems(out), config.task
     if config.predictions is not None and task_type(task.kind).is_chat:
         problems.append(
             f"predictions={config.predictions}: conversations have none: leave it out, and use `mlm generate "
@@ -153,14 +148,6 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
         "config": to_dict(config),
         "seconds": round(time.monotonic() - begin, 3),
     }
-    if config.probabilities is not None:
-        lines = [
-            {"split": scored.tokenized.split.name, "id": p.id, "probabilities": label_probabilities(task, p)}
-            for scored in scores
-            for p in scored.predictions
-        ]
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        write_result(config.probabilities, text.encode(), key="probabilities")
     aside = None if config.out is not None else rename_earlier_result(out, result, result_identity)
     write_result(out, result)
     show_table(result, out)
@@ -174,7 +161,6 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
 def split_result(task: TaskConfig, scored: ScoredSplit) -> dict[str, Any]:
     split, tokenized = scored.tokenized.split, scored.tokenized
     kind, labelled = task_type(task.kind), split.has_labels
-    thresholds = kind.best_threshold(task, split.rows, scored.predictions) if labelled else {}
     return {
         "split": split.name,
         "data": split.source,
@@ -183,7 +169,6 @@ def split_result(task: TaskConfig, scored: ScoredSplit) -> dict[str, Any]:
         "has_labels": split.has_labels,
         "metrics": scored.metrics,
         "standard_errors": kind.standard_errors(task, split.rows, scored.predictions) if labelled else {},
-        **({"best_null_threshold": thresholds} if thresholds else {}),
         "truncated": tokenized.truncated,
         "notes": tokenized.notes(),
         "max_length": tokenized.max_length,
@@ -196,9 +181,6 @@ def show_table(result: dict[str, Any], out: Path) -> None:
     grid = table(title, "split", "rows#", "metric", "value#")
     for entry in result["results"]:
         rows = [(name, f"{value:.4f}") for name, value in entry["metrics"].items()]
-        for name, best in entry.get("best_null_threshold", {}).items():
-            label = f"best {name}, at task.null_threshold={best['threshold']:.3f}"
-            rows.append((label, f"{best['value']:.4f}"))
         for row in rows or [("no labels: predicted only", "")]:
             add_row(grid, entry["split"], f"{entry['rows']:,}", *row)
     screen = console()

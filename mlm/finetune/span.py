@@ -181,31 +181,6 @@ class SpanTask(TaskType):
         # a mean's jackknife in closed form
         return {name: float(x.std(ddof=1)) / math.sqrt(x.size) for name, x in several.items()}
 
-    def best_threshold(
-        self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
-    ) -> dict[str, dict[str, float]]:
-        """Return by metric the task.null_threshold with the best score, and that score.
-
-        As `find_best_thresh` of SQuAD 2.0's evaluate-v2.0.py, with the best answer of each question and the
-        excess of the score of none over its score.
-        """
-        if not task.unanswerable:
-            return {}
-        predicted = [p.n_best[0].text if p.n_best else "" for p in predictions]
-        texts = [[answer.text for answer in row.label] for row in rows]
-        scores = [score_span(task, *pair) for pair in zip(texts, predicted, strict=True)]
-        order = sorted(range(len(predicted)), key=lambda n: null_odds(predictions[n]))
-        best_by_metric = {}
-        for index, name in enumerate(("f1", "exact_match")):
-            total = best = float(sum(not answers for answers in texts))  # all questions unanswered
-            threshold = 0.0
-            for n in order:
-                total += scores[n][index] if texts[n] else -float(predicted[n] != "")
-                if total > best:
-                    best, threshold = total, null_odds(predictions[n])
-            best_by_metric[name] = {"threshold": threshold, "value": best / len(predicted)}
-        return best_by_metric
-
     def files(self, task: TaskConfig, stem: str) -> list[str]:
         """Return the files of the answers, the n best answers, and the scores of no answer."""
         return [f"{stem}{end}.json" for end in ("", "-n-best", *(("-null",) if task.unanswerable else ()))]

@@ -156,12 +156,6 @@ class TaskType(ABC):
         """Return the standard errors of those scores that have one: how far other rows would move them."""
         return {}
 
-    def best_threshold(
-        self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
-    ) -> dict[str, dict[str, float]]:
-        """Return by metric the task.null_threshold with the best score, and that score; {} without one."""
-        return {}
-
     def files(self, task: TaskConfig, stem: str) -> list[str]:
         """Return the names of the files of a split's predictions."""
         return [f"{stem}.json"]

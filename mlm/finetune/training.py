@@ -62,11 +62,9 @@ from mlm.runs.tokenizer import digests_of_tokenizer
 from mlm.tracking.config import missing_extras
 from mlm.tracking.metrics import Parts, Rates
 from mlm.tracking.peak import peak_flops
-from mlm.tracking.reporter import Reporter
 from mlm.training.identity import changes_line
 from mlm.training.loop import Loop, composed_yaml, is_step_due, training_session
 from mlm.training.memory import reuse_large_blocks, torch_errors_as_user_errors, trim_memory
-from mlm.training.observer import Observer, StepOutcome
 from mlm.training.preflight import run_start_problems
 from mlm.training.resume import claim, resume
 from mlm.training.state import load_weights, stored_shards
@@ -76,8 +74,6 @@ from mlm.util.files import dump_json, write_atomic
 from mlm.util.ownership import RUN_SETTINGS, claim_problems
 
 FEW_STEPS = 20
-LEAST_FALL = 0.01
-"""Share of the loss by which training lowers it, if it does anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,9 +196,6 @@ class FinetuneLoop(Loop):
         task, model = self.config.task, self.trainer.model
         return Scorer(model=model, objective=objective, task=task, batcher=self.batcher)
 
-    def further_observers(self) -> list[Observer]:
-        return [LossChange()]
-
     @property
     def validate_every(self) -> int:
         return self.config.train.validate_every or self.order.steps_per_epoch
@@ -272,33 +265,6 @@ class FinetuneLoop(Loop):
         state = self.trainer.extra_state
         # a new dictionary: a save under way may still be writing the one before
         state[FINETUNING] = {**state[FINETUNING], "progress": asdict(self.progress)}
-
-
-class LossChange(Observer):
-    """Warns if the mean loss of a run's last quarter of steps is hardly below that of the first."""
-
-    def on_run_start(self, trainer: Trainer[Any], reporter: Reporter) -> None:
-        self.trainer, self.reporter = trainer, reporter
-        self.total, self.count = trainer.config.train.steps, max(trainer.config.train.steps // 4, 1)
-        self.is_complete = trainer.step == 0  # a resumed run does not know its first losses
-        self.sums: dict[bool, StepOutcome] = {}
-
-    def after_step(self, outcome: StepOutcome) -> None:
-        step, is_last = self.trainer.step, self.trainer.step > self.total - self.count
-        if step <= self.count or is_last:
-            before = self.sums.get(is_last)
-            parts = outcome.parts.clone() if before is None else before.parts + outcome.parts
-            self.sums[is_last] = replace(outcome, parts=parts)
-
-    def on_run_end(self) -> None:
-        if not self.is_complete or self.trainer.step < self.total or len(self.sums) < 2:
-            return
-        first, last = (self.trainer.mean_loss(self.sums[is_last]) / self.count for is_last in (False, True))
-        if last > first - LEAST_FALL * abs(first):
-            self.reporter.problem(
-                f"the loss hardly fell: {first:.4g} in the first {self.count} steps, {last:.4g} in the last; "
-                f"raise optimizer.lr={self.trainer.config.optimizer.lr:g}, or train.epochs"
-            )
 
 
 def few_steps_warnings(steps: int) -> list[str]:

@@ -41,7 +41,6 @@ MARKS = {
 LINES = (
     frozenset(("prompt", "sample", "continuation", "tokens", "stop", "seed")),  # mlm generate out=
     frozenset(("task", "protocol")),  # mlm eval … samples=
-    frozenset(("split", "id", "probabilities")),  # mlm eval TASK probabilities=
 )
 """Keys of each line of JSONL files that mlm writes."""
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from peft import PeftModel
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -27,6 +26,7 @@ from mlm.models.config import LoraConfig
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
+from mlm.util.errors import UserError
 from tests.finetune.chats import chatting, write_chats, write_llama
 from tests.finetune.runs import BERT, ROBERTA, finetune, finetuning, write_data, write_model
 
@@ -75,27 +75,16 @@ def test_merged_weights_are_a_model_of_transformers(folder: Path, tmp_path: Path
     }
 
 
-FUSED = {
-    "of all, with magnitudes": LoraConfig(rank=3, dora=True),
-    "of queries, by the square root": LoraConfig(rank=3, targets=("query", "down"), rslora=True),
-    "of keys and values, with magnitudes": LoraConfig(rank=3, targets=("kv",), dora=True),
-}
-
-
-@pytest.mark.parametrize("case", FUSED)
-def test_adapters_of_parts_of_a_fused_weight_are_one_adapter_of_peft(tmp_path: Path, case: str) -> None:
-    """Phi-3's qkv_proj is two layers here: their ranks are stacked."""
+def test_adapters_of_a_part_of_a_fused_weight_are_merged_alone(tmp_path: Path) -> None:
+    """Phi-3's qkv_proj is two layers here."""
     write_llama(tmp_path / "llama", kind="Phi3")
     write_chats(tmp_path / "chat", train=4, validation=2)
-    training.run(replace(chatting(tmp_path), lora=FUSED[case], out=str(tmp_path / "run")), ParallelContext())
-    export_hf(tmp_path / "run", tmp_path / "peft")
-    want = ours(tmp_path / "run")
-    assert not torch.allclose(theirs(tmp_path / "llama"), want, atol=1e-3)
-    torch.testing.assert_close(theirs(tmp_path / "llama", tmp_path / "peft"), want)
-    ranks = {
-        len(v) for n, v in load_file(tmp_path / "peft" / "adapter_model.safetensors").items() if "_A" in n
-    }
-    assert ranks == {6 if "of all" in case else 3}
+    config = replace(chatting(tmp_path), lora=LoraConfig(rank=3), out=str(tmp_path / "run"))
+    training.run(config, ParallelContext())
+    with pytest.raises(UserError, match=r"is a part of .*qkv_proj in transformers.*merge=true"):
+        export_hf(tmp_path / "run", tmp_path / "peft")
+    export_hf(tmp_path / "run", tmp_path / "merged", merge=True)
+    torch.testing.assert_close(theirs(tmp_path / "merged"), ours(tmp_path / "run"))
 
 
 def test_the_base_of_adapters_is_named_as_it_is_on_the_hub(folder: Path, tmp_path: Path) -> None:

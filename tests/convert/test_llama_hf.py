@@ -280,11 +280,6 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a window below 1": ("mistral", {"sliding_window": -4}, "supported: a whole number from 1, or null"),
     "half a layer": ("qwen3", {"max_window_layers": 0.5}, "max_window_layers=0.5 must be a whole number"),
     "another family": ("llama", {"model_type": "phimoe"}, "phimoe is not a model of ours; the reference"),
-    "a state-space model": ("llama", {"model_type": "mamba2"}, "mamba2 has state-space layers, which"),
-    "linear attention": ("llama", {"model_type": "qwen3_next"}, "qwen3_next has linear attention, which"),
-    "two stacks": ("llama", {"model_type": "t5"}, "model_type=t5 has an encoder and a decoder, which"),
-    "declared so": ("llama", {"model_type": "my_t5", "is_encoder_decoder": True}, "has an encoder and a dec"),
-    "pictures": ("llama", {"model_type": "llava", "vision_config": {}}, "model_type=llava reads pictures or"),
     "one adapter's factors": (
         "phi3 with longrope",
         {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0] * 3}},

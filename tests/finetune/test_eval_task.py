@@ -16,7 +16,6 @@ from tests.finetune.runs import (
     evaluation,
     finetune,
     finetuning,
-    json_lines,
     read,
     score,
     task_of,
@@ -142,22 +141,3 @@ class TestRefused:
         assert evaluate.preflight(config) == [
             f"{rows}:10: 'second' is empty: fill or delete it, or set task.allow_empty=true"
         ]
-
-
-def test_probabilities_of_the_labels_are_written_on_request(folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    files = {"probabilities": str(path), "predictions": str(tmp_path / "a")}
-    score(of(folder, "classification", tmp_path / "e.json", **files))
-    rows = json_lines(path)
-    predicted = [line.split("\t") for line in (tmp_path / "a/validation.tsv").read_text().splitlines()[1:]]
-    assert [row["id"] for row in rows] == [id for id, _ in predicted]
-    for row, (_, label) in zip(rows, predicted, strict=True):
-        assert list(row["probabilities"]) == ["no", "yes", "maybe"]
-        assert sum(row["probabilities"].values()) == pytest.approx(1, abs=1e-12)
-        assert max(row["probabilities"], key=row["probabilities"].get) == label
-
-
-def test_spans_have_no_probabilities(folder: Path, tmp_path: Path) -> None:
-    config = of(folder, "span", tmp_path / "eval.json", probabilities=str(tmp_path / "p.jsonl"))
-    (error,) = evaluate.preflight(config)
-    assert error.endswith("task.kind=span has no labels; remove probabilities=")

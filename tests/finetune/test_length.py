@@ -72,23 +72,14 @@ def test_conversations_few_in_number_lower_the_loss(
     assert finetune(folder, tmp_path / "out", "lora.rank=8", "optimizer.lr=1e-2") == 0
     out = capsys.readouterr()
     assert WARNING not in out.out + out.err
-    assert "hardly" not in out.out + out.err
     assert read(tmp_path / "out/result.json")["steps"] == 60
     assert finetune(folder, tmp_path / "out", "lora.rank=8", "optimizer.lr=1e-2") == 0
     assert "is finished" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "words, warns",
-    [
-        (["train.epochs=2", "train.global_batch_size=64", "optimizer.lr=1e-2"], [True, False]),
-        (["train.epochs=2", "optimizer.lr=1e-9"], [False, True]),
-    ],
-)
-def test_training_that_teaches_little_is_warned_of(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], warns: list[bool]
+def test_training_of_few_steps_is_warned_of(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of two steps, and of a loss that stays where it was."""
+    words = ["train.epochs=2", "train.global_batch_size=64", "optimizer.lr=1e-2"]
     assert finetune(folder, tmp_path / "out", *words) == 0
-    out = " ".join("".join(capsys.readouterr()).split())
-    assert [WARNING in out, "the loss hardly fell" in out] == warns
+    assert WARNING in " ".join("".join(capsys.readouterr()).split())

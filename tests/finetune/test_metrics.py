@@ -7,7 +7,7 @@ import re
 import string
 import sys
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from mlm.finetune.classification import REGRESSION
 from mlm.finetune.metrics import OF_LABELS, jackknife
 from mlm.finetune.registry import check_installed, task_type
 from mlm.finetune.results import Progress
-from mlm.finetune.span import SPAN, null_odds, score_span
-from mlm.finetune.task_type import Candidate, Prediction
+from mlm.finetune.span import SPAN, score_span
+from mlm.finetune.task_type import Prediction
 from mlm.util.errors import UserError
 from tests.finetune.material import SQUAD, pairs, sentence, shipped, split_of
 from tests.slow import slow_but
@@ -184,33 +184,6 @@ def test_texts_of_which_nothing_counts_are_scored_as_the_official_scripts_do(
 ) -> None:
     """evaluate-v1.1.py counts common words, of which there are none; evaluate-v2.0.py takes them as empty."""
     assert score_span(shipped(name), [right], value) == (f1, exact)
-
-
-def test_the_best_threshold_is_the_one_that_a_search_finds(tmp_path: Path) -> None:
-    """Every threshold between two scores tried, with the scores of the predictions that it makes."""
-    draw, task, rows, made = random.Random(5), shipped("squad_v2"), [], []
-    for n in range(40):
-        answers = {"text": ["old cat"], "answer_start": [4]} if n % 3 else {"text": [], "answer_start": []}
-        rows.append({"id": f"q{n}", "context": "The old cat sat", "question": "who ?", "answers": answers})
-        text = draw.choice(["old cat", "cat", "sat"])
-        made.append(
-            Prediction(f"q{n}", text, n_best=(Candidate(text, draw.gauss(n % 3, 1)),), null_score=1.0)
-        )
-    split = split_of(tmp_path, task, rows)
-
-    def at(threshold: float) -> dict[str, float]:
-        said = [replace(p, value="" if null_odds(p) > threshold else p.n_best[0].text) for p in made]
-        return SPAN.score(task, split.rows, said)
-
-    found = SPAN.best_threshold(task, split.rows, made)
-    for name in ("f1", "exact_match"):
-        assert found[name]["value"] == pytest.approx(at(found[name]["threshold"])[name], abs=1e-6)
-        best = max(at(null_odds(p) + 1e-9)[name] for p in made)
-        assert found[name]["value"] == pytest.approx(best, abs=1e-6)
-        assert best > at(0.0)[name] - 1e-9
-
-
-# ----- standard errors
 
 
 @pytest.mark.parametrize("name", slow_but({3}, ["f1", "macro_f1", "accuracy_f1", "matthews"]))

@@ -40,27 +40,6 @@ TOKENIZER = (
     *(TOKENIZER_SETTINGS, "added_tokens.json", "special_tokens_map.json"),
 )
 """Files of tokenizers; the last but one is read if there is no tokenizer.json."""
-MISSING_PARTS = {
-    "has state-space layers": (
-        *("mamba", "mamba2", "falcon_mamba", "falcon_h1", "jamba", "zamba", "zamba2", "bamba", "nemotron_h"),
-        "granitemoehybrid",
-    ),
-    "has linear attention": (
-        *(
-            "qwen3_next",
-            "qwen3_5_text",
-            "minimax",
-            "minimax_m1",
-            "kimi_linear",
-            "olmo_hybrid",
-            "rwkv",
-            "rwkv7",
-        ),
-    ),
-    "has recurrent or convolutional layers": ("recurrent_gemma", "lfm2", "lfm2_moe", "xlstm"),
-    "has an encoder and a decoder": ("t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian", "t5gemma"),
-}
-"""What model_types of transformers have that no model here has."""
 SMALL_FILES = (
     *(CONFIG, INDEX, *TOKENIZER, "generation_config.json"),
     *("chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
@@ -183,25 +162,12 @@ def read_settings(folder: Path) -> tuple[HuggingFaceMapping, dict[str, JSON], Mo
     by_type = {model_type: mapping for mapping in mappings for model_type in mapping.model_types}
     mapping = by_type.get(str(raw.get("model_type")))
     if mapping is None:
-        part, given = missing_part(raw), raw.get("model_type")
-        why = f"{part}, which no model here computes" if part else "is not a model of ours"
-        near = None if part else nearest(str(given), by_type)
-        fix = "the reference's page Model families lists those that are" + (
-            f", such as {near}" if near else ""
-        )
-        raise UserError(f"{path}: model_type={show(given)} {why}; {fix}")
+        given = raw.get("model_type")
+        near = nearest(str(given), by_type)
+        fix = "the reference's page Model families lists those that are" + (f", such as {near}" * bool(near))
+        raise UserError(f"{path}: model_type={show(given)} is not a model of ours; {fix}")
     config, notes = mapping.read(raw, path)
     return mapping, raw, config, tuple(map(Note, notes))
-
-
-def missing_part(config: Mapping[str, JSON]) -> str | None:
-    """Return what a model of a config.json has that none here has; None if unknown."""
-    if config.get("is_encoder_decoder") is True:
-        return "has an encoder and a decoder"
-    if config.keys() & {"vision_config", "audio_config"}:
-        return "reads pictures or sound"
-    model_type = str(config.get("model_type"))
-    return next((part for part, types in MISSING_PARTS.items() if model_type in types), None)
 
 
 def read_model(folder: Path) -> HFModel:

@@ -3,7 +3,6 @@
 Names and keys: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -91,44 +90,15 @@ def stored_tensors(model: ModelConfig, lora: LoraConfig, read: Read, base: Read)
 
     Raises UserError as `stored_adapters` does.
     """
-    tensors, fused = dict[str, Tensor](), defaultdict[str, list[StoredAdapter]](list)
+    tensors = dict[str, Tensor]()
     for adapter in stored_adapters(model, lora):
-        if adapter.rows.section is None:
-            tensors.update(adapter.to_theirs(read, base))
-        else:
-            fused[adapter.modules[0]].append(adapter)
-    for module, adapters in fused.items():
-        tensors.update(_fuse(module, adapters, layer_locations(model), read, base))
+        if adapter.rows.section is not None:
+            raise UserError(
+                f"{adapter.name} is a part of {adapter.modules[0]} in transformers, and peft adapts no part; "
+                "use mlm export hf merge=true"
+            )
+        tensors.update(adapter.to_theirs(read, base))
     return tensors
-
-
-def _fuse(
-    module: str, adapters: list[StoredAdapter], locations: Mapping[str, Location], read: Read, base: Read
-) -> dict[str, Tensor]:
-    """Return the one adapter of a module whose rows are several of our layers, such as qkv_proj of Phi-3.
-
-    Ranks are stacked, each with its layer's rows of B alone, unless all have the same A.
-    """
-    names = [f"{PREFIX}{module}{end}" for end, _ in adapters[0].forms.values()]
-    stored = [dict(adapter.to_theirs(read, base)) for adapter in adapters]
-    a = [tensors[names[0]] for tensors in stored]
-    is_shared, rank = all(torch.equal(a[0], other) for other in a), len(a[0])
-    fused = {names[0]: a[0] if is_shared else torch.cat(a)}
-    rows = adapters[0].rows.shape(tuple(stored[0][names[1]].shape))[0]
-    fused[names[1]] = a[0].new_zeros(rows, len(fused[names[0]]))
-    if adapters[0].adapter.magnitude is not None:
-        (weight,) = {locations[adapter.name].names for adapter in adapters}
-        layers = {ours: at for ours, at in locations.items() if at.names == weight}
-        norms = {ours: torch.linalg.vector_norm(base(f"{ours}.weight"), dim=1) for ours in layers}
-        fused[names[2]] = torch.cat([at.to_theirs(norms[ours])[0] for ours, at in layers.items()])
-    for number, (adapter, tensors) in enumerate(zip(adapters, stored, strict=True)):
-        assert adapter.rows.section is not None
-        first, end, _ = adapter.rows.section
-        column = 0 if is_shared else number * rank
-        fused[names[1]][first:end, column : column + rank] = tensors[names[1]]
-        for name in names[2:]:
-            fused[name][first:end] = tensors[name]
-    return fused
 
 
 def write_config(
