@@ -117,7 +117,7 @@ COMMANDS = (
         """,
         keys="""
             ckpt data.path out seed seeds dropout train.epochs train.global_batch_size
-            train.micro_batch_size train.patience optimizer.lr schedule.warmup data.train_rows
+            train.micro_batch_size train.patience optimizer.lr schedule.warmup
             data.predict_tests task.max_length tp pp dp sequence_parallel zero recompute dist.device
         """,
     ),

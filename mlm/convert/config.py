@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from mlm.config.fields import POSITIVE, InputPath, OnlyIf, OutFolder
-from mlm.parallel.config import PipelineSize, TensorSize
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -21,10 +20,6 @@ class ConvertConfig:
     to: Literal["native", "hf", "torch_dist", "torchtitan"] = "native"
     """Format: native (a run of mlm), hf (transformers), torch_dist (Megatron-LM's), torchtitan (DCP with its
     names)."""
-    tp: Annotated[TensorSize, OnlyIf("to", "native")] = 1
-    """Tensor-parallel size of to=native; the other formats have none."""
-    pp: Annotated[PipelineSize, OnlyIf("to", "native")] = 1
-    """Pipeline-parallel size of to=native."""
     dtype: DType = "float32"
     """Numbers to write; native is float32."""
     config: InputPath | None = None

@@ -26,10 +26,8 @@ from mlm.convert.source import Checkpoint, Source, is_ours, open_checkpoint, ope
 from mlm.convert.targets import write_target
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import KINDS, ModelConfig
-from mlm.parallel.config import ParallelConfig
-from mlm.runs.checks import split_problems
 from mlm.runs.folder import new_folder, out_problems, run_config
-from mlm.util.errors import CheckFailedError, ConfigError, Problem, UserError, attempt
+from mlm.util.errors import CheckFailedError, Problem, UserError, attempt
 from mlm.util.files import read_bounded
 from mlm.util.terminal import progress_bar
 
@@ -83,16 +81,13 @@ def open_for_conversion(config: ConvertConfig, tokenizer: Tokenizer | None = Non
 
 
 def check_target(config: ConvertConfig, source: Source) -> None:
-    """Raise UserError if the target has no such model, or the layout does not divide it."""
+    """Raise UserError if the target has no such model."""
     if source.filled and config.to != "native":
         raise UserError(
             f"{source.path} lacks {min(source.filled)}: use to=native, which fills it, then convert that"
         )
     if config.to == "native" and config.dtype != "float32":
         raise UserError(f"dtype={config.dtype}: weights of to=native are float32: leave it out")
-    layout = ParallelConfig(tp=config.tp, pp=config.pp)
-    if config.to == "native" and (problems := split_problems(source.model, layout)):
-        raise ConfigError(problems)
     if config.to == "torch_dist":
         MegatronWriter(source.model, source.read, torch.float32).tensors()
     if config.to == "torchtitan":

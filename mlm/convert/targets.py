@@ -16,7 +16,6 @@ from mlm.convert.huggingface.folder import CONFIG
 from mlm.convert.megatron.distributed import LATEST
 from mlm.convert.megatron.write import RELEASE, MegatronWriter, core_tensors, write_common
 from mlm.convert.source import Source
-from mlm.models.stage import assign_stages
 from mlm.runs.folder import GB, imported_state, initial_values, run_config, write_run
 from mlm.util.files import write_atomic
 from mlm.util.terminal import Advance
@@ -30,7 +29,7 @@ def write_target(
     most = int(config.max_file_gb * GB)
     match config.to:
         case "native":
-            write_native(source, folder, origin, advance, tp=config.tp, pp=config.pp)
+            write_native(source, folder, origin, advance)
         case "hf":
             write_hf(source, folder, dtype, config.max_file_gb, advance)
         case "torchtitan":
@@ -52,11 +51,8 @@ def write_native(
     folder: Path,
     origin: Mapping[str, JSON],
     advance: Advance,
-    *,
-    tp: int = 1,
-    pp: int = 1,
 ) -> Path:
-    """Write a run directory as tp * pp ranks would have saved it; return its checkpoint.
+    """Write a run directory; return its checkpoint.
 
     `origin` is where the weights are from, for `state["source"]`: "kind", "name", "files" and more.
     """
@@ -77,6 +73,4 @@ def write_native(
         state=imported_state(config, origin, source.filled),
         tokenizer=source.tokenizer,
         progress=advance,
-        tp=tp,
-        stage_ranks=assign_stages(model.num_layers, pp, 1),
     )

@@ -88,11 +88,6 @@ def permutation(count: int, state: Bits) -> Ids:
     return np.argsort(draw(state, np.arange(count)), kind="stable")
 
 
-def draw_rows(count: int, wanted: int, seed: int) -> Ids:
-    """Return `wanted` of the numbers below `count`, drawn at random, in ascending order."""
-    return np.sort(permutation(count, root(seed))[:wanted])
-
-
 @dataclass(frozen=True, kw_only=True)
 class Batcher:
     """Splits a batch into micro-batches and assigns them to data-parallel ranks."""

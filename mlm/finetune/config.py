@@ -159,12 +159,8 @@ class TaskDataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneDataConfig(TaskDataConfig):
-    """Source of a task's rows, and the number of training rows."""
+    """Source of a task's rows, and what is predicted of them."""
 
-    train_rows: Annotated[int | None, POSITIVE] = None
-    """Rows of the training split to train on, drawn at random with data.seed; null takes all."""
-    seed: Annotated[int, SEED, OnlyIf("train_rows")] = 1234
-    """Seed of that choice, independent of `seed`, so that runs of several seeds train on the same rows."""
     predict_tests: Annotated[bool, OnlyIf("task.tests")] = False
     """Write predictions of the task's test splits with the best checkpoint."""
 

@@ -107,12 +107,6 @@ def read_splits(config: FinetuneConfig, start: Start | None = None) -> dict[str,
         attempt(problems, partial(read, name))
     if problems:
         raise ConfigError(problems)
-    train, wanted = splits[task.train], config.data.train_rows
-    if wanted is not None and wanted > len(train):
-        raise UserError(
-            f"data.train_rows={wanted} is more than the {len(train)} rows of {train.source}, "
-            f"split {train.name}; use data.train_rows={len(train)} or less, or null for all"
-        )
     return splits
 
 
@@ -124,7 +118,7 @@ def fit_length(config: FinetuneConfig, splits: Mapping[str, TaskSplit]) -> Finet
 
     They are the task's where these make task.min_steps; else the batch is halved, then epochs are added.
     """
-    task, rows = config.task, config.data.train_rows or len(splits[config.task.train])
+    task, rows = config.task, len(splits[config.task.train])
     epochs, batch = config.train.epochs or task.epochs, config.train.global_batch_size or task.batch_size
     if config.train.global_batch_size is None:
         while batch > SMALLEST_BATCH and epochs * math.ceil(rows / batch) < task.min_steps:
@@ -159,7 +153,7 @@ def load_body(shards: Sequence[ParameterShard], source: Source, ctx: ParallelCon
     return fill_parameters(body, source, ctx, initialize=False)
 
 
-FIXED = ("seed", "dropout", "data.train_rows", "data.seed", "precision.dtype")
+FIXED = ("seed", "dropout", "precision.dtype")
 FIXED_SECTIONS = ("train.", "optimizer.", "schedule.", "task.", "lora.")
 FREE = (
     "train.micro_batch_size",

@@ -22,7 +22,7 @@ from mlm.config.build import config_digest, from_dict
 from mlm.config.fields import exact
 from mlm.data.config import DataConfig
 from mlm.data.files_present import hub_id
-from mlm.finetune.batches import Batcher, Order, TaskBatch, draw_rows, make_batcher
+from mlm.finetune.batches import Batcher, Order, TaskBatch, make_batcher
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import (
     Settings,
@@ -163,9 +163,7 @@ def configs_by_seed(config: FinetuneConfig) -> list[FinetuneConfig]:
 
 def prepare(config: FinetuneConfig, start: Start, splits: Mapping[str, TaskSplit]) -> Material:
     """Tokenise the rows. Raises UserError."""
-    task, train, wanted = config.task, splits[config.task.train], config.data.train_rows
-    if wanted is not None:
-        train = train.select(draw_rows(len(train), wanted, config.data.seed).tolist())
+    task, train = config.task, splits[config.task.train]
     tests, problems = task.tests if config.data.predict_tests else (), list[str]()
     used = [train, *(splits[name] for name in (*task.validations, *tests))]
     attempts = [attempt(problems, partial(tokenize_split, task, split, start)) for split in used]

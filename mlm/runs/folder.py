@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -61,13 +60,10 @@ def write_run(
     state: Mapping[str, JSON],
     tokenizer: Tokenizer | None,
     progress: Callable[[int], None] = lambda count: None,
-    tp: int = 1,
-    stage_ranks: Mapping[int | str, int] = MappingProxyType({}),
 ) -> Path:
     """Write tensors into `run`, which `new_folder` yields, as a run directory; return its step-00000000.
 
-    `state`, with the versions and the tokenizer, and the layout alone make the checkpoint. `stage_ranks` are
-    the pipeline ranks of layers, "first" and "last": one if it is empty. `read` and `progress` are as in
+    `state`, with the versions and the tokenizer, alone makes the checkpoint. `read` and `progress` are as in
     `write_streamed`.
     """
     full_state: dict[str, JSON] = {
@@ -82,10 +78,8 @@ def write_run(
         0,
         tensors,
         read,
-        save_id=derived_id({"state": full_state, "tp": tp, "pp": 1 + max(stage_ranks.values(), default=0)}),
+        save_id=derived_id({"state": full_state}),
         state=full_state,
-        tp=tp,
-        stage_rank=lambda stage: stage_ranks.get(stage, 0),
         progress=progress,
     )
 

@@ -34,7 +34,6 @@ KINDS = {
 """Kinds of task that read a key of `mlm finetune`; every kind reads the keys that are not here."""
 LOSSES = {"task.label_smoothing": ("dpo", "simpo"), "task.margin": ("simpo",)}
 WITHOUT_OTHERS = {
-    "data.seed",  # data.train_rows
     *(f"lora.{name}" for name in ("alpha", "targets", "dropout", "rslora", "dora", "quantize")),  # lora.rank
     "recompute_budget",  # recompute
     "zero_reduce",  # zero
@@ -152,8 +151,8 @@ MOE = "pretrain model=moe_tiny model.options.num_experts=0"
             ("plan layouts price_per_gpu_hour=2", "price_per_gpu_hour=2.0: has no effect with tokens=null"),
             ("plan layouts failures.restart_s=1", "has no effect with failures.mtbf_hours=null"),
             (
-                "convert a b to=hf tp=1",
-                "tp=1: has no effect with to=hf; remove it, or set to=native",
+                "convert a b to=torch_dist max_file_gb=1",
+                "max_file_gb=1.0: has no effect with to=torch_dist; remove it, or set to=hf or",
             ),
             (
                 "data build data=a tokenizer=t out=o hub_split=train",

@@ -55,14 +55,7 @@ GRANITE = {
     **{"residual_multiplier": 0.22, "logits_scaling": 6.0},
 }
 GLM = {"head_dim": 8, "pad_token_id": None}
-DEEPSEEK_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
 PHI3 = {"pad_token_id": None, "partial_rotary_factor": 0.5}
-DEEPSEEK = {
-    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 1, "topk_group": 1},
-    **{"moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1},
-    **{"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16},
-    **{"v_head_dim": 16, "num_key_value_heads": 4},
-}
 SMOLLM3 = {"pad_token_id": None}
 QWEN2_MOE = {
     **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
@@ -105,12 +98,6 @@ RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
     "glm without biases": ("Glm", GLM | {"attention_bias": False}),
     "phi3": ("Phi3", PHI3),
     "seed_oss": ("SeedOss", {"head_dim": 16}),
-    "deepseek_v2": ("DeepseekV2", DEEPSEEK | {"q_lora_rank": 12}),
-    "deepseek_v3 of several groups": (
-        "DeepseekV3",
-        DEEPSEEK | {"q_lora_rank": 12, "n_group": 4, "topk_group": 2, "rope_parameters": DEEPSEEK_YARN},
-    ),
-    "deepseek_v3": ("DeepseekV3", DEEPSEEK | {"q_lora_rank": 12}),
     "olmo2": ("Olmo2", {}),
     "smollm3": ("SmolLM3", SMOLLM3 | {"num_hidden_layers": 5}),
     "qwen2_moe": ("Qwen2Moe", QWEN2_MOE),
@@ -121,7 +108,6 @@ RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         GEMMA3 | {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL}},
     ),
-    "deepseek_v2 lite": ("DeepseekV2", DEEPSEEK | {"num_hidden_layers": 27}),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}),
 }
 REJECTED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -131,12 +117,6 @@ REJECTED: dict[str, tuple[str, dict[str, Any]]] = {
     "attention_multiplier=": ("Gemma2", GEMMA | {"query_pre_attn_scalar": 9}),
     "window_layers=s+f": ("Gemma3", GEMMA | {"layer_types": ["sliding_attention", "full_attention"]}),
     "attention_softcap=0": ("Gemma2", GEMMA | {"attn_logit_softcapping": None}),
-    "of 2 layers with model.options.q_lora_rank=0": ("DeepseekV2", DEEPSEEK),
-    "router_groups=4": (
-        "DeepseekV2",
-        DEEPSEEK | {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
-    ),
-    "rope_attention_factor=0": ("DeepseekV3", DEEPSEEK | {"q_lora_rank": 12, "rope_parameters": YARN}),
     "heads of other widths": ("Glm", GLM | {"head_dim": 16}),
     "dense_layers=1": ("Qwen2Moe", QWEN2_MOE | {"mlp_only_layers": [0]}),
     "router_normalise=true": ("Qwen2Moe", QWEN2_MOE | {"norm_topk_prob": True}),

@@ -6,7 +6,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from mlm.finetune.batches import Batcher, Order, TaskBatch, draw_rows
+from mlm.finetune.batches import Batcher, Order, TaskBatch
 from mlm.finetune.examples import Example, InputText
 from mlm.finetune.packing import Packer
 from mlm.parallel.config import IGNORE_INDEX
@@ -126,12 +126,3 @@ def test_an_evaluation_has_each_example_once(
     assert all(batch.tokens.shape[1] % multiple == 0 for batch in every)
     assert {len(batches) for batches in dealt} == {len(dealt[0])}
     assert len(dealt[0]) % groups_of == 0
-
-
-def test_chosen_rows_are_drawn_at_random_and_in_order() -> None:
-    rows = draw_rows(1000, 100, seed=5).tolist()
-    assert rows == sorted(set(rows))
-    assert len(rows) == 100
-    assert 400 < sum(rows) / 100 < 600
-    assert rows == draw_rows(1000, 100, seed=5).tolist() != draw_rows(1000, 100, seed=6).tolist()
-    assert draw_rows(7, 7, seed=1).tolist() == list(range(7))

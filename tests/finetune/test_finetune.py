@@ -9,14 +9,12 @@ import torch
 
 from mlm.checkpoint.native.folders import checkpoints
 from mlm.checkpoint.native.save_load import read_manifest
-from mlm.finetune import training
 from mlm.finetune.classification import Classification
 from mlm.finetune.config import FinetuneCheckpointConfig
 from mlm.finetune.rows import TaskRow
 from mlm.finetune.scoring import Scorer, one_label_warning
 from mlm.finetune.splits import TaskSplit, TokenizedSplit
 from mlm.finetune.task_type import Prediction
-from mlm.parallel.mesh import ParallelContext
 from tests.finetune.runs import (
     evaluation,
     finetune,
@@ -120,23 +118,7 @@ class TestWhen:
 
 
 class TestRows:
-    """data.train_rows and data.predict_tests."""
-
-    def test_train_rows_are_the_same_for_every_seed(
-        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        seen = []
-        monkeypatch.setattr(
-            training,
-            "finetune",
-            lambda config, settings, material, ctx: seen.append(material) or (None, True),
-        )
-        for seed, of_rows in ((1, 1), (2, 1), (1, 2)):
-            data = {"train_rows": 5, "seed": of_rows}
-            training.run(finetuning(folder, out=str(tmp_path), seed=seed, data=data), ParallelContext())
-        ids = [[row.id for row in material.train.split.rows] for material in seen]
-        assert ids[0] == ids[1] != ids[2]
-        assert len(set(ids[0])) == 5
+    """data.predict_tests."""
 
     def test_tests_are_predicted_with_the_best_weights(self, folder: Path, tmp_path: Path) -> None:
         """A test split with labels is scored too."""

@@ -35,7 +35,6 @@ class TestGoingOn:
         thinned(
             [
                 ({"train": {"epochs": 3}}, "train.epochs", "3", "2"),
-                ({"data": {"train_rows": 7}}, "data.train_rows", "7", "null"),
                 ({"seed": 5}, "seed", "5", "1234"),
                 ({"optimizer": OptimizerConfig(lr=1e-4)}, "optimizer.lr", "0.0001", "0.001"),
                 ({"task": replace(task_of("classification"), max_length=20)}, "task.max_length", "20", "40"),
@@ -133,13 +132,6 @@ class TestRefused:
         gpt2().save(tmp_path / "bert")
         (problem,) = training.preflight(finetuning(folder, ckpt=str(tmp_path / "bert")))
         assert problem.startswith("the tokenizer has no [CLS] and [SEP]")
-
-    def test_more_rows_than_there_are(self, folder: Path) -> None:
-        (problem,) = training.preflight(finetuning(folder, data={"train_rows": 12}))
-        assert problem == (
-            f"data.train_rows=12 is more than the 11 rows of {folder / 'classification'}, split train; use "
-            "data.train_rows=11 or less, or null for all"
-        )
 
     def test_padding_that_the_model_cannot_read(self, folder: Path, tmp_path: Path) -> None:
         write_model(tmp_path / "bert", replace(BERT, max_positions=47))

@@ -78,8 +78,6 @@ TARGETS = {
     "qwen3_moe": Target(name="QWEN3MOE", fixed={"router_normalise": True, "dense_layers": 0}),
     "qwen2_moe": Target(name="QWEN2MOE", fixed={**_NO_NORMALISING, "qkv_bias": True}),
     "olmoe": Target(name="OLMOE", fixed=_NO_NORMALISING),
-    "deepseek_v2": Target(name="DEEPSEEK2", fixed={"router_groups": 1}),
-    "deepseek_v3": Target(name="DEEPSEEK2"),
     "olmo2": Target(name="OLMO2"),
     "gemma": Target(name="GEMMA", activation="gelu_tanh", fixed={"tied": True}),
     "gemma2": Target(
@@ -99,11 +97,9 @@ TARGETS = {
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 LOGIT_ERRORS = {"f32": 1e-3, "f16": 0.05, "bf16": 0.2, "q8_0": 0.25}
 """Type -> root mean square by which logits may differ in llama.cpp, in standard deviations of all."""
-LITE_LAYERS = (26, 27)
-"""Numbers of layers by which llama.cpp knows a DeepSeek without q_lora_rank."""
 GELU_ERROR = 0.01
 """The same of f32 with a GELU, which llama.cpp looks up in a table of half precision."""
-LLAMA_CPP_YARN = {"rope_beta_fast": 32.0, "rope_beta_slow": 1.0, "rope_truncate": True, "rope_mscale": 0.0}
+LLAMA_CPP_YARN = {"rope_beta_fast": 32.0, "rope_beta_slow": 1.0, "rope_truncate": True}
 """Settings of yarn that a file cannot hold, and their values in llama.cpp."""
 
 
@@ -137,9 +133,6 @@ def model_problem(source: Source) -> str | None:
             return f"llama.cpp has no {kind} with model.options.{name}={format_value(given)}"
     if target.has_full_width and settings.head_dim * model.num_heads != model.hidden_size:
         return f"llama.cpp has no {kind} with heads of other widths than hidden_size / num_heads"
-    if target.name == "DEEPSEEK2" and (settings.q_lora_rank == 0) != (model.num_layers in LITE_LAYERS):
-        given = f"model.options.q_lora_rank={settings.q_lora_rank}"
-        return f"llama.cpp has no {kind} of {model.num_layers} layers with {given}"
     for name in target.required:
         if not getattr(settings, name):
             return f"llama.cpp has no {kind} with model.options.{name}=0"
@@ -155,8 +148,7 @@ def model_problem(source: Source) -> str | None:
     if settings.rope_scaling == "llama3" and target.name != "LLAMA":
         return f"llama.cpp has no {kind} with model.options.rope_scaling=llama3"
     if settings.rope_scaling == "yarn":
-        latent = {"rope_mscale": settings.rope_mscale, "rope_attention_factor": 1.0}
-        for name, value in {**LLAMA_CPP_YARN, **(latent if settings.kv_lora_rank else {})}.items():
+        for name, value in LLAMA_CPP_YARN.items():
             if (given := getattr(settings, name)) != value:
                 return f"model.options.{name}={given} is not supported; llama.cpp computes {value}"
     return None
@@ -232,31 +224,12 @@ def prepare(gguf: Any, source: Source, kind: str) -> Any:
         if location.section and location.section[1] < location.section[2]:
             continue  # its other sections follow
         for stored, values in tensors.items():
-            stored = stored.replace("e_score_correction_bias", "e_score_correction.bias")
             name = names.get_name(stored, try_suffixes=(".weight", ".bias"))
             value = torch.stack(values) if ".experts." in stored else torch.cat(values)
-            parts = {name: value}
-            if ".attn_kv_b" in name:
-                parts = absorbed(name, value, settings, source.model.num_heads)
-            for part, tensor in parts.items():
-                data, dtype = encoded(gguf, tensor, "f32" if "_inp" in part else kind)
-                writer.add_tensor(part, data, raw_dtype=dtype)
+            data, dtype = encoded(gguf, value, "f32" if "_inp" in name else kind)
+            writer.add_tensor(name, data, raw_dtype=dtype)
         tensors.clear()
     return writer
-
-
-def absorbed(name: str, value: Tensor, settings: LlamaSettings, heads: int) -> dict[str, Tensor]:
-    """Return what makes keys and values of latent vectors as two tensors by head: [N (n + v), R].
-
-    llama.cpp multiplies queries by the first, so that its cache holds the latent vectors alone.
-    """
-    keys, values = value.unflatten(0, (heads, -1)).split(
-        [settings.head_dim - settings.rope_head_dim, settings.v_head_dim], dim=1
-    )
-    return {
-        name.replace("kv_b", "k_b"): keys.transpose(1, 2),  # [N, R, n]
-        name.replace("kv_b", "v_b"): values,  # [N, v, R]
-    }
 
 
 def write(gguf: Any, writer: Any, check: Callable[[BinaryIO], None] | None, file: BinaryIO) -> None:
@@ -324,12 +297,9 @@ def add_settings(gguf: Any, writer: Any, source: Source, kind: str) -> None:
         writer.add_expert_count(settings.num_experts)
         writer.add_expert_used_count(settings.experts_per_token)
         writer.add_expert_feed_forward_length(settings.expert_ffn_size)
-    if settings.kv_lora_rank:
-        add_latent(gguf, writer, settings)
-    else:
-        writer.add_head_count_kv(settings.num_kv_heads)
-        writer.add_key_length(settings.head_dim)
-        writer.add_value_length(settings.head_dim)
+    writer.add_head_count_kv(settings.num_kv_heads)
+    writer.add_key_length(settings.head_dim)
+    writer.add_value_length(settings.head_dim)
     if settings.shared_gate:
         width = settings.shared_experts * settings.expert_ffn_size
         writer.add_expert_shared_feed_forward_length(width)
@@ -358,31 +328,8 @@ def add_settings(gguf: Any, writer: Any, source: Source, kind: str) -> None:
         writer.add_rope_scaling_factor(settings.rope_factor)
     if settings.rope_scaling == "yarn":
         writer.add_rope_scaling_orig_ctx_len(settings.rope_original_positions)
-        # of latent attention it is that of scores alone
-        usual = 1.0 if settings.kv_lora_rank else 0.1 * math.log(settings.rope_factor) + 1.0
+        usual = 0.1 * math.log(settings.rope_factor) + 1.0
         writer.add_rope_scaling_attn_factors((settings.rope_attention_factor or usual) / usual)
-
-
-def add_latent(gguf: Any, writer: Any, settings: LlamaSettings) -> None:
-    """Add what latent attention and its mixtures have: one head of keys and values, the latent vector."""
-    writer.add_head_count_kv(1)
-    writer.add_kv_lora_rank(settings.kv_lora_rank)
-    if settings.q_lora_rank:
-        writer.add_q_lora_rank(settings.q_lora_rank)
-    writer.add_key_length(settings.kv_lora_rank + settings.rope_head_dim)
-    writer.add_value_length(settings.kv_lora_rank)
-    writer.add_key_length_mla(settings.head_dim)
-    writer.add_value_length_mla(settings.v_head_dim)
-    if settings.rope_scaling == "yarn":
-        writer.add_rope_scaling_yarn_log_mul(0.1 * settings.rope_mscale)
-    if settings.num_experts:
-        writer.add_leading_dense_block_count(settings.dense_layers)
-        writer.add_expert_shared_count(settings.shared_experts)
-        writer.add_expert_weights_scale(settings.router_scale)
-        writer.add_expert_weights_norm(settings.router_normalise)
-        writer.add_expert_group_count(settings.router_groups)
-        writer.add_expert_group_used_count(settings.router_top_groups)
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType[settings.router_scores.upper()])
 
 
 def context_length(model: ModelConfig) -> int:
