@@ -28,7 +28,8 @@ class ConvertConfig:
     vocab_size: Annotated[int, POSITIVE] | None = None
     """Tokens of a Megatron-LM source, without padding; null takes the recorded, or a published size."""
     tokenizer: InputPath | None = None
-    """Tokenizer to put into native and hf, where the source has none: as in `mlm import megatron`."""
+    """tokenizer.json, or a folder with it, vocab.json and merges.txt, or vocab.txt, to put into native and hf
+    where the source has none."""
     max_file_gb: Annotated[float, POSITIVE, OnlyIf("to", "hf", "torchtitan")] = 5.0
     """Largest file of hf and DCP folders, in 10^9 bytes; a larger tensor has its own."""
     verify: bool = True

@@ -38,20 +38,12 @@ WITHOUT_EFFECT = (
 """Settings of a model that may differ after a conversion: its outputs do not depend on them."""
 
 
-def preflight(config: ConvertConfig, *, is_import: bool = False) -> list[str]:
-    """Return what is wrong with the settings, the source and `out`; no tensor is read.
-
-    The source of an import is Megatron-LM's.
-    """
+def preflight(config: ConvertConfig) -> list[str]:
+    """Return what is wrong with the settings, the source and `out`; no tensor is read."""
     problems = out_problems(config.out)
     tokenizer = attempt(problems, lambda: load_tokenizer(config))
     source = attempt(problems, lambda: open_for_conversion(config, tokenizer))
     if source is None:
-        return problems
-    if is_import and source.format != "torch_dist":
-        is_native = source.format == "native"
-        what = "a checkpoint of mlm already" if is_native else f"of the format {source.format}"
-        problems.append(f"source={config.source}: is {what}, not Megatron-LM's; convert it by mlm convert")
         return problems
     for key, read_by in (("config", "torchtitan"), ("vocab_size", "torch_dist")):
         if getattr(config, key) is not None and source.format != read_by:

@@ -114,7 +114,7 @@ def _megatron_problem(folder: str) -> Problem | None:
     names = ("latest_checkpointed_iteration.txt", "mp_rank_*", "*/mp_rank_*")
     if not any(next(Path(folder).glob(name), None) for name in names):
         return None
-    fix = f"run `mlm import megatron {folder} out=runs/NAME`, then set ckpt=runs/NAME"
+    fix = f"run `mlm convert {folder} runs/NAME`, then set ckpt=runs/NAME"
     return Absent.at("ckpt", folder, "a Megatron-LM checkpoint", fix)
 
 

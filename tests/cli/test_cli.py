@@ -30,7 +30,7 @@ class TestSurface:
             pretrain, parity, audit, verify-resume, doctor, replay, report,
             plan layouts, plan compare, plan memory, plan dry-run, plan calibrate, plan schedule,
             eval loss, eval wikitext103, eval lambada, eval all, generate, chat, finetune, eval,
-            reshard, convert, import hf, import megatron, export megatron, export dcp, export hf, export gguf,
+            reshard, convert, import hf, export hf, export gguf,
             ckpt inspect, ckpt verify, ckpt diff, ckpt prune, ckpt rollback,
             data tokenizer, data build, data merge, data split, data inspect, data verify
         """

@@ -1,4 +1,4 @@
-"""`mlm import megatron` from end to end: what it wrote computes what `transformers` computes."""
+"""`mlm convert` from end to end: what it wrote computes what `transformers` computes."""
 
 import os
 from pathlib import Path
@@ -10,8 +10,9 @@ from torch import Tensor
 
 import mlm
 from mlm.checkpoint.native.save_load import read_manifest, resolve
-from mlm.cli.convert.run import preflight, run
-from mlm.cli.convert.settings import ImportMegatronConfig
+from mlm.cli.convert.run import run
+from mlm.convert.config import ConvertConfig
+from mlm.convert.conversion import preflight
 from mlm.convert.megatron.distributed import find_step
 from mlm.util.errors import CorruptFileError, UserError
 from tests.convert.dcp.llamas import write_torch_dist
@@ -30,9 +31,9 @@ def imported(tmp_path: Path, **settings: Any) -> Path:
     return tmp_path / "run"
 
 
-def config(tmp_path: Path, **settings: Any) -> ImportMegatronConfig:
+def config(tmp_path: Path, **settings: Any) -> ConvertConfig:
     values = {"source": str(tmp_path / "theirs"), "out": str(tmp_path / "run"), "vocab_size": VOCAB}
-    return ImportMegatronConfig(**(values | settings))
+    return ConvertConfig(**(values | settings))
 
 
 @torch.no_grad()
@@ -78,15 +79,6 @@ def test_preflight_names_every_problem(tmp_path: Path) -> None:
         "source",
     ]
     assert all("\n" not in problem for problem in problems)
-
-
-def test_a_run_of_ours_is_not_taken_for_one_of_megatron(tmp_path: Path) -> None:
-    written(tmp_path)
-    run_folder = imported(tmp_path)
-    problems = preflight(config(tmp_path, source=str(run_folder), out=str(tmp_path / "again")))
-    assert problems == [
-        f"source={run_folder}: is a checkpoint of mlm already, not Megatron-LM's; convert it by mlm convert"
-    ]
 
 
 def test_the_iteration_is_the_named_the_only_or_the_given(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`mlm import megatron` of a BERT: what it wrote says what `transformers`' MegatronBert says."""
+"""`mlm convert` of a BERT: what it wrote says what `transformers`' MegatronBert says."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from transformers import MegatronBertForPreTraining
 
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.cli.convert.run import run
-from mlm.cli.convert.settings import ImportMegatronConfig
+from mlm.convert.config import ConvertConfig
 from mlm.convert.huggingface.mapping import Outputs, ProbeSamples
 from mlm.convert.source import open_source
 from mlm.models.config import ModelConfig
@@ -29,7 +29,7 @@ def imported(
     """Write a BERT, import it; the run directory."""
     write_torch_dist(tmp_path / "theirs", state or bert_state(random_bert()), arguments(**changes))
     out = tmp_path / "run"
-    run(ImportMegatronConfig(source=str(tmp_path / "theirs"), out=str(out), vocab_size=vocab_size))
+    run(ConvertConfig(source=str(tmp_path / "theirs"), out=str(out), vocab_size=vocab_size))
     return out
 
 

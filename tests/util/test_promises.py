@@ -34,8 +34,7 @@ from tests.data.corpora import counting_corpus
 PAGE = Path(__file__).resolve().parents[2] / "scripts/docs/pages/guides/file-safety.md"
 OURS = json.dumps({"task": "loss", "versions": {"mlm": "0.1"}}).encode()
 KIND = {
-    **dict.fromkeys(("pretrain", "finetune", "reshard", "import_hf", "import_megatron", "convert"), "run"),
-    **{"export_megatron": "exported-model", "export_dcp": "exported-model"},
+    **dict.fromkeys(("pretrain", "finetune", "reshard", "import_hf", "convert"), "run"),
     **dict.fromkeys(("data_build", "data_merge", "data_split"), "corpus"),
     **{"export_hf": "exported-model", "verify_resume": "verify-resume"},
     **{"eval": "predictions", "parity": "verify-resume"},

@@ -2,12 +2,9 @@
 
 from mlm.cli.command import Command, check_out_file
 from mlm.cli.convert.settings import (
-    ExportDCPConfig,
     ExportGGUFConfig,
     ExportHFConfig,
-    ExportMegatronConfig,
     ImportHFConfig,
-    ImportMegatronConfig,
     ReshardConfig,
 )
 from mlm.convert.config import ConvertConfig
@@ -43,17 +40,20 @@ COMMANDS = (
         name="convert",
         spec=ConvertConfig,
         target="mlm.cli.convert.run:run",
-        preflight="mlm.cli.convert.run:preflight",
+        preflight="mlm.convert.conversion:preflight",
         positional=("source", "out"),
         summary="convert checkpoints between mlm, transformers, Megatron-LM and torchtitan",
         about="""Reads a checkpoint of any of these and writes it as any other, a tensor at a time, without
-            running what is in it. Every parameter and the settings of the model are compared with the
-            source before the folder gets its name.""",
+            running what is in it: pickles are read as data. Of Megatron-LM the format torch_dist is read,
+            which it makes of older ones by --ckpt-convert-format torch_dist. Every parameter and the settings
+            of the model are compared with the source before the folder gets its name.""",
         examples="""
             # A model of transformers for Megatron-LM
             mlm convert models/llama ckpt/llama to=torch_dist
             # And back
             mlm convert ckpt/llama models/llama-back to=hf
+            # A run of mlm for torchtitan
+            mlm convert runs/llama dcp/llama to=torchtitan
             # A checkpoint of torchtitan, which records no model
             mlm convert outputs/step-1000 runs/llama config=models/llama
         """,
@@ -73,47 +73,6 @@ COMMANDS = (
             mlm import hf openai-community/gpt2 out=runs/gpt2
             # From a folder
             mlm import hf models/gpt2 out=runs/gpt2
-        """,
-    ),
-    Command(
-        name="import megatron",
-        spec=ImportMegatronConfig,
-        target="mlm.cli.convert.run:run",
-        preflight="mlm.cli.convert.run:preflight",
-        positional=("source",),
-        summary="import a Megatron-LM GPT-2, BERT or Llama (torch_dist) as a checkpoint",
-        about="""Makes a checkpoint of weights of a distributed (torch_dist) one: any layout trains, scores or
-            samples it. Its files hold pickles, read as data: what is no data is never run. Megatron-LM itself
-            makes one of its older formats, by --ckpt-convert-format torch_dist.""",
-        examples="""
-            # Import the newest iteration of a Megatron-LM run
-            mlm import megatron checkpoints/gpt2_345m out=runs/gpt2_345m tokenizer=gpt2
-        """,
-    ),
-    Command(
-        name="export megatron",
-        spec=ExportMegatronConfig,
-        target="mlm.cli.convert.run:run",
-        preflight="mlm.cli.convert.run:preflight",
-        positional=("ckpt",),
-        summary="export a checkpoint for Megatron-LM, as torch_dist",
-        about="Writes weights under Megatron Core's names, and the arguments of the model. Reads them again.",
-        examples="""
-            # Export a run's latest checkpoint
-            mlm export megatron runs/shakespeare out=for_megatron
-        """,
-    ),
-    Command(
-        name="export dcp",
-        spec=ExportDCPConfig,
-        target="mlm.cli.convert.run:run",
-        preflight="mlm.cli.convert.run:preflight",
-        positional=("ckpt",),
-        summary="export a checkpoint as a folder that torch.distributed.checkpoint loads",
-        about="Writes weights under torchtitan's names. Reads them again.",
-        examples="""
-            # Export a Llama for torchtitan
-            mlm export dcp runs/llama out=for_torchtitan
         """,
     ),
     Command(

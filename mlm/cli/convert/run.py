@@ -1,17 +1,13 @@
 """`mlm convert`, `mlm import …` and `mlm export …`. Each raises UserError, and leaves nothing then."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 import mlm
 from mlm.checkpoint.native.folders import best_note
 from mlm.cli.convert.settings import (
-    ExportDCPConfig,
     ExportGGUFConfig,
     ExportHFConfig,
-    ExportMegatronConfig,
     ImportHFConfig,
-    ImportMegatronConfig,
 )
 from mlm.cli.result import model_columns, show_table
 from mlm.convert import conversion
@@ -23,32 +19,11 @@ from mlm.convert.source import open_checkpoint
 from mlm.util.results import result_problems, target_name
 from mlm.verify.huggingface import compare_logits, extra_problems
 
-Conversion = ConvertConfig | ImportMegatronConfig | ExportMegatronConfig | ExportDCPConfig
 
-
-def preflight(config: Conversion) -> list[str]:
-    """Return what is wrong with the source, the settings and `out`; no tensor is read."""
-    return conversion.preflight(_conversion(config), is_import=isinstance(config, ImportMegatronConfig))
-
-
-def run(config: Conversion) -> None:
-    config = _conversion(config)
+def run(config: ConvertConfig) -> None:
     source, notes, line = conversion.convert(config)
     title = f"convert · {config.source} · {source.format} to {config.to}, {config.dtype}"
     show_table(title, model_columns(source.model), notes, line, f"written to {config.out}")
-
-
-def _conversion(config: Conversion) -> ConvertConfig:
-    if isinstance(config, ConvertConfig):
-        return config
-    values = asdict(config)
-    if not isinstance(config, ImportMegatronConfig):
-        values["source"] = values.pop("ckpt")
-    if isinstance(config, ExportMegatronConfig):
-        values["to"] = "torch_dist"
-    if isinstance(config, ExportDCPConfig):
-        values["to"] = "torchtitan"
-    return ConvertConfig(**values)
 
 
 def preflight_import_hf(config: ImportHFConfig) -> list[str]:

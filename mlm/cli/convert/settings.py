@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from mlm.config.fields import POSITIVE, CheckpointPath, InputPath, OnlyIf, OutFolder, ResultFile
-from mlm.convert.config import DType
 from mlm.parallel.config import PipelineSize, TensorSize, VirtualSize
 
 
@@ -41,46 +40,6 @@ class ImportHFConfig:
     """Branch, tag or commit on the Hub; null takes the default branch."""
     verify: bool = True
     """Compare logits with those of `transformers` on the same tokens, and refuse where they differ."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ImportMegatronConfig:
-    """The run spec of `mlm import megatron`: a Megatron-LM checkpoint (torch_dist) as ours."""
-
-    source: InputPath
-    """Its folder (its newest iteration is taken), or an iter_… or release folder in it."""
-    out: OutFolder
-    """Run directory to write: out/checkpoints/step-00000000 and the tokenizer."""
-    vocab_size: Annotated[int, POSITIVE] | None = None
-    """Tokens of its tokenizer, without padding; null takes the tokenizer's, else GPT-2's or BERT's
-    (50257; 30522 or 28996) where it fits."""
-    tokenizer: InputPath | None = None
-    """tokenizer.json, or a folder with it, vocab.json and merges.txt, or vocab.txt, to put beside the
-    checkpoint."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExportMegatronConfig:
-    """The run spec of `mlm export megatron`: a checkpoint that Megatron-LM starts from."""
-
-    ckpt: CheckpointPath
-    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
-    out: OutFolder
-    """Folder to write, for --load: release/ and latest_checkpointed_iteration.txt."""
-    dtype: DType = "float32"
-    """Numbers to write."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExportDCPConfig:
-    """The run spec of `mlm export dcp`: a folder that torch.distributed.checkpoint and torchtitan load."""
-
-    ckpt: CheckpointPath
-    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
-    out: OutFolder
-    """Folder to write: .metadata, __0_0.distcp, …"""
-    dtype: DType = "float32"
-    """Numbers to write."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

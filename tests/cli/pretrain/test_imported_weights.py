@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from mlm.cli import main
-from mlm.cli.convert.run import run as import_megatron
-from mlm.cli.convert.settings import ImportMegatronConfig
-from tests.convert.megatron.written import VOCAB, Layout, random_gpt2, write
+from mlm.cli.convert.run import run as convert
+from mlm.convert.config import ConvertConfig
+from tests.convert.dcp.llamas import write_torch_dist
+from tests.convert.megatron.written import VOCAB, arguments, gpt2_state, random_gpt2
 
 SHORT = [
     *("train.steps=1", "train.global_batch_size=2", "train.micro_batch_size=2", "train.validate_batches=1"),
@@ -20,11 +21,11 @@ SHORT = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`theirs`, a checkpoint of Megatron-LM at iteration 1000, and `ours`, its import."""
+    """`theirs`, a checkpoint of Megatron-LM at iteration 7, and `ours`, its conversion."""
     root = tmp_path_factory.mktemp("imported")
-    write(root / "theirs", random_gpt2(), Layout())
+    write_torch_dist(root / "theirs", gpt2_state(random_gpt2()), arguments())
     source, out = str(root / "theirs"), str(root / "ours")
-    import_megatron(ImportMegatronConfig(source=source, out=out, vocab_size=VOCAB))
+    convert(ConvertConfig(source=source, out=out, vocab_size=VOCAB))
     return root
 
 
@@ -66,7 +67,5 @@ def test_checkpoint_of_megatron_is_imported_first(
     folder: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     assert main([*command.split(), f"ckpt={folder / 'theirs'}", "dist.device=cpu"]) == 2
-    said = (
-        f"ckpt={folder / 'theirs'}: a Megatron-LM checkpoint; run `mlm import megatron {folder / 'theirs'} "
-    )
+    said = f"ckpt={folder / 'theirs'}: a Megatron-LM checkpoint; run `mlm convert {folder / 'theirs'} "
     assert said in capsys.readouterr().err

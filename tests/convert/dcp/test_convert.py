@@ -15,7 +15,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from mlm.cli import main
 from mlm.cli.convert import run as convert
 from mlm.convert import conversion
 from mlm.convert.config import ConvertConfig
@@ -133,15 +132,6 @@ def test_tied_qwen_around_torchtitan_gives_the_same_bytes(tmp_path: Path) -> Non
     titan = converted(tmp_path / "hf", tmp_path / "1", "torchtitan")
     torch_dist = converted(titan, tmp_path / "2", "torch_dist")
     assert_equal(weights(converted(torch_dist, tmp_path / "3", "hf")), weights(tmp_path / "hf"))
-
-
-@pytest.mark.slow
-def test_export_commands_write_a_run(llama: Path, tmp_path: Path) -> None:
-    run = converted(llama, tmp_path / "run", "native")
-    assert main(["export", "megatron", str(run), f"out={tmp_path / 'm'}"]) == 0
-    assert (tmp_path / "m/release/common.pt").is_file()
-    assert main(["export", "dcp", str(run), f"out={tmp_path / 'd'}"]) == 0
-    assert (tmp_path / "d/.metadata").is_file()
 
 
 def test_files_of_bounded_size_are_read_by_pytorch(llama: Path, tmp_path: Path) -> None:

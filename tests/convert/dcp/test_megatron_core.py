@@ -11,7 +11,6 @@ import torch
 import mlm
 from mlm.cli.convert import run as convert
 from mlm.cli.convert.run import run
-from mlm.cli.convert.settings import ImportMegatronConfig
 from mlm.convert.config import ConvertConfig
 from tests.convert.dcp import core_ranks
 from tests.convert.dcp.core_ranks import TOKENS
@@ -49,7 +48,7 @@ def test_logits_of_an_import_are_those_of_megatron_core(folder: Path, layout: tu
     """Within 1e-4 of the largest: float32 sums in another order."""
     source = folder / "-".join(map(str, layout))
     out = folder / f"run-{source.name}"
-    run(ImportMegatronConfig(source=str(source), out=str(out)))
+    run(ConvertConfig(source=str(source), out=str(out)))
     theirs = torch.load(source / "logits.pt")
     ours = mlm.load(str(out)).logits(TOKENS)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * theirs.abs().max().item())

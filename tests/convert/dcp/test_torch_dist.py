@@ -1,4 +1,4 @@
-"""`mlm import megatron` of Llamas: it computes what `transformers` computes."""
+"""`mlm convert` of Llamas: it computes what `transformers` computes."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 import mlm
 from mlm.cli.convert.run import run
-from mlm.cli.convert.settings import ImportMegatronConfig
+from mlm.convert.config import ConvertConfig
 from mlm.util.errors import UserError
 from tests.convert.dcp.llamas import (
     VOCAB,
@@ -29,7 +29,7 @@ def assert_same_logits(folder: Path, theirs: Tensor) -> None:
 
 
 def import_to(tmp_path: Path) -> Path:
-    run(ImportMegatronConfig(source=str(tmp_path / "theirs"), out=str(tmp_path / "run")))
+    run(ConvertConfig(source=str(tmp_path / "theirs"), out=str(tmp_path / "run")))
     return tmp_path / "run"
 
 
