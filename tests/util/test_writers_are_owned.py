@@ -11,8 +11,6 @@ ALLOWED = {
     "util/ownership.py": "decides, and deletes",
     "util/files.py": "write_atomic",
     "checkpoint/native/folders.py": "publishes and prunes checkpoints, after foreign_in",
-    "convert/targets.py": "files in the folder of a conversion, which it claimed",
-    "convert/conversion.py": "the list of what is finished, in that folder",
     "checkpoint/native/retention.py": "renames checkpoints of a run, by their names",
     "checkpoint/native/staging.py": "files of a staging folder",
     "corpus/build.py": ".building and the locks of folders it claimed",
