@@ -23,7 +23,6 @@ RESULTS = {
     "plan": b'{"format": "mlm-schedule-1"}',
     "generated": b'{"prompt":"","sample":0,"continuation":"","tokens":[],"stop":"eod","seed":1}\n',
     "samples": b'{"task": "lambada", "protocol": "strict"}\n{"task": "lambada", "protocol": "strict"}\n',
-    "probabilities": b'{"split": "test", "id": "1", "probabilities": {"yes": 0.5, "no": 0.5}}\n',
     "page": b'<!doctype html><meta name="generator" content="mlm">',
     "gguf": b"GGUF\x03\0\0\0general.quantized_by\x08\0\0\0\x03\0\0\0\0\0\0\0mlm",
     "csv": b"layout,tp,cp,ep,expert_tp,pp,vp,dp,zero\n",
