@@ -3,7 +3,6 @@
     python scripts/fake_gpu.py -- -m mlm pretrain model=gpt2_tiny data=synthetic train.steps=4
     python scripts/fake_gpu.py --gpus 4 -- -m mlm parity model=gpt2_tiny precision=fp64 tp=2 pp=2
     python scripts/fake_gpu.py --no-arithmetic -- scripts/gpu_check.py --quick --out /tmp/check
-    python scripts/fake_gpu.py --rehearse scripts/results/fake_gpu      # the list of commands, recorded
 
 Needs a PyTorch built for CUDA 13, gcc from version 12, nm, and no GPU. A stub library answers in place of the
 driver, cuBLAS, cuDNN and NCCL (scripts/gpu/fake): allocations, streams, events, captures and launches work;
@@ -15,7 +14,7 @@ It shows that the code of the device path runs, that its messages are awaited, a
 right numbers. It cannot show a missing wait for a copy or between two computations: both finish before the
 call returns. It says nothing about kernels, their speed or rounding, or about links.
 
-Exit code: that of the command; of a rehearsal 0 if all is as expected, else 1; 2 if the stub cannot be built.
+Exit code: that of the command; 2 if the stub cannot be built.
 """
 
 import argparse
@@ -30,7 +29,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gpu.fake.build import UnavailableError, library
-from gpu.fake.rehearsal import rehearse
 
 SCRIPTS = Path(__file__).resolve().parent
 CACHE = SCRIPTS.parent / "build" / "fake_gpu"
@@ -47,7 +45,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--rendezvous", action="store_true", help="a send completes only when it is received")
     add("--late", type=int, metavar="MS", help="delay each message, so that what does not wait for it shows")
     add("--kernels", type=Path, help="file for the kernels launched and how often, by each process")
-    add("--rehearse", type=Path, metavar="FOLDER", help="run the rehearsal's commands, and record them there")
     add("command", nargs=argparse.REMAINDER, help="what follows `python`, such as -- -m mlm pretrain")
     return parser.parse_args(arguments)
 
@@ -112,8 +109,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit code of the command."""
     args = parse(arguments)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    if bool(command) == (args.rehearse is not None):
-        return mistake("name a command, or --rehearse FOLDER")
+    if not command:
+        return mistake("name a command")
     if args.gpus < 1:
         return mistake(f"--gpus {args.gpus}: use 1 or more")
     if not 70 <= args.capability <= 120:
@@ -124,14 +121,8 @@ def main(arguments: list[str] | None = None) -> int:
         return mistake(f"--kernels {args.kernels}: its folder does not exist")
     try:
         built = library(CACHE)
-        if args.rehearse is not None:
-            return rehearse(args.rehearse)
     except UnavailableError as error:
         return mistake(str(error))
-    except OSError as error:
-        return mistake(f"--rehearse {args.rehearse}: {error.strerror}; name another folder")
-    except KeyboardInterrupt:
-        return 130
     with messages() as folder:
         return wait_for([sys.executable, *command], environment(args, built, folder))
 

@@ -1,7 +1,7 @@
 """Check of an installation on one GPU: whether it computes what the CPU does, and how fast.
 
     python scripts/gpu_check.py                                       # about 8 minutes; again: what is left
-    python scripts/gpu_check.py --minutes 4 --only facts kernels waits agree     # of a quarter of an hour,
+    python scripts/gpu_check.py --minutes 4 --only facts waits agree     # of a quarter of an hour,
     python scripts/gpu_check.py --minutes 9 --only stacks peers speed-1.2b switches    # the two calls
     python scripts/gpu_check.py --device cpu --quick --out /tmp/check # a rehearsal on any machine
     python scripts/gpu_check.py --again agree --out FOLDER            # one step once more

@@ -20,19 +20,22 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 from safetensors.torch import load_file
-from torture_stop import Job
 
 from mlm.checkpoint.native.folders import CHECKPOINTS, checkpoints, latest_name, step_name
 from mlm.checkpoint.native.format import read_manifest
 from mlm.checkpoint.native.verify import verify_checkpoint
 
+REPO = Path(__file__).parents[1]
+HUNG_S = 120.0
+"""Limit of a command."""
 STEPS, HALF, KEEP = 6, 3, 2
 # From the start of a save, load or reshard: about its length, so that some kills come after its end.
 WINDOW_S = 0.25
@@ -44,6 +47,51 @@ PRETRAIN = (
     "optimizer.lr=1e-2 dist.device=cpu dist.timeout_s=60 log.every=1"
 )
 SAVE, LOAD = "mlm.checkpoint.native.save_load:save_checkpoint", "mlm.training.resume:resume"
+
+
+class Job:
+    """A command in a process group of its own, which pauses `at` a call."""
+
+    def __init__(self, line: str, place: Path, root: Path, at: str = "::0") -> None:
+        self.marks, self.log = place / "marks", place / "said"
+        self.marks.mkdir(parents=True)
+        environ = os.environ | {"PAUSE_AT": at, "PAUSE_MARKS": str(self.marks), "OMP_NUM_THREADS": "1"}
+        environ |= {"PYTHONPATH": f"{REPO / 'scripts' / 'torture'}:{REPO}", "PAUSE_S": "0"}
+        words = [sys.executable, "-m", "mlm", *line.split()]
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                words, env=environ, cwd=root, stdout=log, stderr=log, process_group=0
+            )
+
+    def pids(self) -> list[int]:
+        wanted, living = f"PAUSE_MARKS={self.marks}\0".encode(), []
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                if wanted in (path / "environ").read_bytes():  # empty of a zombie
+                    living.append(int(path.name))
+        return living
+
+    def paused(self) -> list[int]:
+        return sorted(int(path.name) for path in self.marks.iterdir())
+
+    def wait_for_pause(self, ranks: int) -> bool:
+        """Wait until the ranks have reached the phase; False if the job ends, or hangs, before one has."""
+        end = time.monotonic() + HUNG_S
+        while len(self.paused()) < ranks and time.monotonic() < end and self.process.poll() is None:
+            time.sleep(0.02)
+        return bool(self.paused()) and self.process.poll() is None
+
+    def send(self, number: int, pids: Sequence[int]) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def wait(self, limit_s: float = HUNG_S) -> int | None:
+        """Its exit code as a shell shows it; None if it takes longer."""
+        with suppress(subprocess.TimeoutExpired):
+            code = self.process.wait(limit_s)
+            return 128 - code if code < 0 else code
+        return None
 
 
 def content(path: Path) -> dict[str, str]:
@@ -86,7 +134,7 @@ class Trial:
 
     def start(self, line: str, at: str = "::0") -> Job:
         self.jobs += 1
-        return Job(line, self.folder / f"job-{self.jobs}", self.folder, at, pause_s=0)
+        return Job(line, self.folder / f"job-{self.jobs}", self.folder, at)
 
     def pretrain(self, at: str = "::0") -> Job:
         line = f"{PRETRAIN} {self.layout} train.steps={STEPS} checkpoint.keep_last={KEEP} out={self.out}"

@@ -48,7 +48,7 @@ class _Float32Sums(torch.autograd.Function):
     """Layer norm on a CPU, whose kernel sums the gradients of weight and bias in the activations' dtype.
 
     In bfloat16 that sum stops growing: over 8,192 rows it was 10 to 24 % off. Backward is the kernel's of
-    float32: with both casts it takes 0.7 of the time of sums of our own (scripts/bench_operators.py).
+    float32: with both casts it takes 0.7 of the time of sums of our own.
     """
 
     @staticmethod

@@ -1,8 +1,7 @@
 """The contenders: `mlm`, `transformers` and nanoGPT, from the same weights and tokens.
 
 Every step is zero_grad, forward, backward, clip, optimizer step. Master weights are float32; with bf16 `mlm`
-casts in its layers and the others run under torch.autocast. The optimizer is the same fused AdamW but for
-`stock` contenders, which have their own.
+casts in its layers and the others run under torch.autocast. The optimizer is the same fused AdamW.
 """
 
 import contextlib
@@ -160,12 +159,8 @@ class TorchTrainee(Trainee):
         if "compiled" in name:  # as a whole, as their own scripts do
             self.model.compile()
         self.parameters: list[nn.Parameter] = list(model.parameters())
-        self.optimizer = self.stock_optimizer() if spec.stock else adamw(self.parameters)
+        self.optimizer = adamw(self.parameters)
         self.batches = self.prepare_batches()
-
-    def stock_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of the program itself; that of transformers.Trainer is the benchmark's."""
-        return adamw(self.parameters)
 
     def prepare_batches(self) -> list[tuple[Any, ...]]:
         batches = make_batches(self.spec.shape, self.spec.seed)
@@ -267,9 +262,7 @@ class NanoGptTrainee(TorchTrainee):
     """nanoGPT's GPT from a checkout."""
 
     def __init__(self, name: str, spec: Spec, device: torch.device) -> None:
-        self.is_exact = "erf" in name.split("-")
-        timed = "with its exact GELU" if self.is_exact else "with it"
-        self.notes = (f"compared with GPT-2's tanh GELU for its own, so that losses agree; timed {timed}",)
+        self.notes = ("with GPT-2's tanh GELU for its exact one, so that losses agree",)
         source = load_source(Path(spec.peers["nanogpt"]) / "model.py", "nanogpt_model")
         shape = spec.shape
         config = source.GPTConfig(
@@ -283,27 +276,11 @@ class NanoGptTrainee(TorchTrainee):
         )
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its size
             model = source.GPT(config)
-        self.mlps = [block.mlp for block in model.transformer.h]
-        for mlp in self.mlps:
-            mlp.gelu = nn.GELU(approximate="tanh")
+        for block in model.transformer.h:
+            block.mlp.gelu = nn.GELU(approximate="tanh")
         state = gpt2_state(shape, spec.seed)
         load_exactly(model, {k: v.t() if k.endswith(TRANSPOSED) else v for k, v in state.items()})
         super().__init__(name, spec, device, model)
-
-    def check(self, reference: Reference) -> Agreement:
-        agreement = super().check(reference)
-        if self.is_exact:
-            for mlp in self.mlps:
-                mlp.gelu = nn.GELU()
-        return agreement
-
-    def stock_optimizer(self) -> torch.optim.Optimizer:
-        """Its AdamW: on a CPU not fused, a parameter at a time."""
-        o = OPTIMIZER
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints its groups
-            made = self.model.configure_optimizers(o.weight_decay, o.lr, o.betas, self.device.type)
-        assert isinstance(made, torch.optim.Optimizer)
-        return made
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         loss: Tensor = self.model(tokens, labels)[1]

@@ -70,18 +70,8 @@ PICTURES = (".png", ".svg")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 TABLE = re.compile(r"^(Shapes\b[^\n]*):\n((?:[ ]{4}[^\n]*\n?)+)", re.MULTILINE)
 """Shapes in a docstring: the title, and lines that shapes.py shows as code."""
-CODE = re.compile(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
-"""A code span, by its backticks."""
-REFERENCE = re.compile(r"(?<!\\)\[[^\[\]]*(?<!\\)\]\s?\[[^\[\]]*\]")
-"""Brackets beside brackets: Markdown takes the second pair for the name of a target."""
 LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?!https?:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 PICTURE = re.compile(r"!\[(?P<text>[^\]]*)\]\((?!https?:)(?P<path>[^)#\s]+)\)")
-
-
-def references(markdown: str) -> list[str]:
-    """Brackets outside code that MkDocs looks up as targets; with `strict` it fails, as no page names one."""
-    prose = "".join(FENCE.split(TABLE.sub("", markdown))[::2])
-    return [match[0] for match in REFERENCE.finditer(CODE.sub("code", prose))]
 
 
 def sources() -> list[str]:

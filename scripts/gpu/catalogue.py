@@ -19,7 +19,6 @@ class Step:
 
 STEPS = (
     Step("facts", "Device and matrix products", "gpu.facts:run", 90, 15),
-    Step("kernels", "Products of layers, casts to 8 bits, rows of experts", "gpu.kernels:run", 120, 40),
     Step("agree", "One training step against the CPU's float64", "gpu.agree:run", 180, 45),
     Step("commands", "Parity, resuming, saving, and torchrun", "gpu.commands:run_one_rank", 180, 60),
     Step("layouts", "Two ranks on one device over gloo", "gpu.commands:run_two_ranks", 180, 55),

@@ -5,18 +5,9 @@ from pathlib import Path
 
 import bench_train
 import pytest
-from bench.layouts import Layout, parse_layout
+from bench.layouts import parse_layout
 
-from mlm.parallel.config import ParallelConfig
 from mlm.util.errors import UserError
-
-
-def test_words_make_a_layout() -> None:
-    words = "tp=2,pp=2,sequence_parallel=true,pipeline=zb_h1,micro_batches=8"
-    parallel = ParallelConfig(tp=2, pp=2, sequence_parallel=True, pipeline="zb_h1")
-    assert parse_layout(words) == Layout(parallel, micro_batches=8)
-    assert parse_layout(words).processes == 4
-    assert parse_layout("cp=2,dp=2").processes == 4
 
 
 @pytest.mark.parametrize("words", ["tp", "tq=2", "tp=two", "pipeline=1f2b", "tp=2,,pp=2"])

@@ -1,16 +1,12 @@
 """The documentation site: its reference is complete, and pages of the repository become pages with links."""
 
-import ast
 import re
 import tomllib
-from inspect import cleandoc, getsourcefile
 from pathlib import Path
-from pkgutil import resolve_name
 
-import diagrams
 import pytest
 import yaml
-from links import GATHERED, OWN, ROOT, references, rewrite, sources
+from links import GATHERED, OWN, ROOT, rewrite
 from reference import command_uri, group_uri, pages
 
 import mlm
@@ -53,19 +49,6 @@ def test_every_guide_is_a_page_of_the_site() -> None:
     assert not [path for path in paths if path not in GATHERED and not path.startswith(OWN)]
 
 
-def test_the_picture_of_the_rooms_is_drawn_from_the_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(diagrams, "FOLDER", tmp_path)
-    diagrams.folders()
-    kept = ROOT / "scripts/docs/diagrams/folders.svg"
-    assert (tmp_path / "folders.svg").read_bytes() == kept.read_bytes()
-
-
-def test_pages_of_the_site_have_paths_of_their_own() -> None:
-    assert len(set(GATHERED.values())) == len(GATHERED)
-
-
 def test_links_are_rewritten_to_pages_paths_or_the_code_host() -> None:
     text = (
         "[data](pages/guides/data.md#input) [layers](../../mlm/parallel/layers.py) [one](one.py) [x.py](x.py)"
@@ -77,49 +60,6 @@ def test_links_are_rewritten_to_pages_paths_or_the_code_host() -> None:
     )
     hosted = rewrite(text, "scripts/docs/design.md", "https://host/mlm/")
     assert "[one](https://host/mlm/blob/main/scripts/docs/one.py)" in hosted
-
-
-def test_code_blocks_keep_what_looks_like_a_link() -> None:
-    assert rewrite("```\n[a](b.py)\n```", "README.md") == "```\n[a](b.py)\n```"
-
-
-@pytest.mark.parametrize("path", sources())
-def test_a_page_names_no_target_by_brackets_outside_code(path: str) -> None:
-    """`[head][head_dim]` would be a link to head_dim, which no page has: the strict build fails."""
-    assert references((ROOT / path).read_text()) == []
-
-
-def test_a_generated_page_names_no_target_by_brackets_outside_code() -> None:
-    assert {uri: found for uri, page in pages().items() if (found := references(page))} == {}
-
-
-def test_a_docstring_on_the_site_names_no_target_by_brackets_outside_code() -> None:
-    found = {file: [text for doc in docstrings(file) for text in references(doc)] for file in documented()}
-    assert len(found) > 20
-    assert {file: texts for file, texts in found.items() if texts} == {}
-
-
-NAMES_NOTHING = ("`[head][q]`", "``[a`][b]``", "```\n[a][b]\n```", r"[a]\[b]", "[a](b.md)")
-
-
-def test_brackets_beside_brackets_outside_code_are_a_reference() -> None:
-    for text in ("| rows | [head][q, k, v] |", "[kv head]\n[head_dim]", "[`name`][]", "[a] [b]"):
-        assert references(f"`code` {text} `more`") != []
-    assert [references(text) for text in NAMES_NOTHING] == [[]] * len(NAMES_NOTHING)
-
-
-def documented() -> list[Path]:
-    """Source files of the objects that a page of the site shows."""
-    shown = [line for page in sorted((ROOT / OWN).rglob("*.md")) for line in page.read_text().splitlines()]
-    names = [line.removeprefix("::: ") for line in shown if line.startswith("::: ")]
-    return sorted({Path(str(getsourcefile(resolve_name(name)))) for name in names})
-
-
-def docstrings(file: Path) -> list[str]:
-    """Docstrings of a file, also those below fields."""
-    nodes = ast.walk(ast.parse(file.read_text()))
-    values = [node.value for node in nodes if isinstance(node, ast.Expr)]
-    return [cleandoc(str(each.value)) for each in values if isinstance(each, ast.Constant)]
 
 
 def targets(text: str) -> set[str]:

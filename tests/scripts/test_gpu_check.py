@@ -16,11 +16,9 @@ import torch
 from gpu import speed
 from gpu.catalogue import STEPS, Step
 from gpu.child import Case
-from gpu.child import run as run_child
-from gpu.commands import reason_in
 from gpu.record import Record
-from gpu.runner import python_environment, run_limited, run_steps
-from gpu.shapes import freed, gpt2, spec_of
+from gpu.runner import run_steps
+from gpu.shapes import gpt2, spec_of
 from gpu.stacks import STACKS
 from gpu.waits import noted_waits
 
@@ -29,16 +27,9 @@ from mlm.models.shape import count_parameters
 from mlm.parallel import collectives
 from mlm.parallel.mesh import Axis
 
-ROOT = Path(__file__).resolve().parents[2]
 IDENTITY = {"code": "a", "torch": "2.11"}
 FAST = "import sys, json; print(json.dumps({'table': 't', 'row': {'x': 1}}), file=open(sys.argv[1], 'a'))"
 HANGING = FAST + "\nimport time; time.sleep(60)"
-SPAWNING = """
-import subprocess, sys
-child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)
-print(child.pid, flush=True)
-child.wait()
-"""
 
 
 def step(name: str, code: str = FAST, limit_s: float = 30.0, likely_s: float = 0.0) -> Step:
@@ -109,18 +100,6 @@ def test_step_over_its_limit_is_killed_and_keeps_its_rows(check: Check) -> None:
     assert record.steps["b"]["state"] == "ok"
 
 
-@pytest.mark.slow
-def test_children_in_sessions_of_their_own_die_with_their_step(check: Check) -> None:
-    _, record = check.run(step("a", SPAWNING, limit_s=1.5))
-    (pid,) = record.steps["a"]["tail"]
-    assert not _is_alive(int(pid))
-
-
-def _is_alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 def test_step_that_does_not_fit_is_not_reached_and_runs_in_the_next_call(check: Check) -> None:
     code, record = check.run(step("a", likely_s=100.0), step("b"), seconds=20.0)
     assert (code, record.steps["a"]["state"], check.begun()) == (0, "not reached", ["b"])
@@ -128,87 +107,14 @@ def test_step_that_does_not_fit_is_not_reached_and_runs_in_the_next_call(check: 
     assert check.begun() == ["a"]
 
 
-@pytest.mark.slow
-def test_step_cut_short_by_the_end_of_the_check_runs_in_the_next_call(check: Check) -> None:
-    code, record = check.run(step("a", HANGING), seconds=1.0)
-    assert (code, record.steps["a"]["state"]) == (0, "cut short")
-    check.run(step("a"))
-    assert check.begun() == ["a"]
-
-
-def test_torn_last_line_of_a_killed_step_is_left_out(check: Check) -> None:
-    torn = FAST + "; open(sys.argv[1], 'a').write('{\"table\": ')"
-    _, record = check.run(step("a", torn))
-    assert record.rows("a", "t") == [{"x": 1}]
-
-
-def test_files_are_written_after_every_step(check: Check) -> None:
-    there = f"import json; assert json.load(open({str(check.out / 'gpu_check.json')!r}))['steps']['a']"
-    assert check.run(step("a"), step("b", there))[0] == 0
-    assert "| a | ok |" in (check.out / "gpu_check.md").read_text()
-
-
-def test_command_that_leaves_its_output_open_does_not_hang_the_check(tmp_path: Path) -> None:
-    begin = time.monotonic()
-    words = [
-        sys.executable,
-        "-c",
-        "import os; os.fork() or (os.setsid(), __import__('time').sleep(60))",
-    ]
-    ended = run_limited(words, {"PATH": "/usr/bin:/bin"}, 30.0, print, tmp_path / "log")
-    assert ended.code == 0
-    assert time.monotonic() - begin < 20
-
-
-@pytest.mark.parametrize(
-    ("target", "problem"),
-    [
-        ("tests.scripts.test_gpu_check:needs_missing", "the package no_such_package is not installed"),
-        ("tests.scripts.test_gpu_check:breaks", "ValueError: why"),
-    ],
-)
-def test_step_names_a_missing_package_or_its_error_in_one_line(
-    target: str, problem: str, tmp_path: Path
-) -> None:
-    assert run_child(target, case_in(tmp_path)) == 1
-    assert json.loads((tmp_path / "results").read_text()) == {"problem": problem}
-
-
-def needs_missing(case: Case) -> None:
-    import no_such_package.part  # noqa: F401
-
-
-def breaks(case: Case) -> None:
-    raise ValueError("why\nmore")
-
-
 def case_in(folder: Path) -> Case:
     return Case("cpu", True, folder / "gpu_check.json", folder / "results")
-
-
-def test_numbers_that_are_not_finite_are_null_in_the_results(tmp_path: Path) -> None:
-    case_in(tmp_path).row("t", loss=float("nan"))
-    assert json.loads((tmp_path / "results").read_text()) == {"table": "t", "row": {"loss": None}}
 
 
 def test_every_step_names_a_function_that_exists() -> None:
     for one in STEPS:
         module, _, name = one.run.partition(":")
         assert callable(getattr(import_module(module), name)), one.name
-
-
-def test_steps_run_from_a_bare_checkout() -> None:
-    path = python_environment(ROOT, {"PYTHONPATH": "/own"})["PYTHONPATH"].split(":")
-    assert path == [str(ROOT / "scripts"), str(ROOT), "/own"]
-
-
-def test_a_host_without_a_gpu_is_one_line_and_exit_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gpu_check, "probe", lambda _: ("2.11", False, "3.12", []))
-    assert gpu_check.main(["--device", "cuda", "--out", str(tmp_path)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "torch sees no GPU here" in line
 
 
 def test_foreign_file_in_the_place_of_the_results_is_kept(
@@ -272,13 +178,6 @@ class Fake:
         return 1.0
 
 
-class Uncompiled(Fake):
-    """One whose compiler is not there."""
-
-    def step(self, index: int) -> None:
-        raise RuntimeError("\nFailed to find C compiler\nmore")
-
-
 def entries_of(case: Case) -> list[dict[str, Any]]:
     return [json.loads(line) for line in case.results.read_text().splitlines()]
 
@@ -293,44 +192,6 @@ def test_out_of_memory_is_a_result_and_ends_the_sizes(
     found = [(row["micro-batch"], row["result"]) for row in rows]
     assert found == [(1, "ok"), (2, "ok"), (4, "out of memory")]
     assert best == 2
-
-
-def test_compiler_that_fails_is_a_problem_and_no_crash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(speed, "SpeedTrainee", Uncompiled)
-    case = case_in(tmp_path)
-    assert speed.measure_shape(case, gpt2("124m", quick=True), [1], compiled=True) == 0
-    assert entries_of(case) == [{"problem": "compiled 124m: RuntimeError: Failed to find C compiler"}]
-
-
-class Compiled(Fake):
-    """One that compiles its step anew for each size, as another setting would."""
-
-    def step(self, index: int) -> None:
-        self.layer(torch.ones(2), self.spec.shape.batch_size)
-
-    layer = staticmethod(torch.compile(lambda x, n: x * n, backend="eager", dynamic=False))
-
-
-@pytest.mark.slow
-def test_compiled_steps_that_would_run_uncompiled_are_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The compiler stops compiling a function after its eighth version, and runs it as it is."""
-    monkeypatch.setattr(speed, "SpeedTrainee", Compiled)
-    case, shape = case_in(tmp_path), gpt2("124m", quick=True)
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=False):
-        speed.measure_shape(case, shape, [2**n for n in range(10)], compiled=True)
-    assert "FailOnRecompileLimitHit" in entries_of(case)[-1]["problem"]
-
-
-@pytest.mark.slow
-def test_each_trainee_is_compiled_anew() -> None:
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        for n in range(20):
-            with freed("cpu"):
-                Compiled.layer(torch.ones(2), n)
 
 
 def test_waits_for_the_device_are_named_by_the_line_of_mlm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,11 +217,6 @@ class Waiting:
 
     def __init__(self, function: Callable[[], object]) -> None:
         self.wait = function
-
-
-def test_reason_of_a_failed_command_is_that_of_its_rank() -> None:
-    lines = ["mlm pretrain: tp=3 does not divide", "Traceback", "elastic.ChildFailedError:", "exitcode : 2"]
-    assert reason_in(lines) == "mlm pretrain: tp=3 does not divide"
 
 
 def test_stacks_are_settings_of_runs_and_fit_one_gpu() -> None:

@@ -11,7 +11,6 @@ import pytest
 import rehearse
 from rehearsal.cases import PHASES
 from rehearsal.cluster import Failed
-from rehearsal.record import Row, table, write
 from rehearsal.training import RUN, compare
 
 from mlm.cli.entry import main
@@ -58,11 +57,6 @@ def history(folder: Path, losses: list[tuple[int, float]]) -> Path:
     return folder
 
 
-def test_a_history_like_the_undisturbed_one_passes(tmp_path: Path) -> None:
-    found = compare(history(tmp_path, [(1, 4.0 + 1e-12), (2, 3.0)]), ALONE, steps=2)
-    assert (found.starts, found.sizes, found.last) == ([0], [1], 2)
-
-
 @pytest.mark.parametrize(
     "losses, said",
     [
@@ -76,46 +70,3 @@ def test_skipped_repeated_and_other_samples_fail(
 ) -> None:
     with pytest.raises(Failed, match=said):
         compare(history(tmp_path, losses), ALONE, steps=3)
-
-
-def row(case: str, passed: bool = True) -> Row:
-    return Row(case, "a | b", 1.25, "said", "nothing", 3.0, passed)
-
-
-def test_a_record_keeps_the_rows_of_cases_that_were_not_repeated(tmp_path: Path) -> None:
-    write(tmp_path, {"date": "a"}, [row("one"), row("two")])
-    write(tmp_path, {"date": "b"}, [row("two", passed=False)])
-    cases = json.loads((tmp_path / "rehearsal.json").read_text())["cases"]
-    assert [(case["case"], case["passed"]) for case in cases] == [("one", True), ("two", False)]
-    assert (tmp_path / "rehearsal.md").read_text() == table(
-        {"date": "b"}, [row("one"), row("two", passed=False)]
-    )
-
-
-def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(rehearse.os, "geteuid", lambda: 1000)
-    assert rehearse.main([]) == 2
-    assert "need root" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("ends, code", [(Failed("no daemon"), 2), (KeyboardInterrupt(), 130)])
-def test_no_lock_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: BaseException, code: int
-) -> None:
-    """Held while it runs, so that a second one is refused; gone at its end."""
-    seen = []
-
-    class Network:
-        def __init__(self, folder: Path) -> None: ...
-
-        def up(self) -> None:
-            seen.append(rehearse.main([]))
-            raise ends
-
-        def down(self) -> None: ...
-
-    monkeypatch.setattr(rehearse, "LOCK", tmp_path / "rehearsal.lock")
-    monkeypatch.setattr(rehearse, "Network", Network)
-    monkeypatch.setattr(rehearse.os, "geteuid", lambda: 0)
-    assert rehearse.main([]) == code
-    assert (seen, list(tmp_path.iterdir())) == ([2], [])

@@ -112,34 +112,6 @@ def replaced(stage: Stage) -> Finding:
     )
 
 
-def other_sizes(stage: Stage) -> Finding:
-    """One node, then two, then one: dp changes, the samples do not."""
-    agents = Agents(stage, "1:2", steps=90)
-    try:
-        first = agents.start("n1")
-        wait_for_step(stage.out, 3)
-        agents.start("n2")
-        wait("the run with two nodes", lambda: History.of(stage.out).sizes == [1, 2], 240)
-        grown = History.of(stage.out).starts[-1]
-        begin = wait_for_step(stage.out, grown + SAVE_EVERY + 3)
-        at = time.monotonic()
-        stage.cluster.lose("n2")
-        wait("the run with one node", lambda: History.of(stage.out).sizes == [1, 2, 1], 240)
-        found = time.monotonic() - at
-        agents.wait_for_end(first, "n1")
-    finally:
-        agents.end()
-    history = compare(stage.out, stage.alone, steps=90)
-    check_sizes(history, [1, 2, 1])
-    lost = begin + 1 - history.starts[-1]
-    return Finding(
-        "torchrun --nnodes=1:2: a node joins, and disappears",
-        found,
-        f"dp=1, then 2 from step {grown}, then 1 from step {history.starts[-1]}",
-        f"nothing by joining, {lost} steps by the loss; samples as in an undisturbed run",
-    )
-
-
 def check_sizes(history: History, sizes: list[int]) -> None:
     """Raise Failed unless the attempts had these data-parallel sizes."""
     if history.sizes != sizes:
@@ -148,5 +120,4 @@ def check_sizes(history: History, sizes: list[int]) -> None:
 
 CASES: dict[str, Case] = {
     "torchrun: a node replaced": replaced,
-    "torchrun: other numbers of nodes": other_sizes,
 }

@@ -4,11 +4,11 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rehearsal.cluster import LOST_AFTER_S, Cluster, Failed, Job, last_line, wait
+from rehearsal.cluster import LOST_AFTER_S, Cluster, Failed, Job, wait
 from rehearsal.network import kill
 from rehearsal.record import Finding
 from rehearsal.training import RUN, SAVE_EVERY, History, checkpoints, compare, wait_for_step
@@ -88,13 +88,6 @@ def submitted(stage: Stage) -> Finding:
     return Finding("nothing: 4 ranks on 2 nodes", None, "10 steps, losses as of one process", "nothing")
 
 
-def split_over_nodes(stage: Stage) -> Finding:
-    job = stage.submit("tp=2", steps=10)
-    job.wait_for("COMPLETED")
-    compare(stage.out, stage.alone, steps=10)
-    return Finding("nothing: tp=2, a rank per node", None, "10 steps, losses as of one process", "nothing")
-
-
 def out_of_time(phase: str, stage: Stage) -> Finding:
     """The signal before the time limit, in a phase of the job's life."""
     steps = 12
@@ -114,17 +107,14 @@ def out_of_time(phase: str, stage: Stage) -> Finding:
     return Finding(f"the signal before the time limit, while {phase}", found, said, lost)
 
 
-def continue_once(
-    stage: Stage, job: Job, *, steps: int, limit: int | None = None, has_begun: bool = True
-) -> str:
+def continue_once(stage: Stage, job: Job, *, steps: int, limit: int | None = None) -> str:
     """Let a job that was queued again run to its end; what it lost. Raises Failed."""
     job.wait_for_requeue()
     job.start_again(limit)
     before = History.of(stage.out).last
     job.wait_for("COMPLETED")
     history = compare(stage.out, stage.alone, steps=steps)
-    if has_begun:
-        check_continued(history, before)
+    check_continued(history, before)
     return f"nothing: saved after step {before}, continued there"
 
 
@@ -137,18 +127,6 @@ def time_limit(stage: Stage) -> Finding:
     lost = continue_once(stage, job, steps=120, limit=10)  # minutes: the second attempt runs through
     planted = f"--time=2 --signal=B:USR1@60; the signal came {found:.0f} s after the first step"
     return Finding(planted, None, said, lost)
-
-
-def at_once(stage: Stage) -> Finding:
-    """The signal as soon as SLURM calls the job running: its script may not have begun."""
-    job = stage.submit(steps=8)
-    wait("the job to run", lambda: job.facts["JobState"] == "RUNNING", 60)
-    begin = time.monotonic()
-    job.signal("--batch", "--signal=USR1")
-    said, _ = job.wait_to_say("SIGUSR1: (noted|finishing)", 60)
-    found = time.monotonic() - begin
-    lost = continue_once(stage, job, steps=8, has_begun=False)
-    return Finding("the same signal in the job's first second", found, said, lost)
 
 
 def cancelled(stage: Stage) -> Finding:
@@ -168,57 +146,13 @@ def cancelled(stage: Stage) -> Finding:
     return Finding("`scancel JOB`", found, said, f"nothing: saved after step {last} within {took:.1f} s")
 
 
-def cancelled_by_signal(stage: Stage) -> Finding:
-    """`scancel --signal=USR1`: the ranks save, and the job is not queued again."""
-    job = stage.submit(steps=400, step_s=0.2)
-    wait_for_step(stage.out, 3)
-    job.signal("--signal=USR1")
-    said, found = job.wait_to_say("SIGUSR1: finishing")
-    job.wait_for("COMPLETED")
-    if job.facts["Restarts"] != "0":
-        raise Failed("queued again")
-    last = History.of(stage.out).last
-    compare(stage.out, stage.alone, steps=last)
-    if last not in checkpoints(stage.out):
-        raise Failed(f"step {last} is not saved: {checkpoints(stage.out)}")
-    return Finding(
-        "`scancel --signal=USR1 JOB`", found, said, f"nothing: saved after step {last}, exit code 0"
-    )
-
-
-def moved(stage: Stage) -> Finding:
-    """The only node of a job loses its power; the job continues on the other."""
-    ask = stage.cluster.ask
-    ask("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=rehearsal")
-    options = ("--nodes=1", "--ntasks-per-node=2")
-    job = stage.submit(steps=60, options=options, step_s=0.3)
-    try:
-        last = wait_for_step(stage.out, SAVE_EVERY + 2)
-        ask("scontrol", "update", "NodeName=n1", "State=RESUME")
-        begin = time.monotonic()
-        stage.cluster.lose("n2")
-        job.wait_for_requeue(seconds=240)
-        found = time.monotonic() - begin
-        job.wait_for("COMPLETED", 420)
-        if job.facts["NodeList"] != "n1":
-            raise Failed(f"it ran on {job.facts['NodeList']}")
-    finally:
-        stage.cluster.start_node("n2")
-        stage.cluster.wait_for_nodes("n1", "n2")
-    lost = steps_lost(compare(stage.out, stage.alone, steps=60), last)
-    said = f"slurmctld: {requeued_for(stage.cluster, 'n2')}"
-    return Finding(
-        f"n2, a job's only node, loses its power (SlurmdTimeout={LOST_AFTER_S})", found, said, lost
-    )
-
-
-def node_lost(node: str, pull: bool, stage: Stage) -> Finding:
+def node_lost(node: str, stage: Stage) -> Finding:
     """One of a job's two nodes disappears, and comes back: it needs both."""
     job = stage.submit(steps=60, step_s=0.3)
     try:
         last = wait_for_step(stage.out, SAVE_EVERY + 2)
         begin = time.monotonic()
-        stage.cluster.lose(node, pull=pull)
+        stage.cluster.lose(node)
         job.wait_for_requeue(seconds=240)
         found = time.monotonic() - begin
     finally:
@@ -228,10 +162,9 @@ def node_lost(node: str, pull: bool, stage: Stage) -> Finding:
     stage.cluster.wait_for_nodes("n1", "n2")
     lost = steps_lost(compare(stage.out, stage.alone, steps=60), last)
     role = "runs the script" if node == "n1" else "holds ranks only"
-    how = "loses its power" if pull else "loses slurmd and its ranks"
     said = next((line for line in job.said.splitlines() if GONE.search(line)), "")
     said = said or f"slurmctld: {requeued_for(stage.cluster, node)}"
-    return Finding(f"{node}, which {role}, {how} (SlurmdTimeout={LOST_AFTER_S})", found, said, lost)
+    return Finding(f"{node}, which {role}, loses its power (SlurmdTimeout={LOST_AFTER_S})", found, said, lost)
 
 
 def requeued_for(cluster: Cluster, node: str) -> str:
@@ -292,44 +225,6 @@ def waits_of(out: Path) -> list[float]:
     return [min(rank["waiting over dp"] for rank in record["ranks"]) for record in records]
 
 
-def tasks_of(job: Job) -> list[Job]:
-    log = job.cluster.folder / f"job-{job.number}"
-    return [replace(job, number=f"{job.number}_{task}", log=Path(f"{log}-{task}.log")) for task in (0, 1)]
-
-
-def array_at_once(stage: Stage) -> Finding:
-    job = stage.submit(steps=60, options=("--array=0-1", "--nodes=1"), step_s=0.3)
-    jobs = tasks_of(job)
-    begin = time.monotonic()
-    ended = wait(
-        "one task to end", lambda: [j for j in jobs if j.facts["JobState"] == "FAILED"], 240, every=0.5
-    )
-    found = time.monotonic() - begin
-    other = next(j for j in jobs if j is not ended[0])
-    other.wait_for("COMPLETED")
-    compare(stage.out, stage.alone, steps=60)
-    said = next((line for line in ended[0].said.splitlines() if "in use" in line), "")
-    if not said:
-        raise Failed(f"the second task said: {last_line(ended[0].said)}")
-    return Finding("`--array=0-1` in one folder", found, said, "nothing: the first trained to its end")
-
-
-def array_in_turn(stage: Stage) -> Finding:
-    """A chain of jobs that continue one run; the first is told to stop."""
-    job = stage.submit(steps=30, options=("--array=0-1%1",), step_s=0.3)
-    first, second = tasks_of(job)
-    wait_for_step(stage.out, 4)
-    first.signal("--signal=USR1")
-    first.wait_for("COMPLETED")
-    before = History.of(stage.out).last
-    second.wait_for("COMPLETED")
-    history = compare(stage.out, stage.alone, steps=30)
-    check_continued(history, before)
-    return Finding(
-        "`--array=0-1%1`: the first is told to stop", None, f"resuming from … (step {before})", "nothing"
-    )
-
-
 def ranks_on(cluster: Cluster, node: str) -> list[int]:
     found = []
     for pid in cluster.network.processes(node):
@@ -344,18 +239,11 @@ def ranks_on(cluster: Cluster, node: str) -> list[int]:
 
 CASES: dict[str, Case] = {
     "submit": submitted,
-    "tp across nodes": split_over_nodes,
     **{f"time limit while {phase}": partial(out_of_time, phase) for phase in PHASES},
-    "time limit in the first second": at_once,
     "time limit of SLURM's own": time_limit,
     "scancel": cancelled,
-    "scancel --signal": cancelled_by_signal,
     "a rank killed": rank_killed,
     "slow network": slow_network,
-    "a job's only node lost": moved,
-    "a node of ranks killed": partial(node_lost, "n2", False),
-    "a node of ranks lost": partial(node_lost, "n2", True),
-    "the script's node lost": partial(node_lost, "n1", True),
-    "array at once": array_at_once,
-    "array in turn": array_in_turn,
+    "a node of ranks lost": partial(node_lost, "n2"),
+    "the script's node lost": partial(node_lost, "n1"),
 }

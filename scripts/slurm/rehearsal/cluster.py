@@ -126,10 +126,9 @@ class Cluster:
         states = ("sinfo", "--noheader", "--Node", f"--nodes={wanted}", "--format=%T")
         wait(f"{wanted} idle", lambda: set(self.ask(*states).split()) == {"idle"}, 60, every=0.5)
 
-    def lose(self, name: str, *, pull: bool = True) -> None:
-        """Let everything on a node die; with `pull` its cable is pulled before, and nobody hears of it."""
-        if pull:
-            self.network.cable(name, "down")
+    def lose(self, name: str) -> None:
+        """Pull a node's cable, and let everything on it die, of which nobody hears."""
+        self.network.cable(name, "down")
         end(partial(self.network.processes, name))
 
     def ask(self, *words: str, check: bool = True, **variables: str) -> str:
@@ -168,17 +167,12 @@ class Cluster:
         *,
         options: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
-        script: Path = SCRIPT,
     ) -> "Job":
         """Submit a job on both nodes, a task each, unless `options` say otherwise."""
-        log = (
-            self.folder / "job-%A-%a.log"
-            if any("--array" in o for o in options)
-            else self.folder / "job-%j.log"
-        )
+        log = self.folder / "job-%j.log"
         size = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=10")
         fixed = ("--parsable", "--oversubscribe", f"--output={log}", f"--chdir={self.folder}")
-        number = self.ask("sbatch", *fixed, *size, *options, str(script), *words, **(variables or {})).strip()
+        number = self.ask("sbatch", *fixed, *size, *options, str(SCRIPT), *words, **(variables or {})).strip()
         return Job(self, number, Path(str(log).replace("%j", number)))
 
 

@@ -1,18 +1,12 @@
-"""A corpus with near-duplicates planted in it, which pairs are similar, and how well a method found them."""
+"""A corpus with near-duplicates planted in it, and which pairs of texts are similar."""
 
-import json
 import random
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-from demo_corpus import read_plays, scenes
-
-from mlm.util.errors import UserError
 
 LEAST, MOST = 100, 1000  # words of a document
 SIMILARITIES = (0.5, 0.95)  # what variants aim at; what they reach is measured
@@ -29,10 +23,6 @@ class Corpus:
     texts: list[str]
     planted: list[tuple[int, int]]
     """Pairs (earlier, later) of one family."""
-
-    def num_bytes(self) -> int:
-        """UTF-8 bytes of all texts."""
-        return sum(len(text.encode()) for text in self.texts)
 
 
 def plant(paragraphs: Iterable[str], seed: int, limit: int | None = None) -> Corpus:
@@ -52,18 +42,6 @@ def plant(paragraphs: Iterable[str], seed: int, limit: int | None = None) -> Cor
         places.setdefault(family, []).append(place)
     planted = [pair for family in places.values() for pair in combinations(family, 2)]
     return Corpus([text for _, text in order], sorted(planted))
-
-
-def paragraphs_of(text: Path | None) -> list[str]:
-    """Paragraphs of the lines {"text": …} of a file, or of the plays. Raises UserError."""
-    if text is None:
-        documents = [scene for _, play in sorted(read_plays().items()) for scene in scenes(play)]
-    else:
-        try:
-            documents = [json.loads(line)["text"] for line in text.read_text("utf-8").splitlines()]
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise UserError(f'--text {text}: give JSON lines {{"text": …}} in UTF-8: {error}') from None
-    return [paragraph for document in documents for paragraph in document.split("\n\n")]
 
 
 def cut(paragraphs: Iterable[str], rng: random.Random) -> list[list[list[str]]]:
@@ -140,20 +118,3 @@ def similar_pairs(texts: Sequence[str], unit: str, least: float) -> Pairs:
         similarity = common / (sizes[:i] + sizes[i] - common)
         pairs |= {(int(j), i): float(similarity[j]) for j in np.flatnonzero(similarity > least)}
     return pairs
-
-
-def score(corpus: Corpus, pairs: Pairs, removed: set[int], threshold: float) -> dict[str, Any]:
-    """Recall of planted pairs above the threshold, and precision of what was removed."""
-    above = [pair for pair in corpus.planted if pairs.get(pair, 0.0) > threshold]
-    wanted = [not removed.isdisjoint(pair) for pair in above]
-    partners: dict[int, float] = {}
-    for (a, b), similarity in pairs.items():
-        for document, partner in ((a, b), (b, a)):
-            if partner not in removed:
-                partners[document] = max(partners.get(document, 0.0), similarity)
-    right = sum(partners.get(document, 0.0) > threshold for document in removed)
-    return {
-        "removed": len(removed),
-        "recall": sum(wanted) / len(wanted) if wanted else 1.0,
-        "precision": right / len(removed) if removed else 1.0,
-    }
