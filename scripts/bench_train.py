@@ -6,9 +6,9 @@
     python scripts/bench_train.py --shape report --contenders mlm mlm-mkl transformers --out results.json
     python scripts/bench_train.py --shape custom 4,512,8,512,8192,8 --contenders tp=2 pp=2,micro_batches=8
 
-The same weights and tokens for all; losses and gradients are compared before anything is timed. Allocator
-settings and optimizer are the same too. A step is zero_grad, forward, backward, clip, optimizer step; compiling and preparing data come before. All
-contenders take turns, a step at a time: ABC, CBA, ABC, … A fixed matrix product between any two steps shows
+The same weights, tokens, allocator settings and optimizer for all; losses and gradients are compared before
+anything is timed. A step is zero_grad, forward, backward, clip, optimizer step; compiling and preparing data
+come before. All contenders take turns, a step at a time: ABC, CBA, ABC, … A fixed matrix product between any two steps shows
 whether the machine changed. Wall and processor time are compared: with --threads 1 the latter is a result on
 a busy machine too. scripts/results/README.md describes how to read and repeat results.
 
@@ -65,7 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     families = "of the model; llama and mixtral have the contenders mlm and transformers"
     add("--family", choices=("gpt2", "llama", "mixtral"), default="gpt2", help=families)
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="of activations; master weights are float32")
+    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="of activations; weights are float32")
     names = "NAME[-VARIANT…], or layouts. The first of a dtype is its reference"
     add("--contenders", nargs="+", default=["mlm", "transformers"], help=names)
     add("--peers", nargs="+", default=[], metavar="NAME=PATH", help=f"checkouts: {', '.join(PEERS)}")

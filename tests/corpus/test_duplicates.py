@@ -175,9 +175,8 @@ def made_up_paragraphs(num_words: int = 120_000) -> list[str]:
 def test_planted_duplicates_are_found_and_nothing_else_goes(unit: str) -> None:
     config = DedupConfig(unit="word" if unit == "word" else "character")
     corpus = plant(made_up_paragraphs(), seed=7, limit=130)
-    pairs = {
-        pair for pair, found in similar_pairs(corpus.texts, unit, least=0.3).items() if found > config.threshold
-    }
+    similarities = similar_pairs(corpus.texts, unit, least=0.3)
+    pairs = {pair for pair, similarity in similarities.items() if similarity > config.threshold}
     wanted, removed = pairs.intersection(corpus.planted), removed_by_the_stages(corpus.texts, config)
     assert len(wanted) > 60
     assert sum(removed.isdisjoint(pair) for pair in wanted) <= 0.02 * len(wanted)
