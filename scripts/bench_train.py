@@ -8,9 +8,9 @@
 
 The same weights, tokens, allocator settings and optimizer for all; losses and gradients are compared before
 anything is timed. A step is zero_grad, forward, backward, clip, optimizer step; compiling and preparing data
-come before. All contenders take turns, a step at a time: ABC, CBA, ABC, … A fixed matrix product between any two steps shows
-whether the machine changed. Wall and processor time are compared: with --threads 1 the latter is a result on
-a busy machine too. scripts/results/README.md describes how to read and repeat results.
+come before. All contenders take turns, a step at a time: ABC, CBA, ABC, … A fixed matrix product between any
+two steps shows whether the machine changed. Wall and processor time are compared: with --threads 1 the latter
+is a result on a busy machine too. scripts/results/README.md describes how to read and repeat results.
 
 A contender of key=value,… is a layout of `mlm`, in processes that share the threads; `mlm
 parity` compares its numbers. `micro_batches=N` splits the batch of a replica.
