@@ -8,7 +8,6 @@ from pathlib import Path
 import bench_train
 import pytest
 import torch
-from bench.compare import Plan
 from bench.contenders import MlmTrainee, Trainee
 from bench.llama import LlamaShape, MixtralShape, TransformersLlama, TransformersMixtral
 from bench.shapes import NAMED
@@ -98,34 +97,6 @@ def test_transformers_mixtral_agrees_with_mlm() -> None:
     ours = MlmTrainee("mlm", spec, torch.device("cpu"))
     theirs = TransformersMixtral("transformers", spec, torch.device("cpu"))
     assert gradient_error(theirs, ours) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("kept", "quartiles", "problem"),
-    [
-        (8, (0.96, 1.05), None),
-        (7, (1.0, 1.0), "7 of 8 pairs kept"),
-        (8, (0.95, 1.06), "quartiles 0.950 to 1.060 are too far apart"),
-    ],
-)
-def test_ratio_of_few_pairs_or_wide_quartiles_is_not_to_be_quoted(
-    kept: int, quartiles: tuple[float, float], problem: str | None
-) -> None:
-    ratio = Ratio(1.0, *quartiles, least=0.9, most=1.1, kept=kept)
-    assert ratio.problems(8) == ([] if problem is None else [problem])
-
-
-def test_name_of_a_contender_sets_dtype_and_settings() -> None:
-    assert SPEC.of("nanogpt-compiled") == SPEC
-    assert SPEC.of("nanogpt-compiled-bf16") == dataclasses.replace(SPEC, dtype="bf16")
-    assert SPEC.of("tp=2,pipeline=zb_h1") == SPEC
-
-
-def test_contenders_are_compared_with_the_first_of_their_dtype() -> None:
-    names = ("mlm", "nanogpt", "nanogpt-bf16", "mlm-bf16", "tp=2")
-    plan = Plan(names, pairs=1, limit=1, seconds=0, memory=False)
-    references = ["mlm", "mlm", "nanogpt-bf16", "mlm"]
-    assert plan.opponents(SPEC) == list(zip(references, names[1:], strict=True))
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ from tests.pages import ROOT, blocks
 
 cli = pytest.fixture(make_cli)
 PAGE = "scripts/docs/pages/tutorials/cluster.md"
-DNS_LABEL = r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"
 
 
 class Closed(dict[str, Any]):
@@ -104,29 +103,6 @@ SKY = Closed(
 )
 
 
-def problems(value: Any, schema: Any, at: str = "") -> list[str]:
-    """Places of a value that a schema does not have, or has as something else."""
-    if isinstance(schema, list):
-        if not isinstance(value, list):
-            return [f"{at}: no list"]
-        return [p for number, item in enumerate(value) for p in problems(item, schema[0], f"{at}[{number}]")]
-    if not isinstance(schema, (Closed, Open)):
-        is_bool = isinstance(value, bool) and schema is not bool
-        return [] if isinstance(value, schema) and not is_bool else [f"{at}: {value!r}"]
-    if not isinstance(value, dict):
-        return [f"{at}: no object"]
-    known = {name.rstrip("!"): field for name, field in schema.items()}
-    found = [
-        f"{at}.{n.rstrip('!')}: missing" for n in schema if n.endswith("!") and n.rstrip("!") not in value
-    ]
-    for name, item in value.items():
-        if name in known:
-            found += problems(item, known[name], f"{at}.{name}")
-        elif isinstance(schema, Closed):
-            found.append(f"{at}.{name}: unknown")
-    return found
-
-
 def shown(name: str) -> dict[str, Any]:
     """The file that a block of the tutorial shows."""
     text = (ROOT / PAGE).read_text()
@@ -143,31 +119,6 @@ def job() -> dict[str, Any]:
 @pytest.fixture
 def task() -> dict[str, Any]:
     return shown("gpt2-355m.sky.yaml")
-
-
-def test_the_kubernetes_manifest_has_the_fields_of_a_pytorch_job(job: dict[str, Any]) -> None:
-    assert problems(job, PYTORCH_JOB) == []
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    assert re.fullmatch(DNS_LABEL, job["metadata"]["name"])
-
-
-def test_the_kubernetes_manifest_passes_the_checks_of_the_operator(job: dict[str, Any]) -> None:
-    spec = job["spec"]
-    worker, elastic = spec["pytorchReplicaSpecs"]["Worker"], spec["elasticPolicy"]
-    assert elastic["minReplicas"] <= worker["replicas"] <= elastic["maxReplicas"]
-    assert elastic["rdzvBackend"] in ("c10d", "etcd", "etcd-v2")
-    assert worker["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
-    assert spec["runPolicy"]["cleanPodPolicy"] in ("All", "Running", "None")
-    assert [container["name"] for container in worker["template"]["spec"]["containers"]] == ["pytorch"]
-    volumes = {volume["name"] for volume in worker["template"]["spec"]["volumes"]}
-    (container,) = worker["template"]["spec"]["containers"]
-    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
-    assert int(spec["nprocPerNode"]) == container["resources"]["limits"]["nvidia.com/gpu"]
-
-
-def test_the_skypilot_task_has_the_fields_of_its_schema(task: dict[str, Any]) -> None:
-    assert problems(task, SKY) == []
-    assert all(re.fullmatch(r"/\S+", path) for path in task["volumes"])
 
 
 def commands(job: dict[str, Any], task: dict[str, Any]) -> list[list[str]]:

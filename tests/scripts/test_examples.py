@@ -30,7 +30,6 @@ from tests.training.test_gradient_sums import SPEC, batches
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "scripts/examples"
-LONGEST = 60  # lines
 
 
 def run_example(name: str, *arguments: object) -> str:
@@ -204,20 +203,3 @@ def test_load_and_score_prints_texts_and_scores(run: Path) -> None:
 
 def test_export_loads_in_transformers(run: Path, tmp_path: Path) -> None:
     assert "largest difference of a logit" in run_example("export_to_transformers.py", run, tmp_path / "hf")
-
-
-def test_python_of_the_package_docstring_runs(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("runs").mkdir()
-    Path("runs/shakespeare").symlink_to(run)
-    lines = (mlm.__doc__ or "").splitlines()
-    names: dict[str, Any] = {}
-    exec("\n".join(line[4:] for line in lines if line.startswith("    ")), names)
-    assert names["model"].path.name == "step-00000000"
-
-
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_example_is_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= LONGEST

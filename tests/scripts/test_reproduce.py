@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from reproduce import main as reproduce
-from reproduce.main import EXPERIMENTS, Runner, Step, cell, main, parse, read_metrics, report, stages_of
+from reproduce.main import EXPERIMENTS, Runner, Step, main, parse, report, stages_of
 
 from mlm.cli.commands import COMMANDS
 from mlm.cli.compose.composition import load_config
-from mlm.util.errors import CheckFailedError, UserError
+from mlm.util.errors import CheckFailedError
 from tests.slow import thinned
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,34 +44,6 @@ def test_timed_runs_take_turns_alone(tmp_path: Path) -> None:
     assert [stage[0].name.rpartition("-")[2] for stage in stages] == ["1"] * 6 + ["2"] * 6
 
 
-def test_without_a_name_the_experiments_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*EXPERIMENTS]
-
-
-def test_all_skips_what_needs_files_of_the_users(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["all", "--dry-run", f"--out={tmp_path}"]) == 0
-    printed = capsys.readouterr().out
-    assert "nanogpt-shakespeare is skipped" in printed
-    assert "\nmlm pretrain model=gpt2_tiny " in printed
-    assert not list(tmp_path.iterdir())
-    assert main(["nanogpt-shakespeare", f"--out={tmp_path}"]) == 2
-
-
-def test_an_unknown_name_is_an_error_that_lists_the_known() -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["v1-figure99"])
-    assert caught.value.code == 2
-
-
-@pytest.mark.slow
-def test_the_entry_runs_from_another_folder(tmp_path: Path) -> None:
-    """The script and the package beside it have one name: Python must take the package."""
-    command = [sys.executable, ROOT / "scripts" / "reproduce.py", "ptdp-bubble", "--dry-run"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert ran.stdout.count("\nmlm pretrain ") == 15
-
-
 WRITE = "import sys; open(sys.argv[1], 'x').write(sys.argv[2])"
 
 
@@ -89,18 +61,6 @@ def test_finished_steps_are_kept(tmp_path: Path) -> None:
     assert {"one", "two", "three"} <= {path.name for path in tmp_path.iterdir()}
 
 
-def test_a_stage_waits_for_the_one_before(tmp_path: Path) -> None:
-    slow = Step("slow", ("python", "-c", "import time; time.sleep(0.3); open('first', 'w')"), "first")
-    after = Step("after", ("python", "-c", "open('first'); open('second', 'w')"), "second")
-    Runner(tmp_path, 2).run([[slow], [after]])
-
-
-def test_a_step_with_other_settings_is_not_taken_for_the_same(tmp_path: Path) -> None:
-    Runner(tmp_path, 1).run([[writing("one", "1")]])
-    with pytest.raises(UserError, match="step one ran with other settings"):
-        Runner(tmp_path, 1).run([[writing("one", "2")]])
-
-
 @pytest.mark.parametrize(
     "program,message",
     [("import sys; print('tp=7: no'); sys.exit(2)", "ended with 2: tp=7: no"), ("pass", "stopped")],
@@ -111,20 +71,6 @@ def test_a_step_that_fails_or_leaves_nothing_is_not_remembered(
     with pytest.raises(CheckFailedError, match=message):
         Runner(tmp_path, 1).run([[Step("one", ("python", "-c", program), "result")]])
     assert not (tmp_path / "steps/one.json").exists()
-
-
-@pytest.mark.parametrize("code,kept", [(1, True), (143, False)])
-def test_a_run_that_diverges_is_a_result_and_a_killed_one_is_not(
-    tmp_path: Path, code: int, kept: bool
-) -> None:
-    program = f"import sys; print('step 3: gradients are not finite'); sys.exit({code})"
-    step = Step("deep", ("python", "-c", program), "runs/deep")
-    if kept:
-        Runner(tmp_path, 1).run([[step]])
-        assert json.loads((tmp_path / "steps/deep.json").read_text())["diverged"]
-    else:
-        with pytest.raises(CheckFailedError):
-            Runner(tmp_path, 1).run([[step]])
 
 
 @pytest.mark.slow
@@ -148,16 +94,6 @@ def test_a_signal_stops_what_runs(tmp_path: Path) -> None:
     assert "the same command continues" in errors
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
-
-
-def test_steps_that_a_resumed_run_repeats_count_once(tmp_path: Path) -> None:
-    lines = [{"kind": "step", "step": step, "loss": loss} for step, loss in ((1, 1.0), (2, 2.0), (2, 5.0))]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [record["loss"] for record in read_metrics(tmp_path, "step")] == [1.0, 5.0]
-
-
-def test_numbers_are_shown_with_their_spread() -> None:
-    assert cell([1.0, 3.0, 2.0]) == "2 (1 to 3)"
 
 
 def test_a_report_compares_runs_with_the_first_and_the_paper(tmp_path: Path) -> None:

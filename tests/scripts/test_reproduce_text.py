@@ -20,20 +20,6 @@ def test_prose_is_kept_with_its_heading_and_code_and_menus_are_not() -> None:
     assert debian.prose(PAGE) == [f"Reading files\n\n{SENTENCE} with care.", f"{SENTENCE} twice."]
 
 
-def test_paragraphs_that_many_documents_share_are_left_out() -> None:
-    body = "".join(f"<p>{SENTENCE} of part {n} of it.</p>" for n in "abcdefghij")
-    pages = {name: f"<p>{SENTENCE}, the licence says.</p>{body.replace('it', name)}" for name in "kmnpr"}
-    documents = debian.documents_of(pages)
-    assert list(documents) == list(pages)
-    assert not any("licence" in text for text in documents.values())
-
-
-def test_short_and_foreign_documents_are_left_out() -> None:
-    assert debian.is_english(f"{SENTENCE}. " * 10)
-    assert not debian.is_english(SENTENCE)
-    assert not debian.is_english("Das Programm liest eine Zeile und schreibt sie. " * 20)
-
-
 def test_held_out_documents_depend_on_their_name_alone() -> None:
     parts = [debian.part_of(f"git-doc/{n}") for n in range(1000)]
     assert 10 < parts.count("validation") < 30
