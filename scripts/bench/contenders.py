@@ -98,14 +98,10 @@ class MlmTrainee(Trainee):
         self.batches = self.make_batches()
 
     def build(self, compiled: bool) -> Trainer:
-        config = self.changed(run_config(self.spec, self.spec.shape.batch_size))
+        config = run_config(self.spec, self.spec.shape.batch_size)
         return Trainer(
             replace(config, compile=compiled, cuda_graphs=self.replays or config.cuda_graphs), self.ctx
         )
-
-    def changed(self, config: PretrainConfig) -> PretrainConfig:
-        """The run to measure, where that is not the benchmark's own."""
-        return config
 
     def load_weights(self) -> None:
         whole = in_our_names(self.spec.shape.state(self.spec.seed), self.spec.shape)

@@ -3,17 +3,13 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
-from bench.contenders import MlmTrainee
-from bench.shapes import PADDED_VOCAB, Shape
-from bench.spec import Spec
+from bench.shapes import PADDED_VOCAB
 from torch import nn
 
 from mlm.runs.config import PretrainConfig
-from mlm.training import trainer
 
 SIZES = {
     "124m": (12, 768, 12),
@@ -29,16 +25,23 @@ Change = Callable[[PretrainConfig], PretrainConfig]
 
 
 def gpt2(
-    name: str, *, quick: bool, batch_size: int = 1, seq_length: int = 1024, dropout: float = 0.0
-) -> Shape:
-    """The shape of GPT-2 `name`; with `quick` a tiny one in its place."""
+    name: str,
+    *,
+    quick: bool,
+    batch_size: int,
+    micro_batches: int = 1,
+    seq_length: int = 1024,
+    dropout: float = 0.0,
+) -> str:
+    """Settings of GPT-2 `name` in bf16, with a micro-batch of `batch_size`; with `quick` of a tiny one."""
     layers, hidden, heads = TINY if quick else SIZES[name]
     vocab, seq = (512, min(seq_length, 64)) if quick else (PADDED_VOCAB, seq_length)
-    return Shape(name, layers, hidden, heads, seq, vocab, batch_size, dropout)
-
-
-def spec_of(shape: Shape, device: str, dtype: str = "bf16") -> Spec:
-    return Spec(shape, device, dtype, torch.get_num_threads())  # type: ignore[arg-type]
+    return (
+        f"model=gpt2_tiny model.num_layers={layers} model.hidden_size={hidden} model.num_heads={heads} "
+        f"model.vocab_size={vocab} model.max_positions={seq} data.seq_length={seq} precision=bf16 "
+        f"model.hidden_dropout={dropout} model.attention_dropout={dropout} "
+        f"train.global_batch_size={micro_batches * batch_size} train.micro_batch_size={batch_size}"
+    )
 
 
 @torch.no_grad()
@@ -54,47 +57,11 @@ def init_on_device(model: nn.Module, *_: Any) -> None:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
-class SpeedTrainee(MlmTrainee):
-    """`mlm` by its Trainer, with any weights, at any micro-batch size, under any settings.
-
-    A step is of `micro_batches`.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        spec: Spec,
-        device: torch.device,
-        change: Change = lambda config: config,
-        micro_batches: int = 1,
-    ) -> None:
-        self.changed, self.micro_batches = change, micro_batches  # type: ignore[method-assign]
-        super().__init__(name, spec, device)
-
-    def step(self, index: int) -> None:
-        n = len(self.batches)
-        self.trainer.train_step([self.batches[(index + i) % n] for i in range(self.micro_batches)])
-
-    def build(self, compiled: bool) -> trainer.Trainer:
-        saved, trainer.init_parameters = trainer.init_parameters, init_on_device
-        try:
-            return super().build(compiled)
-        finally:
-            trainer.init_parameters = saved
-
-    def load_weights(self) -> None:
-        """They are random already."""
-
-    def use(self, batch_size: int) -> None:
-        self.spec = replace(self.spec, shape=replace(self.spec.shape, batch_size=batch_size))
-        self.batches = self.make_batches()
-
-
 @contextmanager
 def freed(device: str) -> Iterator[None]:
     """Memory that what happens inside drops is free again afterwards, and compiled code is forgotten.
 
-    The compiler would count the layers of the next trainee as recompilations of these: after eight it runs
+    The compiler would count the layers of the next model as recompilations of these: after eight it runs
     them as they are, which would be measured as compiled. So that limit is an error, too.
     """
     torch._dynamo.config.fail_on_recompile_limit_hit = True

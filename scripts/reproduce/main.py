@@ -29,8 +29,6 @@ SCRIPTS = Path(__file__).resolve().parents[1]
 CATALOGUE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("experiments.yaml").read_text("utf-8"))
 EXPERIMENTS: dict[str, dict[str, Any]] = CATALOGUE["experiments"]
 PROGRAMS = {"mlm": (sys.executable, "-P", "-m", "mlm"), "python": (sys.executable, "-P")}
-TEXTS = {"debian": "reproduce.debian", "plays": "demo_corpus"}
-"""Name of a text → module that writes it as JSON lines."""
 DIVERGED = ("gradients still overflow", "gradients are not finite")
 WARM_UP = 3
 """First steps of a run whose times do not count."""
@@ -53,7 +51,7 @@ class Step:
 def stages_of(name: str, args: argparse.Namespace) -> list[list[Step]]:
     """Stages of an experiment: the steps of one run beside each other, the stages one after the other."""
     experiment = EXPERIMENTS[name]
-    options = {"text": TEXTS[args.corpus], "threads": args.cores, "peer": args.peer and args.peer.absolute()}
+    options = {"threads": args.cores, "peer": args.peer and args.peer.absolute()}
     if args.peer is None and "{peer}" in str(experiment["runs"]):
         raise UserError(f"{name} needs --peer, a checkout of nanoGPT with the text of its prepare.py")
     stages = []
@@ -305,7 +303,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/reproduce"), help="folder of all experiments (%(default)s)")
     add("--seeds", type=int, default=3, help="seeds, or rounds of timed runs (%(default)s)")
     add("--cores", type=int, default=len(os.sched_getaffinity(0)), help="cores to use (%(default)s)")
-    add("--corpus", default="debian", choices=TEXTS, help="text of the corpora (%(default)s)")
     add("--peer", type=Path, help="checkout of nanoGPT, for nanogpt-shakespeare")
     add("--dry-run", action="store_true", help="print the command lines and run none")
     args = parser.parse_args(arguments)

@@ -5,7 +5,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -18,14 +17,13 @@ from gpu.catalogue import STEPS, Step
 from gpu.child import Case
 from gpu.record import Record
 from gpu.runner import run_steps
-from gpu.shapes import gpt2, spec_of
-from gpu.stacks import STACKS
 from gpu.waits import noted_waits
 
 from mlm.cli.compose.composition import load_config
 from mlm.models.shape import count_parameters
 from mlm.parallel import collectives
 from mlm.parallel.mesh import Axis
+from mlm.runs.config import PretrainConfig
 
 IDENTITY = {"code": "a", "torch": "2.11"}
 FAST = "import sys, json; print(json.dumps({'table': 't', 'row': {'x': 1}}), file=open(sys.argv[1], 'a'))"
@@ -152,32 +150,6 @@ def test_rehearsal_of_the_cheapest_steps_writes_their_tables(tmp_path: Path) -> 
     assert "TFLOP/s" in (tmp_path / "gpu_check.md").read_text()
 
 
-class Fake:
-    """A trainee of fixed speed, without memory for more than two samples."""
-
-    micro_batches = 1
-
-    def __init__(self, *_: object) -> None:
-        self.spec = spec_of(gpt2("124m", quick=True), "cpu")
-        self.device = torch.device("cpu")
-        self.cleared = False
-
-    def use(self, batch_size: int) -> None:
-        self.size = batch_size
-        self.spec = replace(self.spec, shape=replace(self.spec.shape, batch_size=batch_size))
-
-    def step(self, index: int) -> None:
-        if self.size > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        time.sleep(0.02 / self.size**2)  # so much faster at two samples that a busy host changes nothing
-
-    def clear(self) -> None:
-        self.cleared = True
-
-    def flops_per_token(self) -> float:
-        return 1.0
-
-
 def entries_of(case: Case) -> list[dict[str, Any]]:
     return [json.loads(line) for line in case.results.read_text().splitlines()]
 
@@ -185,13 +157,20 @@ def entries_of(case: Case) -> list[dict[str, Any]]:
 def test_out_of_memory_is_a_result_and_ends_the_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speed, "SpeedTrainee", Fake)
+    """With memory for two samples, at which a step is faster by far more than a busy host changes."""
+
+    def own_step(config: PretrainConfig, device: torch.device) -> Callable[[object], None]:
+        size = config.train.micro_batch_size
+        if size > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return lambda batches: time.sleep(0.02 / size**2)
+
+    monkeypatch.setattr(speed, "own_step", own_step)
     case = case_in(tmp_path)
-    best = speed.measure_shape(case, gpt2("124m", quick=True), [1, 2, 4, 8], compiled=False)
+    assert speed.measure_sizes(case, "124m", [1, 2, 4, 8], compiled=False) == 2
     rows = [entry["row"] for entry in entries_of(case)]
     found = [(row["micro-batch"], row["result"]) for row in rows]
     assert found == [(1, "ok"), (2, "ok"), (4, "out of memory")]
-    assert best == 2
 
 
 def test_waits_for_the_device_are_named_by_the_line_of_mlm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +200,7 @@ class Waiting:
 
 def test_stacks_are_settings_of_runs_and_fit_one_gpu() -> None:
     """Weights, gradients and moments in float32, with a copy in half: 18 bytes a parameter of 139 GiB."""
-    for stack in STACKS:
-        config = load_config("pretrain", [*stack.words.split(), "data=synthetic", "dist.device=cpu"])
+    for name, words in speed.STACKS.items():
+        config = load_config("pretrain", [*words.split(), "data=synthetic", "dist.device=cpu"])
         assert config.train.micro_batch_size == config.train.global_batch_size
-        assert 18 * count_parameters(config.model) < 100 * 2**30, stack.name
+        assert 18 * count_parameters(config.model) < 100 * 2**30, name
