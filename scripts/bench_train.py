@@ -46,6 +46,7 @@ CONTENDERS = {
 VARIANTS = {
     "compiled": "mlm: each layer (compile=true); transformers, nanogpt: the model",
     "graphs": "mlm: each compiled layer replayed as a CUDA graph (cuda_graphs=true)",
+    "erf": "nanogpt: its exact GELU, as it comes; else the tanh form, which all others compute",
     "mkl": "float32 products by torch.mm's library, so that the library's gain shows apart",
     "fp32": "in place of --dtype",
     "bf16": "the same; peers under torch.autocast, as nanogpt's users must add on a CPU",
@@ -54,7 +55,7 @@ DTYPES = {"fp32", "bf16"}
 VARIANTS_OF = {
     "mlm": {"compiled", "graphs", "mkl", *DTYPES},
     "transformers": {"compiled", *DTYPES},
-    "nanogpt": {"compiled", *DTYPES},
+    "nanogpt": {"compiled", "erf", *DTYPES},
 }
 
 
