@@ -113,7 +113,7 @@ def run_model(case: Case, name: str, *, dropouts: Sequence[float] = (0.0,), long
             return
         if case.is_cuda and (problem := compiler_problem()):
             case.note(f"not compiled: {problem}")
-        elif case.is_cuda or name == "124m":  # compiling for a CPU takes minutes: once in a rehearsal
+        elif case.is_cuda:  # compiling for a CPU takes minutes
             measure_sizes(case, name, [best], dropout=dropout, compiled=True)
         sizes = [max(1, best // 2), best]  # masks take memory too
     if longer:
