@@ -13,8 +13,8 @@ class ConvertConfig:
     """The run spec of `mlm convert`: a checkpoint of any format as one of any other."""
 
     source: InputPath
-    """A run or checkpoint of mlm, a model folder of transformers, a Megatron-LM checkpoint (torch_dist), or a
-    folder of torch.distributed.checkpoint with torchtitan's names."""
+    """A run or checkpoint of mlm, a model folder of transformers, a Megatron-LM checkpoint (torch_dist or a
+    file per rank), or a folder of torch.distributed.checkpoint with torchtitan's names."""
     out: OutFolder
     """Folder to write, a new one."""
     to: Literal["native", "hf", "torch_dist", "torchtitan"] = "native"
@@ -27,6 +27,8 @@ class ConvertConfig:
     a run of mlm; null takes the source's own."""
     vocab_size: Annotated[int, POSITIVE] | None = None
     """Tokens of a Megatron-LM source, without padding; null takes the recorded, or a published size."""
+    num_heads: Annotated[int, POSITIVE] | None = None
+    """Attention heads, for Megatron-LM's checkpoints of 2019, which do not record it; null takes theirs."""
     tokenizer: InputPath | None = None
     """tokenizer.json, or a folder with it, vocab.json and merges.txt, or vocab.txt, to put into native and hf
     where the source has none."""

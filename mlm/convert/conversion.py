@@ -13,14 +13,14 @@ from mlm.checkpoint.native.compare import row_blocks
 from mlm.checkpoint.native.slices import Region
 from mlm.convert.config import ConvertConfig
 from mlm.convert.dcp.metadata import COPY_AGAIN, MAX_METADATA_BYTES, METADATA
-from mlm.convert.dcp.storage import DCPReader
 from mlm.convert.dcp.torchtitan import TOKEN_TABLE, TorchtitanReader, stored_shapes
 from mlm.convert.huggingface.export import hf_mapping, tensor_bytes
 from mlm.convert.huggingface.families import mapping_of
 from mlm.convert.huggingface.folder import CONFIG, read_settings
 from mlm.convert.huggingface.mapping import Note
+from mlm.convert.megatron.classic import open_classic
 from mlm.convert.megatron.distributed import find_step, open_distributed
-from mlm.convert.megatron.model import MegatronModel
+from mlm.convert.megatron.model import Files, MegatronModel
 from mlm.convert.megatron.write import MegatronWriter
 from mlm.convert.source import Checkpoint, Source, is_ours, open_checkpoint, open_source
 from mlm.convert.targets import write_target
@@ -45,8 +45,9 @@ def preflight(config: ConvertConfig) -> list[str]:
     source = attempt(problems, lambda: open_for_conversion(config, tokenizer))
     if source is None:
         return problems
-    for key, read_by in (("config", "torchtitan"), ("vocab_size", "torch_dist")):
-        if getattr(config, key) is not None and source.format != read_by:
+    read_by = {"config": ("torchtitan",), "vocab_size": ("torch_dist", "torch"), "num_heads": ("torch",)}
+    for key, formats in read_by.items():
+        if getattr(config, key) is not None and source.format not in formats:
             why = f"has no effect with source={config.source}, of the format {source.format}"
             problems.append(str(Problem.at(key, getattr(config, key), why, "remove it")))
     attempt(problems, lambda: check_target(config, source))
@@ -153,7 +154,7 @@ def changed_setting(source: ModelConfig, target: ModelConfig) -> str | None:
 def open_any(path: str, settings: ConvertConfig, tokenizer: Tokenizer | None = None) -> Source:
     """Open a checkpoint of any format, and check all that a conversion reads except tensors.
 
-    `settings` have what the files may not record: `config` and `vocab_size`.
+    `settings` have what the files may not record: `config`, `vocab_size` and `num_heads`.
 
     Raises UserError and CorruptFileError.
     """
@@ -166,8 +167,11 @@ def open_any(path: str, settings: ConvertConfig, tokenizer: Tokenizer | None = N
         source.check()
         return source
     step = find_step(path)
+    known = tokenizer.vocab_size if tokenizer else None
+    if not (step / METADATA).exists():
+        opened = open_classic(step, settings.vocab_size, known, settings.num_heads)
+        return MegatronSource(opened, tokenizer, format="torch")
     if TOKEN_TABLE.encode() not in read_bounded(step / METADATA, MAX_METADATA_BYTES, COPY_AGAIN):
-        known = tokenizer.vocab_size if tokenizer else None
         return MegatronSource(open_distributed(step, settings.vocab_size, known), tokenizer)
     named, model = settings.config, None
     if named is not None and is_ours(named):
@@ -199,11 +203,12 @@ class TorchtitanSource(Source):
 
 
 class MegatronSource(Source):
-    """A distributed checkpoint of Megatron-LM."""
+    """A checkpoint of Megatron-LM."""
 
-    format = "torch_dist"
-
-    def __init__(self, opened: MegatronModel, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, opened: MegatronModel, tokenizer: Tokenizer | None, format: str = "torch_dist"
+    ) -> None:
+        self.format = format
         tensors, notes = opened.tensors, list(opened.notes)
         if padding := opened.table_rows - opened.model.vocab_size:
             rows = f"the last {padding:,} of {opened.table_rows:,} rows of the token table"
@@ -222,7 +227,7 @@ class MegatronSource(Source):
         return _digests(self._opened.tensors.files)
 
 
-def _digests(files: DCPReader) -> dict[str, str]:
+def _digests(files: Files) -> dict[str, str]:
     """Compare records with their checksums; return the digest of each file by its name.
 
     Raises CorruptFileError where a checksum differs, UserError where a file cannot be read.

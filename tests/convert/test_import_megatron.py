@@ -95,12 +95,6 @@ def test_the_iteration_is_the_named_the_only_or_the_given(tmp_path: Path) -> Non
         find_step(step.parent)
 
 
-def test_files_of_ranks_are_for_megatron_lm_to_convert(tmp_path: Path) -> None:
-    (tmp_path / "theirs/iter_0000007/mp_rank_00").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"no checkpoint of torch_dist; save one .*--ckpt-convert-format"):
-        imported(tmp_path)
-
-
 class Hostile:
     def __reduce__(self) -> Any:
         return os.system, ("touch ran",)

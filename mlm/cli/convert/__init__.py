@@ -44,9 +44,9 @@ COMMANDS = (
         positional=("source", "out"),
         summary="convert checkpoints between mlm, transformers, Megatron-LM and torchtitan",
         about="""Reads a checkpoint of any of these and writes it as any other, a tensor at a time, without
-            running what is in it: pickles are read as data. Of Megatron-LM the format torch_dist is read,
-            which it makes of older ones by --ckpt-convert-format torch_dist. Every parameter and the settings
-            of the model are compared with the source before the folder gets its name.""",
+            running what is in it: pickles are read as data. Of Megatron-LM torch_dist and files of ranks are
+            read. Every parameter and the settings of the model are compared with the source before the folder
+            gets its name.""",
         examples="""
             # A model of transformers for Megatron-LM
             mlm convert models/llama ckpt/llama to=torch_dist

@@ -14,13 +14,13 @@ core/transformer/transformer_block.py, mlp.py.
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mlm.convert.dcp.metadata import COPY_AGAIN, METADATA, StoredTensor, read_metadata
 from mlm.convert.dcp.storage import DCPReader
-from mlm.convert.dcp.unpickled import DAMAGES, NotDataError, printable, read_archive
+from mlm.convert.dcp.unpickled import printable
+from mlm.convert.megatron.classic import RANK_FOLDER, is_classic
 from mlm.convert.megatron.mappings import MAPPINGS
 from mlm.convert.megatron.model import (
     CoreTensors,
@@ -29,6 +29,7 @@ from mlm.convert.megatron.model import (
     MegatronModel,
     assemble,
     kind_of,
+    read_saved,
     unknown_name,
 )
 from mlm.util.errors import CorruptFileError, UserError, reading_from
@@ -52,7 +53,7 @@ def open_distributed(folder: Path, vocab_size: int | None, tokenizer_size: int |
     `vocab_size` is the number of tokens without padding, `tokenizer_size` that of a tokenizer; None where
     unknown. Raises UserError and CorruptFileError.
     """
-    common = read_common(folder / COMMON)
+    common = read_saved(folder / COMMON).value
     args = MegatronArgs(common.get("args"), folder / COMMON)
     tensors = read_metadata(folder, lambda name: not _OTHER.fullmatch(name))
     for name, tensor in tensors.items():
@@ -93,7 +94,9 @@ def find_step(source: str | Path) -> Path:
     Raises UserError if it is not clear which, or if it is of another format.
     """
     source = Path(source)
-    if (source / METADATA).exists():
+    if RANK_FOLDER.fullmatch(source.name):
+        raise UserError(f"{source}: one rank of a checkpoint: name its parent, {source.resolve().parent}")
+    if (source / METADATA).exists() or is_classic(source):
         return source
     latest, iteration = source / LATEST, ""
     with reading_from(source, COPY_AGAIN):
@@ -113,32 +116,9 @@ def find_step(source: str | Path) -> Path:
         listed = ", ".join(steps[:8])
         raise UserError(f"{source}: no {LATEST} selects one of {listed}: name one, {source / steps[-1]}")
     step = source / steps[0] if steps else source
-    if not (step / METADATA).exists():
+    if not ((step / METADATA).exists() or is_classic(step)):
         raise UserError(
-            f"{step}: holds no .metadata, so that it is no checkpoint of torch_dist; save one of another "
+            f"{step}: holds no .metadata of torch_dist and no mp_rank_… of ranks; save one of another "
             "format again in Megatron-LM with --ckpt-convert-format torch_dist"
         )
     return step
-
-
-def read_common(path: Path) -> dict[str, Any]:
-    """Return the plain values of common.pt by name; nothing in it is executed.
-
-    Raises UserError, CorruptFileError.
-    """
-    try:
-        with reading_from(path, COPY_AGAIN), open(path, "rb") as f:
-            common = read_archive(f).value
-    except NotDataError as error:
-        raise CorruptFileError(
-            f"{path}: {printable(str(error))}; nothing was executed: save it again in Megatron-LM with "
-            "--no-save-optim --no-save-rng, and trust no file of unknown origin"
-        ) from error
-    except DAMAGES as error:
-        reason = printable(str(error)) or type(error).__name__
-        raise CorruptFileError(
-            f"{path}: damaged, or not written by torch.save ({reason}): copy it again"
-        ) from error
-    if type(common) is not dict or not all(type(key) is str for key in common):
-        raise CorruptFileError(f"{path}: holds no named parts: is it a Megatron-LM checkpoint?")
-    return common

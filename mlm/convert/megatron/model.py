@@ -5,11 +5,12 @@ that a version did not have is absent, and has that version's one behaviour.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +19,9 @@ from mlm.checkpoint.native.compare import are_equal
 from mlm.checkpoint.native.format import TensorEntry
 from mlm.checkpoint.native.slices import Region, TensorSplit
 from mlm.checkpoint.parameters import parameters
+from mlm.convert.dcp.metadata import COPY_AGAIN
 from mlm.convert.dcp.storage import DCPReader
-from mlm.convert.dcp.unpickled import PickleError, printable
+from mlm.convert.dcp.unpickled import DAMAGES, NotDataError, PickleError, Saved, printable, read_archive
 from mlm.convert.megatron.mapping import HEAD, THROUGH_HF, MegatronMapping
 from mlm.convert.megatron.mappings import MAPPINGS
 from mlm.convert.row_layouts import RowLayouts, reorder_rows, short_name
@@ -27,19 +29,22 @@ from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.models.shape import is_tied
 from mlm.models.stage import parameter_home
-from mlm.util.errors import ConfigError, CorruptFileError, UserError
+from mlm.util.errors import ConfigError, CorruptFileError, UserError, reading_from
+from mlm.util.terminal import Advance
 
 Location = tuple[str, tuple[int, ...]]
 """A stored tensor, and an index into its first dims."""
 
 
 class MegatronArgs:
-    """The args of a run. Values of unexpected types are never read."""
+    """The args of a run, empty for a file of 2019. Values of unexpected types are never read."""
 
-    def __init__(self, args: Any, path: Path) -> None:
-        self.path = path
+    def __init__(self, args: Any, path: Path, *, may_lack: bool = False) -> None:
+        self.path, self.values = path, dict[str, Any]()
+        if args is None and may_lack:
+            return
         try:
-            self.values: Mapping[str, Any] = args.fields("argparse.Namespace")
+            self.values = args.fields("argparse.Namespace")
         except (AttributeError, PickleError):
             raise CorruptFileError(
                 f"{path}: its args are {type(args).__name__}, not a Namespace: copy it again"
@@ -69,12 +74,25 @@ class MegatronArgs:
         return None
 
 
-class CoreTensors:
-    """The tensors of a distributed checkpoint, by our names for Megatron's."""
+class Files(Protocol):
+    """The files of a checkpoint."""
 
-    def __init__(self, files: DCPReader, locations: dict[str, Location]) -> None:
-        """Raises CorruptFileError unless layers are numbered without a gap."""
-        self.path, self.files, self.locations = files.folder, files, locations
+    @property
+    def num_bytes(self) -> int: ...
+
+    def verify(self, progress: Advance) -> dict[str, str]:
+        """Compare what they hold with its checksums; return the digest of each file by its name."""
+
+
+class MegatronTensors(ABC):
+    """The tensors of a checkpoint, full over all ranks, by our names for Megatron's."""
+
+    def __init__(self, path: Path, files: Files, locations: dict[str, Any], *, tp: int = 1) -> None:
+        """`locations` say where each is stored; the token table is padded to a multiple of `tp` ranks.
+
+        Raises CorruptFileError unless layers are numbered without a gap.
+        """
+        self.path, self.files, self.locations, self.tp = path, files, locations, tp
         layers = {int(name.split(".")[1]) for name in locations if name.startswith("layers.")}
         self.num_layers = len(layers)
         if layers != set(range(self.num_layers)):
@@ -82,25 +100,65 @@ class CoreTensors:
                 f"{self.path}: its layers are {sorted(layers)[:8]}, not 0, 1, 2, …: copy all files again"
             )
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor. Raises CorruptFileError if it is missing."""
+    def require(self, name: str) -> None:
         if name not in self.locations:
             raise CorruptFileError(f"{self.path}: {name} is missing: copy all files again")
-        stored, index = self.locations[name]
-        return self.files.tensors[stored].shape[len(index) :]
 
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor. Raises CorruptFileError if it is missing."""
+
+    @abstractmethod
     def load(self, name: str, region: Region) -> Tensor:
         """Return those elements, float32 on the CPU, qkv rows as [head][q, k, v][column]."""
+
+
+class CoreTensors(MegatronTensors):
+    """The tensors of a distributed checkpoint."""
+
+    def __init__(self, reader: DCPReader, locations: dict[str, Location]) -> None:
+        super().__init__(reader.folder, reader, locations)
+        self.reader = reader
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        self.require(name)
+        stored, index = self.locations[name]
+        return self.reader.tensors[stored].shape[len(index) :]
+
+    def load(self, name: str, region: Region) -> Tensor:
         stored, index = self.locations[name]
         part = Region((*index, *region.offset), (*(1 for _ in index), *region.size))
-        return self.files.read(stored, part, torch.float32).reshape(region.size)
+        return self.reader.read(stored, part, torch.float32).reshape(region.size)
+
+
+def read_saved(path: Path) -> Saved:
+    """Read a file of torch.save whose value has names for its parts; nothing in it is executed.
+
+    Raises UserError, CorruptFileError.
+    """
+    try:
+        with reading_from(path, COPY_AGAIN), open(path, "rb") as f:
+            saved = read_archive(f)
+    except NotDataError as error:
+        raise CorruptFileError(
+            f"{path}: {printable(str(error))}; nothing was executed: save it again in Megatron-LM with "
+            "--no-save-optim --no-save-rng, and trust no file of unknown origin"
+        ) from error
+    except DAMAGES as error:
+        reason = printable(str(error)) or type(error).__name__
+        raise CorruptFileError(
+            f"{path}: damaged, or not written by torch.save of PyTorch 1.6 or later ({reason}): copy it again"
+        ) from error
+    if type(saved.value) is not dict or not all(type(key) is str for key in saved.value):
+        raise CorruptFileError(f"{path}: holds no named parts: is it a Megatron-LM checkpoint?")
+    return saved
 
 
 @dataclass(frozen=True)
 class MegatronModel:
     """An open checkpoint: tensors stay in their files until they are read."""
 
-    tensors: CoreTensors
+    tensors: MegatronTensors
     model: ModelConfig
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of the tensors that the model needs."""
@@ -137,23 +195,26 @@ class MegatronModel:
 
 
 def assemble(
-    tensors: CoreTensors,
+    tensors: MegatronTensors,
     args: MegatronArgs,
     kind: str,
     *,
     iteration: object,
     vocabulary: tuple[int | None, int | None],
+    num_heads: int | None = None,
 ) -> MegatronModel:
     """Check that the tensors make a model of `kind`, and return it.
 
-    `vocabulary` is as in `true_vocabulary`. Raises UserError for a model that is not supported, or if
-    something has to be specified; CorruptFileError.
+    `vocabulary` is as in `true_vocabulary`, `num_heads` for files without arguments. Raises UserError for a
+    model that is not supported, or if something has to be specified; CorruptFileError.
     """
     mapping, sizes = MAPPINGS[kind], {"num_layers": tensors.num_layers}
     for field, (name, dim) in mapping.sizes.items():
         dims = tensors.shape(name)
         sizes[field] = dims[dim] if dim < len(dims) else 0
-    table_rows, model = sizes["vocab_size"], model_config(args, kind, sizes)
+    table_rows, model = sizes["vocab_size"], model_config(args, kind, sizes, num_heads)
+    if tensors.tp > 1 and model.num_heads % tensors.tp:
+        raise CorruptFileError(f"{tensors.path}: tp={tensors.tp} does not divide num_heads={model.num_heads}")
     if HEAD in tensors.locations and not is_tied(model):
         tensors.locations["output.weight"] = tensors.locations.pop(HEAD)
     layouts = mapping.layouts(model)
@@ -174,7 +235,7 @@ def assemble(
             raise CorruptFileError(
                 f"{tensors.path}: {name} is {shape}, {needed} is needed: some files are of another model"
             )
-    model = replace(model, vocab_size=true_vocabulary(args, mapping, table_rows, *vocabulary))
+    model = replace(model, vocab_size=true_vocabulary(args, mapping, table_rows, tensors.tp, *vocabulary))
     if HEAD in tensors.locations:
         head, table = (partial(tensors.load, name) for name in (HEAD, "token.weight"))
         if not are_equal(head, table, tensors.shape(HEAD)):
@@ -282,16 +343,22 @@ def family_names(last: str = "and") -> str:
     return f"{', '.join(names)} {last} {final}"
 
 
-def model_config(args: MegatronArgs, kind: str, sizes: Mapping[str, int]) -> ModelConfig:
+def model_config(
+    args: MegatronArgs, kind: str, sizes: Mapping[str, int], num_heads: int | None
+) -> ModelConfig:
     """Return the model of the files, padding of the token table included.
 
-    `sizes` are those that the tensors show, by field of ModelConfig. Raises UserError if the number of heads
-    is not recorded or does not fit, or the family has no such model.
+    `sizes` are those that the tensors show, by field of ModelConfig; `num_heads` is for files that do not
+    record it. Raises UserError if the number of heads is unknown or does not fit, or the family has no such
+    model.
     """
     mapping, hidden = MAPPINGS[kind], sizes["hidden_size"]
-    heads = args.number("num_attention_heads")
+    heads = args.number("num_attention_heads") or num_heads
     if heads is None:
-        raise UserError(f"{args.path}: does not record args.num_attention_heads: copy it again")
+        usual = f"64 columns each in GPT-2 and BERT: num_heads={max(1, hidden // 64)}"
+        raise UserError(f"{args.path}: does not record args.num_attention_heads: give num_heads=… ({usual})")
+    if num_heads not in (None, heads):
+        raise UserError(f"num_heads={num_heads}: {args.path} records {heads}: leave it out")
     width = args.number("kv_channels") or hidden // heads
     if width * heads != hidden and not mapping.is_grouped:
         raise UserError(
@@ -314,7 +381,12 @@ def model_config(args: MegatronArgs, kind: str, sizes: Mapping[str, int]) -> Mod
 
 
 def true_vocabulary(
-    args: MegatronArgs, mapping: MegatronMapping, rows: int, vocab_size: int | None, known: int | None
+    args: MegatronArgs,
+    mapping: MegatronMapping,
+    rows: int,
+    tp: int,
+    vocab_size: int | None,
+    known: int | None,
 ) -> int:
     """Return how many of the token table's rows are tokens.
 
@@ -325,7 +397,7 @@ def true_vocabulary(
     if tokens is None and recorded is not None and recorded <= rows:
         return recorded
     if tokens is None:
-        quantum = args.number("make_vocab_size_divisible_by") or 128
+        quantum = (args.number("make_vocab_size_divisible_by") or 128) * tp
         for published in mapping.vocabularies:
             if published <= rows < published + quantum:
                 return published

@@ -1,0 +1,367 @@
+"""Megatron-LM's classic checkpoints: a file of torch.save for each tensor- and pipeline-parallel rank.
+
+    iter_0001000/ or release/
+      mp_rank_01/model_optim_rng.pt        tensor-parallel rank 1; where there is pipeline parallelism
+      mp_rank_01_002/model_optim_rng.pt    tensor-parallel rank 1 of pipeline rank 2
+
+The distributed optimizer of 2023 puts the model into model_rng.pt. A file holds "model", or with virtual
+stages "model0", "model1", …: part v of pipeline rank p is stage v * pp + p (arXiv:2104.04473, section 2.2).
+Layers are numbered from 0 in each. Source: NVIDIA/Megatron-LM, megatron/checkpointing.py from 2019 to 2023,
+get_checkpoint_name(s) and fix_query_key_value_ordering.
+
+The files are pickles, read as data (mlm/convert/dcp/unpickled.py); tensors are mapped into memory.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlm.checkpoint.native.slices import Region
+from mlm.convert.dcp.metadata import COPY_AGAIN
+from mlm.convert.dcp.unpickled import DAMAGES, check_archive, printable
+from mlm.convert.megatron.mapping import HEAD, THROUGH_HF
+from mlm.convert.megatron.mappings import MAPPINGS
+from mlm.convert.megatron.model import (
+    MegatronArgs,
+    MegatronModel,
+    MegatronTensors,
+    assemble,
+    describe_value,
+    kind_of,
+    read_saved,
+    unknown_name,
+)
+from mlm.util.errors import CorruptFileError, UserError, reading_from
+from mlm.util.files import digest_file
+from mlm.util.terminal import Advance
+
+MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
+RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+Rank = tuple[int, int]
+"""(tensor-parallel rank, pipeline rank)."""
+SPLIT_DIMS = {
+    **dict.fromkeys(("token.weight", HEAD, "output.weight", "mlm_head.vocabulary.bias"), 0),
+    **dict.fromkeys(("attention.qkv.weight", "attention.qkv.bias", "mlp.up.weight", "mlp.up.bias"), 0),
+    **dict.fromkeys(("attention.out.weight", "mlp.down.weight"), 1),
+}
+"""Parameter of a layer or outside of it -> the dim that tensor-parallel ranks share."""
+RENAMED = (
+    (r"input_(?:layernorm|norm)\.", "self_attention.linear_qkv.layer_norm_"),
+    (r"(?:self_)?attention\.query_key_value\.", "self_attention.linear_qkv."),
+    (r"(?:self_)?attention\.dense\.", "self_attention.linear_proj."),
+    (r"(?:post_attention_(?:layernorm|norm)|pre_mlp_layernorm)\.", "mlp.linear_fc1.layer_norm_"),
+    (r"mlp\.dense_h_to_4h\.", "mlp.linear_fc1."),
+    (r"mlp\.dense_4h_to_h\.", "mlp.linear_fc2."),
+)
+"""Names in a layer from 2019 to 2024 -> Megatron Core's."""
+RENAMED_OUTSIDE = (
+    (r"(position|tokentype)_embeddings\.weight", r"embedding.\1_embeddings.weight"),
+    (r"((?:en|de)coder)\.final_norm\.(.+)", r"\1.final_layernorm.\2"),
+    (r"word_embeddings_for_head\.weight", "output_layer.weight"),
+    (r"lm_head\.(?:layernorm|norm)\.(.+)", r"lm_head.layer_norm.\1"),
+    (r"lm_head\.bias", "output_layer.bias"),
+)
+_IN_LAYER = re.compile(r"((?:en|de)coder\.layers)\.(\d{1,6})\.(.+)")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MOST_DEPTH, _MOST_NODES = 8, 1 << 17  # of the dictionaries in a file; they may contain themselves
+
+
+def is_classic(step: Path) -> bool:
+    return any(RANK_FOLDER.fullmatch(folder.name) for folder in step.iterdir())
+
+
+def open_classic(
+    step: Path, vocab_size: int | None, tokenizer_size: int | None, num_heads: int | None
+) -> MegatronModel:
+    """Open the files of all ranks: names, shapes, equal replicas and tied head, supported arguments.
+
+    `num_heads` is for files of 2019, which do not record it; the others are as in `open_distributed`. Raises
+    UserError and CorruptFileError.
+    """
+    files = RankFiles(step)
+    args = MegatronArgs(files.contents[0, 0].get("args"), files.paths[0, 0], may_lack=True)
+    chunks = {rank: chunks_of(files.paths[rank], content) for rank, content in files.contents.items()}
+    version = check_one_save(files, chunks)
+    names = [name for parts in chunks.values() for part in parts for name in part]
+    is_bert = any(re.match(r"(language_model\.)?(lm_head\.|binary_head\.|.*tokentype_)", n) for n in names)
+    merged = merge_stages(files, chunks, "encoder" if is_bert else "decoder")
+    kind = kind_of(step, merged[0], args)
+    parts = dict[str, tuple[Tensor, ...]]()
+    for name in merged[0]:
+        ours = MAPPINGS[kind].our_name(name)
+        if ours is None or ours in parts:
+            raise unknown_name(step, name)
+        parts[ours] = tuple(rank[name] for rank in merged)
+    heads = args.number("num_attention_heads") or num_heads
+    tensors = RankTensors(files, parts, version, heads, is_gated=args.values.get("swiglu") is True)
+    return assemble(
+        tensors,
+        args,
+        kind,
+        iteration=files.contents[0, 0].get("iteration"),
+        vocabulary=(vocab_size, tokenizer_size),
+        num_heads=num_heads,
+    )
+
+
+class RankFiles:
+    """The files of one iteration, all ranks of tp * pp. Raises CorruptFileError where one is missing."""
+
+    def __init__(self, step: Path) -> None:
+        self.step, self.paths = step, dict[Rank, Path]()
+        with reading_from(step, COPY_AGAIN):
+            folders = [path for path in sorted(step.iterdir()) if RANK_FOLDER.fullmatch(path.name)]
+        for folder in folders:
+            tp_rank, pp_rank, ep_rank = (number and int(number) for number in _numbers(folder.name))
+            paths = [path for name in MODEL_FILES if (path := folder / name).is_file()]
+            if not paths:  # the moments of a data-parallel rank have folders of their own
+                continue
+            if ep_rank is not None:
+                raise UserError(f"{folder}: of one expert-parallel rank: {THROUGH_HF}")
+            rank = tp_rank or 0, pp_rank or 0
+            if rank in self.paths:
+                raise CorruptFileError(f"{step}: {folder.name} of two layouts: delete the older")
+            self.paths[rank] = paths[0]
+        if not self.paths:
+            raise UserError(f"{step}: holds no mp_rank_…/{MODEL_FILES[0]}: is it a Megatron-LM checkpoint?")
+        self.tp, self.pp = (1 + max(numbers) for numbers in zip(*self.paths, strict=True))
+        for t, p in ((t, p) for t in range(self.tp) for p in range(self.pp)):
+            if (t, p) not in self.paths:
+                name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if self.pp > 1 else "")
+                ranks = f"of tp={self.tp} pp={self.pp} ranks"
+                raise CorruptFileError(f"{step}: {name}/{MODEL_FILES[0]} is missing, {ranks}: copy it too")
+        self.saved = {rank: read_saved(path) for rank, path in sorted(self.paths.items())}
+
+    @property
+    def contents(self) -> dict[Rank, dict[str, Any]]:
+        return {rank: saved.value for rank, saved in self.saved.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.paths.values())
+
+    def tensor(self, rank: Rank, value: Any) -> Tensor:
+        """Return a contiguous tensor of a file, mapped into memory. Raises one of DAMAGES."""
+        stored = self.saved[rank].find(value)
+        content = self._mapped[rank][stored.begin : stored.begin + stored.form.num_bytes]
+        return content.view(stored.dtype).view(stored.shape)
+
+    @cached_property
+    def _mapped(self) -> dict[Rank, Tensor]:
+        return {
+            rank: torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+            for rank, path in self.paths.items()
+        }
+
+    def verify(self, progress: Advance) -> dict[str, str]:
+        """Compare every record with its checksum; return the digest of each file by its path.
+
+        Raises CorruptFileError where a checksum differs, UserError where a file cannot be read.
+        """
+        digests = {}
+        for path in self.paths.values():
+            with reading_from(path, COPY_AGAIN):
+                try:
+                    with open(path, "rb") as f:
+                        check_archive(f)
+                except DAMAGES as error:
+                    raise CorruptFileError(
+                        f"{path}: damaged ({printable(str(error))}): copy it again"
+                    ) from error
+                digests[path.relative_to(self.step).as_posix()] = digest_file(path, progress)
+        return digests
+
+
+def _numbers(name: str) -> tuple[str | None, ...]:
+    match = RANK_FOLDER.fullmatch(name)
+    assert match is not None
+    return match.groups()
+
+
+class RankTensors(MegatronTensors):
+    """The tensors of all rank files."""
+
+    def __init__(
+        self,
+        files: RankFiles,
+        parts: dict[str, tuple[Tensor, ...]],
+        version: float,
+        heads: int | None,
+        *,
+        is_gated: bool,
+    ) -> None:
+        """Raises CorruptFileError too unless copies in several ranks are equal, NaN included."""
+        super().__init__(files.step, files, {name: name for name in parts}, tp=files.tp)
+        self.parts, self.version, self.heads, self.is_gated = parts, version, heads, is_gated
+        for name, (first, *others) in parts.items():
+            if any(part.shape != first.shape or part.dtype != first.dtype for part in others):
+                raise CorruptFileError(f"{self.path}: {name} differs in form between tensor-parallel ranks")
+            if split_dim(name) is None and any(
+                not torch.equal(part.view(torch.uint8), first.view(torch.uint8)) for part in others
+            ):
+                raise CorruptFileError(
+                    f"{self.path}: {name} differs between tensor-parallel ranks, which hold copies of it: "
+                    "they are of different saves, take another iteration"
+                )
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        self.require(name)
+        shape, dim = list(self.parts[self.locations[name]][0].shape), split_dim(name)
+        if dim is not None and dim < len(shape):
+            shape[dim] *= self.tp
+        return tuple(shape)
+
+    def load(self, name: str, region: Region) -> Tensor:
+        target = torch.empty(region.size)
+        for held, part in self._slices(name):
+            if common := region.intersect(held):
+                target[common.within(region)] = part[common.within(held)]
+        return target
+
+    def _slices(self, name: str) -> Iterator[tuple[Region, Tensor]]:
+        """Yield the slices of a full tensor that ranks hold."""
+        dim, parts = split_dim(name), self.parts[self.locations[name]]
+        for t, part in enumerate(parts if dim is not None else parts[:1]):
+            # of a gated MLP a rank's rows are [gate, up], and those of the full tensor too
+            is_pair = self.is_gated and name.endswith("mlp.up.weight")
+            blocks = part.chunk(2) if is_pair else (self._ordered(name, part),)
+            for block, rows in enumerate(blocks):
+                offset = [0] * rows.ndim
+                if dim is not None:
+                    offset[dim] = (block * self.tp + t) * rows.shape[dim]
+                yield Region(tuple(offset), tuple(rows.shape)), rows
+
+    def _ordered(self, name: str, part: Tensor) -> Tensor:
+        """Return a rank's part with the rows of the fused qkv as [head][q, k, v][column].
+
+        Version 0 has [q, k, v][head][column], 1.0 has [head][column][q, k, v], later ones are as ours.
+        """
+        if ".attention.qkv." not in name or self.version >= 2:
+            return part
+        assert self.heads is not None, "checked when it was opened"
+        heads = self.heads // self.tp
+        if self.version == 0:
+            rows = part.reshape(3, heads, -1, *part.shape[1:]).transpose(0, 1)
+        else:
+            rows = part.reshape(heads, -1, 3, *part.shape[1:]).transpose(1, 2)
+        return rows.flatten(0, 2)
+
+
+def split_dim(name: str) -> int | None:
+    return SPLIT_DIMS.get(re.sub(r"layers\.\d+\.", "", name))
+
+
+def chunks_of(path: Path, content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the parts of the model in a file, or its virtual stages: names -> values."""
+    keys = ["model"]
+    if "model" not in content:
+        keys = [f"model{v}" for v in range(len(content)) if f"model{v}" in content]
+    if not keys:
+        held = printable(", ".join(sorted(content)[:6])) or "nothing"
+        raise CorruptFileError(f"{path}: holds no model (it has {held}): name another iteration")
+    return [flatten(path, content[key]) for key in keys]
+
+
+def flatten(path: Path, chunk: Any) -> dict[str, Any]:
+    """Flatten a dictionary of dictionaries: dotted name -> value, in order. Raises CorruptFileError."""
+    named: dict[str, Any] = {}
+    open_nodes: list[tuple[str, int, Any]] = [("", 0, chunk)]
+    visited = 0
+    while open_nodes:
+        prefix, depth, node = open_nodes.pop()
+        visited += 1
+        if prefix and not isinstance(node, dict):
+            if not prefix.endswith("_extra_state."):  # Transformer Engine's, of FP8 training
+                named[prefix.removesuffix(".")] = node
+            continue
+        too_many = depth > _MOST_DEPTH or visited > _MOST_NODES
+        if too_many or not isinstance(node, dict) or not all(type(key) is str for key in node):
+            name = printable(prefix) or "model"
+            raise CorruptFileError(f"{path}: {name} is no dictionary of names: copy it again")
+        open_nodes += [(f"{prefix}{key}.", depth + 1, value) for key, value in reversed(node.items())]
+    return named
+
+
+def core_name(name: str, layers: str) -> str:
+    """Return Megatron Core's name for one of any year; `layers` is the part that holds the layers there."""
+    short = name.removeprefix("language_model.")
+    if short != name:
+        short = re.sub(r"^(?:transformer|encoder|decoder)\.", f"{layers}.", short)
+    if in_layer := _IN_LAYER.fullmatch(short):
+        last = in_layer[3]
+        for pattern, new in RENAMED:
+            last = re.sub(f"^{pattern}", new, last)
+        return f"{in_layer[1]}.{in_layer[2]}.{last}"
+    for pattern, new in RENAMED_OUTSIDE:
+        short = re.sub(f"^{pattern}$", new, short)
+    return short
+
+
+def check_one_save(files: RankFiles, chunks: Mapping[Rank, list[dict[str, Any]]]) -> float:
+    """Return the checkpoint_version of all files. Raises CorruptFileError if they are not of one save."""
+    first = files.contents[0, 0]
+    for rank, content in files.contents.items():
+        for key in ("iteration", "checkpoint_version"):
+            value, expected = content.get(key), first.get(key)
+            if type(value) not in (int, float, type(None)) or value != expected:
+                raise CorruptFileError(
+                    f"{files.paths[rank]}: {key}={describe_value(value)}, but {describe_value(expected)} in "
+                    f"{files.paths[0, 0].parent.name}: files of different saves, copy them again"
+                )
+        if len(chunks[rank]) != len(chunks[0, 0]):
+            raise CorruptFileError(
+                f"{files.paths[rank]}: has other model parts than the first: copy it again"
+            )
+    version = first.get("checkpoint_version") or 0
+    if version not in (0, 1.0, 2.0, 3.0):
+        given = f"checkpoint_version={describe_value(version)}"
+        raise UserError(f"{files.paths[0, 0]}: {given}: 0, 1.0, 2.0 and 3.0 are known")
+    return float(version)
+
+
+def merge_stages(
+    files: RankFiles, chunks: Mapping[Rank, list[dict[str, Any]]], layers: str
+) -> list[dict[str, Tensor]]:
+    """Return Megatron Core's names -> tensors of each tensor-parallel rank, layers numbered over stages."""
+    ranks = list[dict[str, Tensor]]()
+    for t in range(files.tp):
+        named, first_layer = dict[str, Tensor](), 0
+        for v in range(len(chunks[t, 0])):
+            for p in range(files.pp):
+                part = {core_name(name, layers): value for name, value in chunks[t, p][v].items()}
+                first_layer += add_stage(named, files, (t, p), part, first_layer)
+        ranks.append(named)
+        if differing := named.keys() ^ ranks[0].keys():
+            raise CorruptFileError(
+                f"{files.step}: {min(differing)} is not in every rank that should hold it: copy all again"
+            )
+    return ranks
+
+
+def add_stage(
+    named: dict[str, Tensor], files: RankFiles, rank: Rank, part: Mapping[str, Any], first_layer: int
+) -> int:
+    """Add the tensors of a stage; return its number of layers."""
+    path, layers = files.paths[rank], set[int]()
+    for name, value in part.items():
+        try:
+            tensor = files.tensor(rank, value)
+        except DAMAGES:
+            tensor = torch.empty(0)
+        if tensor.dtype not in _FLOATS or not 1 <= tensor.ndim <= 2 or not tensor.numel():
+            what = "is not a plain tensor of floating-point numbers"
+            raise CorruptFileError(f"{path}: {printable(name)} {what}: copy it again")
+        if in_layer := _IN_LAYER.fullmatch(name):
+            layers.add(int(in_layer[2]))
+            name = f"{in_layer[1]}.{first_layer + int(in_layer[2])}.{in_layer[3]}"
+        if name in named:
+            raise unknown_name(path, name)
+        named[name] = tensor
+    if layers != set(range(len(layers))):
+        raise CorruptFileError(f"{path}: its layers are {sorted(layers)[:8]}, not 0, 1, 2, …: copy it again")
+    return len(layers)
