@@ -19,14 +19,13 @@ from mlm.plan.config import (
     PlanMemoryConfig,
     PlanScheduleConfig,
 )
-from mlm.plan.goodput import LEAST_SHARE, goodput
 from mlm.plan.hardware import this_machine
 from mlm.plan.layout import BATCH_NAMES, DEFAULTS, PlannedLayout
 from mlm.runs.checks import SETTINGS_RULES, context_problem
 from mlm.util.errors import Problem
 from mlm.util.results import folder_problem, is_stream
 
-TABLE_ENDINGS, PICTURES = (".json", ".csv"), (".svg", ".png")
+TABLE_ENDINGS = (".json", ".csv")
 MOST_TRIED = 128  # distance up to which a valid number of GPUs is looked for
 MODEL_RULES = tuple(rule for rule in TRAIN_RULES if not set(FIELDS) & set(rule.inputs))
 """Rules that no search can keep by another layout."""
@@ -39,7 +38,7 @@ MAX_COMPUTATIONS = 500_000  # in one simulation: a quarter of a minute, three ti
 
 
 def check_plan_schedule(config: PlanScheduleConfig) -> list[Problem]:
-    out = _out_ends_in((".json", *PICTURES), "schedule")
+    out = _out_ends_in((".json",), "schedule")
     return problems_of(config, ANYWHERE, SCHEDULE_RULES[:1], (_rounds_are_full, _can_be_simulated, out))
 
 
@@ -47,7 +46,7 @@ def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
     if outside := out_of_range(config):
         return list(outside.values())
     query = query_of(config)
-    rules = (*SETTINGS_RULES, _run_ends, _out_ends_in(TABLE_ENDINGS, "plan"))
+    rules = (*SETTINGS_RULES, _out_ends_in(TABLE_ENDINGS, "plan"))
     if problems := problems_of(query.run, ANYWHERE, MODEL_RULES, rules):
         return problems
     problem = context_problem(config.parallel.cp or 1, config.model, config.data)
@@ -73,15 +72,6 @@ def check_plan_dry_run(config: PlanDryRunConfig) -> list[Problem]:
 
 def check_plan_calibrate(config: PlanCalibrateConfig) -> list[Problem]:
     return problems_of(config, ANYWHERE, (), (_out_ends_in((".yaml", ".yml"), "hardware"),))
-
-
-def _run_ends(config: PlanLayoutsConfig, _: Launch) -> Problem | None:
-    expected = goodput(config.failures, config.gpus)
-    if expected is None or expected.share >= LEAST_SHARE:
-        return None
-    why = f"gpus={config.gpus} fail every {expected.failure_s:.3g} s and make no progress"
-    problem = f"failures.mtbf_hours={config.failures.mtbf_hours:g}: {why}"
-    return Problem(("failures.mtbf_hours", "gpus"), problem, "use a longer one, or fewer GPUs")
 
 
 def _some_layout_is_valid(query: Query) -> Problem | None:
@@ -184,19 +174,20 @@ COMMANDS = (
         spec=PlanLayoutsConfig,
         target="mlm.plan.layouts:run",
         local_check=check_plan_layouts,
-        summary="find the fastest, leanest or cheapest layouts of a model on some GPUs",
+        summary="find the fastest layouts of a model on some GPUs",
         about="""Searches the layouts that `mlm pretrain` takes on a number of GPUs, counting the model's own
             modules without a GPU. A key that is set (tp=8) is kept, the others are searched.""",
         examples="""
             # The 8.3 billion model of arXiv:1909.08053 on 64 DGX A100
             mlm plan layouts model=gpt2_8b gpus=512 hardware=dgx_a100_80g
-            # What 300 billion tokens take and cost, with failures
+            # What 300 billion tokens take and cost
             mlm plan layouts model=gpt2_8b gpus=64 tokens=300e9 price_per_gpu_hour=2.5
-                failures.mtbf_hours=50000
+            # The same on other numbers of GPUs, one table each
+            mlm plan layouts -m model=gpt2_8b gpus=64,128,256 tokens=300e9
         """,
         keys=f"""
-            gpus goal tokens price_per_gpu_hour failures.mtbf_hours show out {BATCH} tp cp pp vp dp
-            sequence_parallel pipeline zero recompute
+            gpus tokens price_per_gpu_hour show out {BATCH} tp cp pp vp dp sequence_parallel pipeline zero
+            recompute
         """,
     ),
     on_hardware(
@@ -273,8 +264,8 @@ COMMANDS = (
         examples="""
             # Figure 4 of the paper: interleaved 1F1B
             mlm plan schedule pp=4 vp=2 micro_batches=8
-            # Zero bubble (ZB-H1): weight gradients fill the gaps; as a picture too
-            mlm plan schedule pp=4 micro_batches=8 pipeline=zb_h1 out=schedule.svg
+            # Zero bubble (ZB-H1): weight gradients fill the gaps; every time as JSON too
+            mlm plan schedule pp=4 micro_batches=8 pipeline=zb_h1 out=schedule.json
         """,
     ),
 )

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -41,7 +40,6 @@ from mlm.plan.hardware import (
 )
 from mlm.tracking.peak import memory_bytes, table_peak
 from mlm.training.memory import reuse_large_blocks
-from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
 from mlm.util.results import CALIBRATION_MARK, save_result
 from mlm.util.system import available_cores, host_memory
@@ -103,18 +101,18 @@ def run(config: PlanCalibrateConfig) -> int:
         local = config.ranks or min(available_cores(), MOST_RANKS)
     hosts = 1 if place is None else place.world_size // place.local_world_size
     parallel = ParallelConfig(tp=local, dp=hosts)
-    job = CalibrationJob(out=config.out, max_waiting=config.max_waiting, dist=config.dist, parallel=parallel)
+    job = CalibrationJob(out=config.out, dist=config.dist, parallel=parallel)
     return run_job("mlm.plan.calibrate:on_rank", job, out=None)
 
 
 def on_rank(config: CalibrationJob, ctx: ParallelContext, workload: Workload | None = None) -> None:
-    """Measure, with all ranks together; the first prints and writes. Raises UserError."""
+    """Measure, with all ranks together; the first prints and writes."""
     before = 0
     if ctx.device.type == "cpu":
         reuse_large_blocks()
         before = memory_bytes(ctx.device)
     workload = workload or WORKLOADS[ctx.device.type]
-    measured = measure(ctx, workload, config.max_waiting)
+    measured = measure(ctx, workload)
     if not ctx.is_main:
         return
     content, out = as_yaml(hardware_of_this(ctx, workload, measured, before), ctx), console()
@@ -130,17 +128,15 @@ def on_rank(config: CalibrationJob, ctx: ParallelContext, workload: Workload | N
     save_result(config.out, content, out.print)
 
 
-def measure(ctx: ParallelContext, workload: Workload, max_waiting: float) -> dict[str, float]:
+def measure(ctx: ParallelContext, workload: Workload) -> dict[str, float]:
     """Return the measurements, the medians of all ranks, on every rank.
 
     FLOP/s of products by format and of "products" of usual sizes, bytes/s of the "memory", and for the axes
-    "node" and "network" that have several ranks bytes/s and, as "node_latency", seconds. Raises UserError if
-    other programs took the processors.
+    "node" and "network" that have several ranks bytes/s and, as "node_latency", seconds.
     """
     formats, device = workload.formats, ctx.device
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < AMPERE:
         formats = formats[1:]  # it has no units for bf16
-    begun, waited = time.perf_counter(), processor_wait()
     rates = [product_rate(ctx, formats[0], size, workload) for size in workload.products]
     measured = {"products": median(rates), formats[0]: max(rates)}
     measured |= {name: product_rate(ctx, name, workload.products[-1], workload) for name in formats[1:]}
@@ -158,15 +154,7 @@ def measure(ctx: ParallelContext, workload: Workload, max_waiting: float) -> dic
             measured[f"{name}_latency"] = small / (2 * math.ceil(math.log2(axis.size)))
             sent = 2 * (axis.size - 1) / axis.size * (sizes[1] - sizes[0])
             measured[name] = sent / max(large - small, 1e-9)
-    available = (time.perf_counter() - begun) * torch.get_num_threads()
-    waiting = max(processor_wait() - waited, 0.0) / available
-    waits, *columns = zip(*Ranks.of(ctx).all_gather([waiting, *measured.values()]), strict=True)
-    if max(waits) > max_waiting:
-        raise UserError(
-            f"max_waiting={max_waiting:g}: other programs had the processors for {max(waits):.0%} of the "
-            "time, so that nothing measured is this machine's own; end them and start again, or start fewer "
-            "ranks"
-        )
+    columns = zip(*Ranks.of(ctx).all_gather(list(measured.values())), strict=True)
     return {name: median(column) for name, column in zip(measured, columns, strict=True)}
 
 
@@ -206,20 +194,6 @@ def best_time(
             torch.cuda.synchronize(device)
         times.append(clock() - begin)
     return min(times)
-
-
-def processor_wait() -> float:
-    """Seconds that threads of this process were ready to run and had no processor, since each began.
-
-    Counted by Linux; 0 where it is not, as in some sandboxes.
-    """
-    total = 0
-    for thread in os.listdir("/proc/self/task"):
-        try:
-            total += int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1])
-        except (OSError, IndexError, ValueError):  # the thread has ended, or nothing is counted
-            continue
-    return total / 1e9
 
 
 def hardware_of_this(

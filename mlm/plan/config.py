@@ -1,9 +1,9 @@
 """Run specs of the commands of `mlm plan`, and of the job that calibration starts on each rank."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY, Aliases, Bound, OnlyIf, ResultFile
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, Aliases, Bound, OnlyIf, ResultFile
 from mlm.launch.config import DistConfig
 from mlm.launch.rules.layout import MAX_CPU_RANKS
 from mlm.parallel.config import (
@@ -18,7 +18,6 @@ from mlm.parallel.config import (
     Zero,
     ZeroReduce,
 )
-from mlm.plan.goodput import FailureConfig
 from mlm.plan.hardware import HardwareConfig
 from mlm.runs.config import MicroBatchSize, PretrainConfig, TrainConfig
 
@@ -41,8 +40,7 @@ class PlanScheduleConfig:
     pipeline: Schedule = "1f1b"
     """Schedule: 1f1b (arXiv:2104.04473), gpipe (all forward, then all backward), zb_h1 (arXiv:2401.10241)."""
     out: ResultFile | None = None
-    """File to write beside the printed picture: .svg or .png draw it (mlm[reproduce]), .json lists it; null
-    writes none."""
+    """File to write beside the printed picture, .json; null writes none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,16 +82,11 @@ class PlanLayoutsConfig(PlannedRunConfig):
 
     hardware: HardwareConfig
     gpus: Annotated[int, POSITIVE, Aliases("world_size", "num_gpus", "n_gpus")] = 8
-    """GPUs to use, all of them; goal=cost tries its halves too."""
-    goal: Literal["time", "cost", "memory"] = "time"
-    """time: the fastest layouts. memory: from the leanest to the fastest, those that no other beats in both
-    memory and time. cost: of gpus, gpus/2, gpus/4, … the numbers that no other beats in both GPU-hours and
-    time, with their fastest layouts, the cheapest first."""
+    """GPUs to use, all of them."""
     tokens: Annotated[float | None, POSITIVE, Aliases("train_tokens", "max_tokens")] = None
     """Tokens to train on, such as 300e9: adds days and, with a price, cost."""
     price_per_gpu_hour: Annotated[float | None, POSITIVE, OnlyIf("tokens")] = None
     """Price of one GPU for an hour, in any currency; needs tokens."""
-    failures: FailureConfig = field(default_factory=FailureConfig)
     show: Annotated[int, POSITIVE] = 10
     """Layouts to show."""
     parallel: SearchedLayoutConfig = field(default_factory=SearchedLayoutConfig)
@@ -135,9 +128,6 @@ class PlanCalibrateConfig:
     ranks: Annotated[int | None, HOST_RANKS, Aliases("nproc_per_node", "gpus")] = None
     """Ranks to start on this host; null: one for each GPU, or on a CPU for each core, at most 8. A launcher's
     ranks are taken as they are."""
-    max_waiting: Annotated[float, PROBABILITY] = 0.1
-    """Share of the time that a rank may wait for a processor which another program has. Above it the
-    measurement is rejected."""
     dist: DistConfig = field(default_factory=DistConfig)
 
 

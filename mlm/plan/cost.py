@@ -86,20 +86,6 @@ class StepTime:
     """Idle over ideal time."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageTimes:
-    """The stages of a layout on one micro-batch."""
-
-    costs: list[Cost]
-    last: float
-    """Forward and backward of the last rank's stages."""
-    ramps: float
-    """Passes before the last rank's first, and after its last."""
-    forward: float
-    """Of the first rank's stages."""
-    backward: float
-
-
 class CostModel:
     """Times of layouts of one run on a number of devices."""
 
@@ -268,11 +254,11 @@ class CostModel:
 
     # -- a step
 
-    def stages(self, layout: PlannedLayout) -> StageTimes:
+    def stages(self, layout: PlannedLayout) -> list[Cost]:
         """Times of each stage (chunk) on one micro-batch."""
         return self.stage_times(layout.split, layout.micro_batch, layout.pp, layout.vp)
 
-    def _stage_times(self, split: ParallelConfig, micro_batch: int, p: int, v: int) -> StageTimes:
+    def _stage_times(self, split: ParallelConfig, micro_batch: int, p: int, v: int) -> list[Cost]:
         times = self.home_times(split, micro_batch)
         counted = self.counts.counts(replace(split, recompute="none"))
         addition_s = self.traffic(counted.accumulation, fused=False) / max(counted.trained, 1)
@@ -294,20 +280,14 @@ class CostModel:
             homes = self.stage_homes(p * v, 1, n)
             f, b, w = map(sum, zip(*([k * x for x in cost(home)] for home, k in homes.items()), strict=True))
             costs.append(Cost(f, b, b - w, w))
-        return StageTimes(
-            costs,
-            last=sum(cost.forward + cost.backward for cost in costs[p - 1 :: p]),
-            ramps=sum(cost.forward + cost.backward for cost in costs[: p - 1]),
-            forward=sum(cost.forward for cost in costs[::p]),
-            backward=sum(cost.backward for cost in costs[::p]),
-        )
+        return costs
 
     def stage_homes(self, pp: int, vp: int, stage_rank: int) -> Counter[str]:
         """Homes of a pipeline rank, and how many of each it has."""
         return homes_of(self.counts.kinds, pp, vp, stage_rank)
 
     def step(self, layout: PlannedLayout) -> StepTime:
-        times, m, p = self.stages(layout).costs, layout.micro_batches, layout.pp
+        times, m, p = self.stages(layout), layout.micro_batches, layout.pp
         transfer = self.transfer(layout)
         busy = m * sum(cost.forward + cost.backward for cost in times) / p
         if p == 1:
@@ -325,13 +305,13 @@ class CostModel:
 
     def bound(self, layout: PlannedLayout) -> float:
         """A time that no step of this layout is below: the last rank's work, and the pipeline's two ramps."""
-        times, ramps = self.stages(layout), 0.0
-        if layout.pp > 1:
-            ramps = times.ramps
-            if layout.pipeline == "zb_h1":  # weight gradients fill a part of them
-                weights = [cost.weight_gradient for cost in times.costs[: layout.pp - 1]]
-                ramps -= sum(weights) + len(weights) * max(weights)
-        return layout.micro_batches * times.last + max(ramps, 0.0) + sum(self.after(layout))
+        times, p = self.stages(layout), layout.pp
+        last = sum(cost.forward + cost.backward for cost in times[p - 1 :: p])
+        ramps = sum(cost.forward + cost.backward for cost in times[: p - 1])
+        if p > 1 and layout.pipeline == "zb_h1":  # weight gradients fill a part of them
+            weights = [cost.weight_gradient for cost in times[: p - 1]]
+            ramps -= sum(weights) + len(weights) * max(weights)
+        return layout.micro_batches * last + max(ramps, 0.0) + sum(self.after(layout))
 
     def transfer(self, layout: PlannedLayout) -> float:
         """Seconds that a boundary tensor takes to the next pipeline rank."""
@@ -372,19 +352,23 @@ class CostModel:
                 collective(part * weights, replicas, t) + collective(part * experts, copies, apart)
             )
 
-        times, m = self.stages(layout), layout.micro_batches
+        stages, m = self.stages(layout)[:: layout.pp], layout.micro_batches
+        forward, backward = sum(cost.forward for cost in stages), sum(cost.backward for cost in stages)
         hides = software.overlaps_dp and layout.pipeline != "zb_h1"
+        if layout.vp > 1 and layout.zero < 3 and layout.zero_reduce == "last":
+            # p micro-batches of each chunk before it pass until a chunk's weights are used; as many backward.
+            forward, backward = layout.pp * forward, layout.pp * backward
         reduction = gathers = 0.0
         if layout.zero == 0:
             if replicas > 1:
                 whole_time = over(self.all_reduce, software.gradient_bytes * trained)
-                reduction = self.exposed(whole_time, times.backward if hides else 0.0, layers)
+                reduction = self.exposed(whole_time, backward if hides else 0.0, layers)
             optimizer *= weights + experts
         else:
             reduce = self.all_reduce if software.reduces_whole else self.gather_shards
             scatter = over(reduce, software.gradient_bytes * trained)
             gather = over(self.gather_shards, self.element)
-            window_f, window_b = (times.forward, times.backward) if software.overlaps_dp else (0.0, 0.0)
+            window_f, window_b = (forward, backward) if software.overlaps_dp else (0.0, 0.0)
             every = m if layout.zero_reduce == "every" else 1
             if layout.zero == 3:
                 gathers = m * self.exposed(gather, window_f, layers)

@@ -61,7 +61,6 @@ def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
         "layers": result.layers,
         "micro_batches": result.micro_batches,
         "micro_batches_run": result.micro_batches_run,
-        "attention": result.attention,
         "scope": SCOPE.format("CPU" if ctx.device == CPU else "GPU"),
         "parameters": result.parameters,
         "flops": flops_of(result),
@@ -84,8 +83,7 @@ def show(facts: dict[str, Any], screen: Screen) -> None:
     screen.print(f"{facts['settings']['name']}: rank {facts['rank']} of {facts['ranks']} ({where})")
     chunks = "; ".join(f"{layers[0]} to {layers[-1]}" if layers else "none" for layers in facts["layers"])
     screen.print(f"layers {chunks}; {facts['parameters']:,} parameters here")
-    steps = f"{facts['micro_batches']} micro-batches, {facts['micro_batches_run']} of them run"
-    screen.print(f"one step: {steps}; {facts['attention']} attention\n")
+    screen.print(f"{facts['micro_batches']} micro-batches, {facts['micro_batches_run']} of them run\n")
     flops = [(name, n, f"{n / 1e12:,.3f}") for name, n in facts["flops"].items() if n]
     show_table(screen, "Matrix products of a step", ("", "FLOPs#", "TFLOPs#"), flops)
     messages = []

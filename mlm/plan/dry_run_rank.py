@@ -58,8 +58,6 @@ class DryRun:
     micro_batches: int
     micro_batches_run: int
     """Those that were run; the counts of the rest follow."""
-    attention: str = "cpu"
-    """Kernel of attention."""
 
 
 def dry_run(
@@ -84,14 +82,13 @@ def dry_run(
         for axis in (*axes, ctx.experts.replicas):
             if axis is not None and axis.group is not None:
                 meter.axes[axis.group.group_name] = (axis.name, axis.size)
-        attention = MetaAttention(config.attention)
         with contextlib.ExitStack() as stack:
             if device == META:
-                stack.enter_context(attention)
+                stack.enter_context(MetaAttention(config.attention))
                 stack.enter_context(sharding_on_meta())
             with meter:
                 trainer: Trainer[MicroBatch] = Trainer(config, ctx)
-            return replace(run_steps(trainer, meter, in_full=in_full), attention=attention.kernel)
+            return run_steps(trainer, meter, in_full=in_full)
     finally:
         dist.destroy_process_group()
 
@@ -264,8 +261,6 @@ class MetaAttention(TorchFunctionMode):
     def __init__(self, choice: AttentionKernel, *, is_unfused: bool = False, again: bool = False) -> None:
         super().__init__()
         self.choice, self.is_unfused, self.again = choice, is_unfused, again
-        self.kernel = "cpu"
-        """The one that ran last."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -291,20 +286,19 @@ class MetaAttention(TorchFunctionMode):
     ) -> Tensor:
         """Attention in the kernel that would run: [B, N/t, S, D], keys and values possibly of fewer heads."""
         aten, half = torch.ops.aten, q.dtype in (torch.bfloat16, torch.float16)
+        y: Tensor
         if half and attn_mask is None and self.choice in ("auto", "flash"):
-            self.kernel = "flash"
-            y: Tensor = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+            y = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
             return y
         if enable_gqa:  # other kernels want a head of keys for each query's
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         if self.choice == "cudnn" and half:
-            self.kernel, kernel = "cudnn", aten._scaled_dot_product_cudnn_attention
+            kernel = aten._scaled_dot_product_cudnn_attention
         elif q.dtype == torch.float64 or self.choice == "math":
-            self.kernel = "math"
             with torch._C.DisableTorchFunction():
                 return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal)
         else:
-            self.kernel, kernel = "efficient", aten._scaled_dot_product_efficient_attention
+            kernel = aten._scaled_dot_product_efficient_attention
             attn_mask = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
         y = kernel(q, k, v, attn_mask, True, dropout_p, is_causal)[0]
         return y

@@ -92,10 +92,6 @@ class HardwareConfig:
     is_calibrated: bool = False
     """True if `efficiency.matmul` was measured with this program, by `mlm plan calibrate`; the rest is of
     others."""
-    time_low: Annotated[float, POSITIVE] = 0.92
-    """Share of the predicted step time below which a tenth of published steps were."""
-    time_high: Annotated[float, POSITIVE] = 1.34
-    """The share above which a tenth were. Both are measured by scripts/plan_published.py."""
     network_is_assumed: bool = False
     """True if `network_*` are those within a node, as of a calibration of one node."""
     peak_tflops: PeakConfig = field(default_factory=PeakConfig)

@@ -11,7 +11,6 @@ from mlm.models.shape import architecture_of, count_active_parameters, count_par
 from mlm.plan.candidates import Query, query_of
 from mlm.plan.config import PlanCompareConfig, PlanLayoutsConfig, PlanMemoryConfig, SearchedLayoutConfig
 from mlm.plan.cost import PARTS as TIME_PARTS
-from mlm.plan.goodput import goodput
 from mlm.plan.hardware import GIB, gib
 from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import DeviceMemory, in_flight
@@ -21,7 +20,6 @@ from mlm.plan.report import (
     fit,
     format_seconds,
     memory_row,
-    node_cautions,
     show_table,
     spread,
     time_caution,
@@ -29,7 +27,7 @@ from mlm.plan.report import (
     wide_screen,
     write_rows,
 )
-from mlm.plan.search import LayoutForecast, Models, SearchResult, search, search_cheapest
+from mlm.plan.search import LayoutForecast, Models, SearchResult, search
 from mlm.runs.config import PretrainConfig
 from mlm.tracking.panel import format_count
 from mlm.util.errors import UserError, format_settings
@@ -40,17 +38,9 @@ PLAN_KEYS |= {key.partition(".")[0] for key in leaves(PlanLayoutsConfig).keys() 
 
 
 def run(config: PlanLayoutsConfig) -> SearchResult:
-    """Print the best layouts and write `out`. Raises UserError if none fits."""
-
-    def share(gpus: int) -> float:
-        progress = goodput(config.failures, gpus)
-        return 1.0 if progress is None else progress.share
-
+    """Print the fastest layouts and write `out`. Raises UserError if none fits."""
     screen, query = wide_screen(), query_of(config)
-    if config.goal == "cost":
-        result = search_cheapest(query, config.show, share)
-    else:
-        result = search(query, config.show, is_lean=config.goal == "memory")
+    result = search(query, config.show)
     if not result.best:
         assert result.nearest is not None
         layout, lacks = result.nearest
@@ -58,10 +48,7 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
             f"gpus={query.gpus}: no layout fits into {gib(query.memory_bytes)} per GPU (the smallest, "
             f"{layout.label}, lacks {gib(lacks)}); use more GPUs, or free settings that are kept"
         )
-    rows = [
-        as_row(query, forecast, config.tokens, config.price_per_gpu_hour, share(forecast.layout.gpus))
-        for forecast in result.best
-    ]
+    rows = [as_row(query, forecast, config.tokens, config.price_per_gpu_hour) for forecast in result.best]
     model = f"{format_count(count_parameters(config.model))} parameters"
     if architecture_of(config.model).experts:
         model += f", {format_count(count_active_parameters(config.model))} of a token"
@@ -72,30 +59,25 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
     )
     show_layouts(rows, screen)
     best = result.best[0]
-    screen.print(footnote(result, config.goal))
-    if progress := goodput(config.failures, best.layout.gpus):
-        failure, interval = map(format_seconds, (progress.failure_s, progress.interval_s))
-        line = f"goodput {progress.share:.1%}: a failure every {failure}, a checkpoint every {interval}"
-        screen.print(f"{line}; days and price include it")
+    line = f"{result.candidates:,} valid layouts"
+    if result.nearest:
+        layout, lacks = result.nearest
+        line += f"; of those that may be as fast, {layout.label} does not fit by {gib(lacks)}"
+    screen.print(f"{line}. `mlm plan compare` and `memory` show the parts of a layout.")
     _, rests = time_range(query.hardware, query.run.model, best.layout.gpus)
-    notes = [time_caution(rests), *node_cautions(query.hardware, best.layout)]
-    for line in notes:
-        screen.print(line)
-    screen.print(f"\n{command_line(config, best.layout)}")
+    caution = time_caution(rests)
+    screen.print(f"{caution}\n\n{command_line(config, best.layout)}")
     facts = {"memory_bytes_per_gpu": query.memory_bytes, "valid_layouts": result.candidates}
-    write_rows(config, "layouts", {**facts, "notes": notes, "layouts": rows}, screen)
+    write_rows(config, "layouts", {**facts, "notes": [caution], "layouts": rows}, screen)
     return result
 
 
 def show_layouts(rows: Sequence[Row], screen: Console) -> None:
-    headings = {"days": "days", "price": "price"}
-    if len({row["gpus"] for row in rows}) > 1:
-        headings = {"gpus": "GPUs", "gpu_hours_per_billion": "GPUh/Gtok", **headings}
-    more = [key for key in headings if rows[0][key] is not None]
+    more = [key for key in ("days", "price") if rows[0][key] is not None]
     columns = (" ##", "layout", "step#", "tokens/s#", "TFLOP/s#", "MFU#", "GiB#")
     cells = [
         (
-            *(number, row["layout"], spread(1.0, (row["step_low_s"], row["step_high_s"]), format_seconds)),
+            *(number, row["layout"], spread(row["step_low_s"], row["step_high_s"], format_seconds)),
             format_count(row["tokens_per_s"]),
             f"{row['model_tflops']:.0f}" + f" ({row['hardware_tflops']:.0f})" * (row["recompute"] == "full"),
             *(f"{row['mfu']:.1%}", f"{row['memory_bytes'] / GIB:.1f}"),
@@ -103,7 +85,7 @@ def show_layouts(rows: Sequence[Row], screen: Console) -> None:
         )
         for number, row in enumerate(rows, start=1)
     ]
-    show_table(screen, "", (*columns, *(f"{headings[key]}#" for key in more)), cells)
+    show_table(screen, "", (*columns, *(f"{key}#" for key in more)), cells)
 
 
 def command_line(config: PlanLayoutsConfig, layout: PlannedLayout) -> str:
@@ -120,17 +102,6 @@ def command_line(config: PlanLayoutsConfig, layout: PlannedLayout) -> str:
     words |= {key: word for key, word in typed.items() if key.partition(".")[0] not in PLAN_KEYS}
     words |= {key: format_settings({key: value}) for key, value in layout.settings().items()}
     return shlex.join(["mlm", "pretrain", *words.values()])
-
-
-def footnote(result: SearchResult, goal: str) -> str:
-    """A line that counts the layouts, and tells their order."""
-    line = f"{result.candidates:,} valid layouts"
-    if result.nearest:
-        layout, lacks = result.nearest
-        line += f"; of those that may be as fast, {layout.label} does not fit by {gib(lacks)}"
-    if goal != "time":
-        line += f"; none beats one of these in both {'memory' if goal == 'memory' else 'GPU-hours'} and time"
-    return f"{line}. `mlm plan compare` and `memory` show the parts of a layout."
 
 
 def compare(config: PlanCompareConfig) -> tuple[LayoutForecast, LayoutForecast]:
@@ -156,7 +127,7 @@ def compare(config: PlanCompareConfig) -> tuple[LayoutForecast, LayoutForecast]:
     for name, query, forecast in zip("AB", queries, forecasts, strict=True):
         shares, rests = time_range(query.hardware, config.model, query.gpus)
         reasons |= dict.fromkeys(rests)
-        took = spread(forecast.step.total, shares, format_seconds)
+        took = spread(*(forecast.step.total * share for share in shares), format_seconds)
         needs = fit(forecast.memory.total, query.memory_bytes)
         screen.print(
             f"{name}: {forecast.layout.label} on {query.gpus} GPUs; {took} a step; the fullest {needs}"
@@ -173,7 +144,7 @@ def memory(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:
     screen, seq = wide_screen(), config.data.seq_length
     layout = PlannedLayout.of(config, config.parallel.dp or 1)
     query = Query(run=config, hardware=config.hardware, gpus=layout.gpus)
-    model, hardware, capacity = Models(query).memory, query.hardware, query.memory_bytes
+    model, capacity = Models(query).memory, query.memory_bytes
     replicas, of_stage = layout.dp * layout.cp, layout.gpus // layout.pp
     peaks, rows = dict[int, DeviceMemory](), list[Row]()
     for rank in sorted({0, (layout.pp - 1) * of_stage, config.rank}):
@@ -183,7 +154,7 @@ def memory(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:
         names = {"rank": rank, "stage": stage, "parameters": peak.parameters, "moment": peak.moment}
         rows.append({**names, **memory_row(peak), "in_flight": in_flight(layout, stage)})
     batch = f"{layout.micro_batches} micro-batches of {layout.micro_batch} x {seq} tokens"
-    where = f"{layout.label} on {layout.gpus} GPUs of {hardware.name}"
+    where = f"{layout.label} on {layout.gpus} GPUs of {query.hardware.name}"
     screen.print(f"{config.name} · {where} · {config.precision.dtype} · {batch}")
     lines = list[tuple[str, ...]]()
     for key in list(rows[0])[1:]:
@@ -195,7 +166,5 @@ def memory(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:
     show_table(screen, "", ("", *(f"rank {rank}#" for rank in peaks)), lines)
     rank, fullest = max(peaks.items(), key=lambda item: item[1].total)
     screen.print(f"rank {rank} {fit(fullest.total, capacity)}")
-    for line in node_cautions(hardware, layout):
-        screen.print(line)
     write_rows(config, "memory", {"memory_bytes_per_gpu": capacity, "ranks": rows}, screen)
     return peaks

@@ -9,16 +9,13 @@ rules of their own. The guide Planning lists the terms.
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 from mlm.models.stage import split_layers
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.pipeline.actions import SENDS_KEPT
 from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY
+from mlm.plan.layer_counts import LayerCounts
 from mlm.plan.layout import BOTH, FIRST, LAST, PlannedLayout, split_of_state
-
-if TYPE_CHECKING:  # pages of runs read this module and need no torch
-    from mlm.plan.layer_counts import LayerCounts
 
 PARTS = (
     "weights",
@@ -31,8 +28,6 @@ PARTS = (
     "allocator",
 )
 """Parts of a device's memory, in the order they are shown."""
-MOMENTS = ("backward", "optimizer")
-"""Moments at which a device may be at its fullest: as backward begins, or as the optimizer steps."""
 ALLOCATOR = 0.04
 """Share of what comes and goes in a step that the allocator loses to rounding and fragments."""
 
@@ -44,7 +39,7 @@ class DeviceMemory:
     parts: dict[str, float]
     """Bytes by PARTS."""
     moment: str
-    """One of MOMENTS."""
+    """backward, as it begins, or optimizer, as it steps."""
     parameters: int
     """Elements that the device holds."""
 
@@ -78,7 +73,7 @@ class StageState:
 class MemoryModel:
     """Memory of layouts of one run, on one type of device."""
 
-    def __init__(self, counts: "LayerCounts", reserved: float = 0.0) -> None:
+    def __init__(self, counts: LayerCounts, reserved: float = 0.0) -> None:
         self.counts, self.run, self.reserved = counts, counts.run, reserved
         self.element, self.master = counts.element, max(4, counts.element)
         self._states = cache(self._state)

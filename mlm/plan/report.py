@@ -14,7 +14,7 @@ from mlm.models.shape import architecture_of
 from mlm.plan.candidates import Query
 from mlm.plan.config import PlannedRunConfig
 from mlm.plan.hardware import HardwareConfig, gib
-from mlm.plan.layout import DEFAULTS, PlannedLayout, hardware_flops, model_flops
+from mlm.plan.layout import DEFAULTS, hardware_flops, model_flops
 from mlm.plan.memory import DeviceMemory
 from mlm.plan.search import LayoutForecast
 from mlm.util.results import save_result
@@ -22,23 +22,20 @@ from mlm.util.terminal import add_row, console, table
 
 HOUR, DAY = 3600.0, 86400.0
 WIDTH = 100  # columns of the widest table
-UNCOMPARED = (0.91, 1.47)
-"""Shares of the predicted time between which nine tenths of published steps were: of what is like none."""
 Range = tuple[float, float]
+COMPARED: Range = (0.93, 1.23)
+"""Shares of the predicted time between which four of five published steps were (plan_published.py)."""
+UNCOMPARED: Range = (0.92, 1.37)
+"""Those between which nine of ten were: the range of what is like none of them."""
 Row = Mapping[str, Any]
 
 
 def as_row(
-    query: Query,
-    forecast: LayoutForecast,
-    tokens: float | None = None,
-    price: float | None = None,
-    share: float = 1.0,
+    query: Query, forecast: LayoutForecast, tokens: float | None = None, price: float | None = None
 ) -> Row:
     """A layout as a flat row: settings, numbers, seconds and bytes by part.
 
-    Days and price are those of so many tokens, at the price of a GPU for an hour, with this share of
-    the time progress.
+    Days and price are those of so many tokens, at the price of a GPU for an hour.
     """
     layout, step, memory = forecast.layout, forecast.step, forecast.memory
     seq, batch, seconds = query.run.data.seq_length, query.run.train.global_batch_size, step.total
@@ -46,7 +43,7 @@ def as_row(
     per_gpu = 1 / (seconds * layout.gpus * 1e12)
     model = model_flops(*counted, layout.tp) * per_gpu
     low, high = time_range(query.hardware, query.run.model, layout.gpus)[0]
-    length = None if tokens is None else tokens / rate / share
+    length = None if tokens is None else tokens / rate
     sizes = ("micro_batch", "global_batch")
     settings = {name: getattr(layout, name) for name in DEFAULTS if name not in sizes}
     return {
@@ -63,7 +60,7 @@ def as_row(
         "mfu": model * 1e12 / query.hardware.peak(query.run.precision.dtype),
         "days": None if length is None else length / DAY,
         "gpus": layout.gpus,
-        "gpu_hours_per_billion": 1e9 / rate / share / HOUR * layout.gpus,
+        "gpu_hours_per_billion": 1e9 / rate / HOUR * layout.gpus,
         "price": None if length is None or price is None else length / HOUR * layout.gpus * price,
         "bubble": step.bubble,
         **{f"{name}_s": value for name, value in step.parts.items()},
@@ -108,7 +105,7 @@ def time_range(hardware: HardwareConfig, model: ModelConfig, gpus: int) -> tuple
         rests.append("links between nodes that were not measured")
     if architecture_of(model).experts:
         rests.append("even loads of experts")
-    return ((hardware.time_low, hardware.time_high) if len(rests) == 1 else UNCOMPARED), rests
+    return (COMPARED if len(rests) == 1 else UNCOMPARED), rests
 
 
 def time_caution(rests: Iterable[str]) -> str:
@@ -117,22 +114,11 @@ def time_caution(rests: Iterable[str]) -> str:
     return f"{caution}: they rest on {' and '.join(rests)}"
 
 
-def spread(value: float, shares: Range, form: Callable[[float], str]) -> str:
-    """`226-319 ms`: the range of a value between these shares of it."""
-    low, high = (form(value * share) for share in shares)
-    number, _, unit = low.partition(" ")
-    return f"{number if high.endswith(f' {unit}') else low}-{high}"
-
-
-def node_cautions(hardware: HardwareConfig, layout: PlannedLayout) -> list[str]:
-    """A line on tp across nodes."""
-    node = hardware.devices_per_node
-    if hardware.device == "cpu" or layout.tp <= node:
-        return []
-    return [
-        f"warning: tp={layout.tp} crosses nodes of {node}: the network carries each layer's all-reduces "
-        f"(arXiv:2104.04473, section 3.2); use tp={node} or less"
-    ]
+def spread(low: float, high: float, form: Callable[[float], str]) -> str:
+    """`226-319 ms`: a range of values."""
+    first, last = form(low), form(high)
+    number, _, unit = first.partition(" ")
+    return f"{number if last.endswith(f' {unit}') else first}-{last}"
 
 
 def wide_screen() -> Console:

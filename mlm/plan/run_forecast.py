@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from mlm.launch.devices import device_kind
 from mlm.launch.environment import read_rank_place
 from mlm.plan.candidates import Query
-from mlm.plan.cost import StepTime
 from mlm.plan.hardware import (
     CPU_RESERVED_GIB,
     GIB,
@@ -22,7 +21,7 @@ from mlm.plan.hardware import (
     unmeasured,
 )
 from mlm.plan.layout import PlannedLayout
-from mlm.plan.report import as_row, format_seconds, spread, time_range
+from mlm.plan.report import Row, as_row, format_seconds, spread, time_range
 from mlm.plan.search import Models
 from mlm.runs.config import PretrainConfig
 from mlm.tracking.summary import Predicted
@@ -43,18 +42,17 @@ class Forecast:
     """Bytes of the fullest rank."""
     first: float
     """Bytes of rank 0."""
-    step: StepTime | None
-    """None where the hardware's speed is unknown."""
-    mfu: float | None
+    row: Row | None
+    """Its numbers as `mlm plan layouts` has them; None where the hardware's speed is unknown."""
 
     @property
     def predicted(self) -> Predicted:
         """Numbers that the summary of the run shows beside the measured ones of rank 0."""
         hardware = self.query.hardware
-        if self.step is None:
+        if self.row is None:
             return Predicted(None, self.first, None, "")
         source = "hardware=this" if hardware.is_calibrated else "a preset"
-        return Predicted(self.step.total, self.first, self.mfu, f"{hardware.name} ({source})")
+        return Predicted(self.row["step_s"], self.first, self.row["mfu"], f"{hardware.name} ({source})")
 
 
 def forecast(config: PretrainConfig, ranks: int, hardware: HardwareConfig | None = None) -> Forecast:
@@ -66,13 +64,11 @@ def forecast(config: PretrainConfig, ranks: int, hardware: HardwareConfig | None
         place = read_rank_place(os.environ)
         hardware = hardware_here(config, place.local_world_size if place else ranks)
     layout = PlannedLayout.of(config, ranks // config.parallel.replica)
-    query, step, mfu = Query(run=config, hardware=hardware, gpus=ranks), None, None
-    models = Models(query)
-    if getattr(hardware.peak_tflops, config.precision.dtype) is not None:
-        result = models.forecast(layout)
-        step, mfu = result.step, as_row(query, result)["mfu"]
-    memory = models.memory
-    return Forecast(query, layout, memory.worst(layout).total, memory.peak(layout).total, step, mfu)
+    models = Models(query := Query(run=config, hardware=hardware, gpus=ranks))
+    is_known = getattr(hardware.peak_tflops, config.precision.dtype) is not None
+    row = as_row(query, models.forecast(layout)) if is_known else None
+    worst, first = models.memory.worst(layout), models.memory.peak(layout)
+    return Forecast(query, layout, worst.total, first.total, row)
 
 
 def hardware_here(config: PretrainConfig, local_ranks: int) -> HardwareConfig:
@@ -106,11 +102,11 @@ def summary(run: Forecast) -> list[str]:
         words = f"{need}; this host has {gib(host_memory())}"
     else:
         words = f"needs {gib(run.memory)} of {gib(capacity)} per GPU"
-    if run.step is not None and run.mfu is not None:
+    if row := run.row:
         name = f"{hardware.name}, {ranks} ranks" if ranks > 1 else hardware.name
-        shares, rests = time_range(hardware, run.query.run.model, ranks)
-        step = spread(run.step.total, shares, format_seconds)
-        mfu = spread(run.mfu, (1 / shares[1], 1 / shares[0]), "{:.0%}".format)
+        (low, high), rests = time_range(hardware, run.query.run.model, ranks)
+        step = spread(row["step_low_s"], row["step_high_s"], format_seconds)
+        mfu = spread(row["mfu"] / high, row["mfu"] / low, "{:.0%}".format)
         words += f"; {step} a step and {mfu} MFU expected ({'; '.join([name, *rests])})"
     if run.memory <= capacity:
         return [words]

@@ -149,7 +149,6 @@ MOE = "pretrain model=moe_tiny model.options.num_experts=0"
             ("generate ckpt=x prompt=a prompts=b", "prompt=a: has no effect with prompts=b"),
             ("eval lambada ckpt=x force=true", "force=true: has no effect with tokenizer=null"),
             ("plan layouts price_per_gpu_hour=2", "price_per_gpu_hour=2.0: has no effect with tokens=null"),
-            ("plan layouts failures.restart_s=1", "has no effect with failures.mtbf_hours=null"),
             (
                 "convert a b to=torch_dist max_file_gb=1",
                 "max_file_gb=1.0: has no effect with to=torch_dist; remove it, or set to=hf or",

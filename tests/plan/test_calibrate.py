@@ -1,7 +1,5 @@
 """`mlm plan calibrate`: constants are rates that were measured; its YAML is hardware that plans take."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from mlm.plan import calibrate
 from mlm.plan.calibrate import Workload, hardware_of_this, measure, on_rank
 from mlm.plan.config import CalibrationJob, PlanCalibrateConfig
 from mlm.plan.hardware import calibration_file, cpu_name
-from mlm.util.errors import UserError
 from tests.ranks import run_on_ranks
 
 TINY = Workload(
@@ -60,7 +57,6 @@ def test_a_calibration_is_hardware_of_plans(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert main([*PLAN, "hardware=this"]) == 2
     assert "hardware=this: this machine was not calibrated; run `mlm plan cal" in capsys.readouterr().err
-    monkeypatch.setattr(calibrate, "processor_wait", lambda: 0.0)
     job = CalibrationJob(out=str(tmp_path / "mine.yaml"), parallel=ParallelConfig())
     for _ in range(2):
         on_rank(job, ParallelContext(), TINY)
@@ -88,7 +84,7 @@ def test_ranks_measure_their_links() -> None:
 
 def check_links(ctx: ParallelContext) -> None:
     """Both ranks have the same numbers, of the one axis that has several ranks."""
-    measured = measure(ctx, TINY, 1000.0)
+    measured = measure(ctx, TINY)
     assert measured.keys() == {"products", "fp32", "bf16", "memory", "node", "node_latency"}
     assert all(value > 0 for value in measured.values())
 
@@ -110,28 +106,3 @@ def test_more_ranks_than_a_host_is_started_with_are_rejected() -> None:
     assert problem.keys == ("ranks",)
     assert problem == "ranks=9999999 must be at most 64"
     assert not check_plan_calibrate(PlanCalibrateConfig(ranks=64))
-
-
-def test_a_measurement_that_waited_for_processors_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = [0.0, 1e9]
-    monkeypatch.setattr(calibrate, "processor_wait", lambda: waits.pop(0))
-    with pytest.raises(UserError, match=r"max_waiting=0.1: other programs had the processors for .*%"):
-        measure(ParallelContext(), TINY, 0.1)
-
-
-@pytest.mark.slow
-def test_waiting_for_a_processor_is_counted() -> None:
-    """Two busy threads on one processor: each waits while the other runs."""
-    program = (
-        "import os, time; from threading import Thread\n"
-        "from mlm.plan.calibrate import processor_wait\n"
-        "os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
-        "end, before = time.monotonic() + 0.3, processor_wait()\n"
-        "def work():\n    while time.monotonic() < end: pass\n"
-        "if os.fork() == 0:\n    work(); os._exit(0)\n"
-        "work(); os.wait(); print(processor_wait() - before)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    if not Path("/proc/self/schedstat").exists():
-        pytest.skip("this kernel does not count waits")
-    assert float(done.stdout) > 0.05

@@ -239,6 +239,15 @@ def test_messages_slow_what_hides_them(window: float) -> None:
     assert cost().exposed(10.0, window) == pytest.approx(elapsed - window)
 
 
+def test_interleaved_chunks_hide_messages_of_others_for_p_micro_batches() -> None:
+    """A chunk's gradients are complete before p micro-batches of each chunk that is before it."""
+    model = cost(16, network_gbps=0.1)
+    plain, interleaved = (PlannedLayout(pp=4, vp=vp, dp=4, global_batch=32) for vp in (1, 3))
+    backward = sum(stage.backward for stage in model.stages(interleaved)[::4])
+    less = model.step(plain).parts["dp"] - model.step(interleaved).parts["dp"]
+    assert less == pytest.approx((4 - 1) * backward)
+
+
 @pytest.mark.parametrize(("zero", "reduce"), [(3, "last"), (3, "every"), (2, "last"), (2, "every")])
 def test_sharded_weights_are_gathered_as_often_as_they_are_used(zero: Any, reduce: Any) -> None:
     """Where nothing hides it: with zero=3 twice a micro-batch, with zero=2 once a step; layer by layer."""

@@ -15,7 +15,7 @@ from mlm.plan import forecast as module
 from mlm.plan import run_forecast
 from mlm.plan.forecast import most_of_small, of_run
 from mlm.plan.hardware import GIB, preset
-from mlm.plan.report import UNCOMPARED, format_seconds, spread, time_range
+from mlm.plan.report import COMPARED, UNCOMPARED, format_seconds, spread, time_range
 from mlm.plan.run_forecast import Forecast, forecast, summary
 from mlm.runs.config import PretrainConfig
 from mlm.tracking.runs import RunRecords, read_run
@@ -42,10 +42,11 @@ def of_8b(ranks: int, *words: str, gibs: float = 79.15) -> Forecast:
 
 def test_the_line_names_memory_and_mfu_of_the_layout() -> None:
     found = of_8b(512, "tp=8", "dp=64")
-    step = found.step.total if found.step else 0
+    assert found.row is not None
     (line,) = summary(found)
-    took = spread(step, (0.92, 1.33), format_seconds)
-    mfu = spread(found.mfu or 0, (1 / 1.33, 1 / 0.92), "{:.0%}".format)
+    low, high = COMPARED
+    took = spread(low * found.row["step_s"], high * found.row["step_s"], format_seconds)
+    mfu = spread(found.row["mfu"] / high, found.row["mfu"] / low, "{:.0%}".format)
     assert line == (
         f"needs {found.memory / GIB:.1f} GiB of 79.2 GiB per GPU; {took} a step "
         f"and {mfu} MFU expected (DGX A100 80GB, 512 ranks; "
@@ -57,16 +58,16 @@ def test_times_are_ranges_that_are_wider_where_nothing_was_compared() -> None:
     """By the quantiles of published runs; nothing was compared of links and loads of experts."""
     dense, experts = (config_of(f"model={name}").model for name in ("gpt2_8b", "mixtral_8x7b"))
     measured = replace(A100, is_calibrated=True)
-    usual = ((0.92, 1.33), ["this machine's rate at usual sizes"])
-    assert time_range(A100, dense, 8)[0] == (0.92, 1.33)
+    usual = (COMPARED, ["this machine's rate at usual sizes"])
+    assert time_range(A100, dense, 8)[0] == COMPARED
     assert time_range(measured, dense, 512) == usual
     one_node = replace(measured, network_is_assumed=True)
     assert time_range(one_node, dense, 8) == usual
     assert time_range(one_node, dense, 16)[0] == UNCOMPARED
     assert time_range(measured, experts, 8) == (UNCOMPARED, [*usual[1], "even loads of experts"])
-    assert spread(2.0, (0.8, 1.54), format_seconds) == "1.6-3.08 s"
-    assert spread(0.9, (0.8, 1.25), format_seconds) == "720 ms-1.12 s"
-    assert spread(0.4, (0.8, 1.25), "{:.0%}".format) == "32%-50%"
+    assert spread(1.6, 3.08, format_seconds) == "1.6-3.08 s"
+    assert spread(0.72, 1.12, format_seconds) == "720 ms-1.12 s"
+    assert spread(0.32, 0.5, "{:.0%}".format) == "32%-50%"
 
 
 def test_a_layout_that_does_not_fit_names_the_command_that_finds_others() -> None:
@@ -140,7 +141,7 @@ def test_adapters_and_split_sequences_have_a_forecast() -> None:
     assert whole.memory - adapted.memory == pytest.approx(16 * share, rel=0.02)
     split = of_8b(16, "tp=8", "cp=2", "model.attention_dropout=0")
     assert split.layout.cp == 2
-    assert split.step is not None
+    assert split.row is not None
 
 
 def test_pretrain_says_what_it_needs_before_it_takes_memory(

@@ -13,7 +13,7 @@ from mlm.parallel.config import ParallelConfig
 from mlm.plan.candidates import Query, layouts
 from mlm.plan.hardware import preset
 from mlm.plan.layout import PlannedLayout
-from mlm.plan.search import Models, search, search_cheapest
+from mlm.plan.search import Models, search
 from mlm.runs.checks import check_pretrain
 from mlm.runs.config import PretrainConfig, TrainConfig
 from tests.plan.planned import planned_run
@@ -51,18 +51,11 @@ def test_best_layouts_equal_those_of_brute_force(
     found = search(asked, most=10)
     assert found.candidates == len(tried)
     assert [p.step.total for p in found.best] == pytest.approx(fitting[:10], rel=1e-12)
-    pairs = sorted((p.memory.total, p.step.total) for p in tried if p.memory.total <= asked.memory_bytes)
-    front = [pair for n, pair in enumerate(pairs) if all(pair[1] < faster for _, faster in pairs[:n])]
-    leanest, nearest = (result := search(asked, most=1000, is_lean=True)).best, result.nearest
-    assert [p.memory.total for p in leanest] == pytest.approx([memory for memory, _ in front], rel=1e-12)
-    assert [p.step.total for p in leanest] == pytest.approx([time for _, time in front], rel=1e-12)
-    fastest, lacking = front[-1][1], [p for p in tried if p.memory.total > asked.memory_bytes]
-    faster = [p.memory.total for p in lacking if models.cost.bound(p.layout) < fastest]
-    lacks = [memory - asked.memory_bytes for memory in sorted(faster)[:1]]
-    assert lacks == pytest.approx([] if nearest is None else [nearest[1]])
-    few = search(asked, most=3, is_lean=True).best
-    assert [few[0], few[-1]] == [leanest[0], leanest[-1]]
-    assert len(few) == min(3, len(leanest))
+    lacking = [p for p in tried if p.memory.total > asked.memory_bytes]
+    as_fast = [p.memory.total for p in lacking if len(fitting) < 10 or p.step.total < fitting[9]]
+    if as_fast:
+        assert found.nearest is not None
+        assert found.nearest[1] <= min(as_fast) - asked.memory_bytes
 
 
 @given(
@@ -127,21 +120,6 @@ def test_search_is_exhaustive_over_what_changes_a_step() -> None:
 def test_fixed_settings_are_kept() -> None:
     found = search(query(LARGE, 16, 64, fixed={"tp": 4, "recompute": "full"}))
     assert {(p.layout.tp, p.layout.recompute) for p in found.best} == {(4, "full")}
-
-
-def test_the_cheapest_are_the_fastest_of_fewer_gpus() -> None:
-    """By GPU-hours; of numbers that cost more and take longer none is left. Failures count."""
-    asked = query(LARGE, 16, 16, fixed={"zero": 0, "cp": 1})
-    each = {gpus: search(replace(asked, gpus=gpus), 1).best for gpus in (1, 2, 4, 8, 16)}
-    times = {gpus: best[0].step.total for gpus, best in each.items() if best}
-    found = [p.layout.gpus for p in search_cheapest(asked, 10, lambda gpus: 1.0).best]
-    costs = [gpus * times[gpus] for gpus in found]
-    assert costs == sorted(costs)
-    assert costs[0] == min(gpus * time for gpus, time in times.items())
-    assert [times[gpus] for gpus in found] == sorted((times[gpus] for gpus in found), reverse=True)
-    assert times[found[-1]] == min(times.values())
-    wasteful = search_cheapest(asked, 10, lambda gpus: 1e-6 if gpus == found[-1] else 1.0).best
-    assert found[-1] not in [p.layout.gpus for p in wasteful]
 
 
 def test_a_layout_is_read_from_its_name() -> None:
