@@ -21,9 +21,6 @@ from mlm.plan.layout import BATCH_NAMES, PlannedLayout
 from mlm.runs.checks import context_problem
 from mlm.runs.config import PretrainConfig
 
-CONTEXT_SIZES = (1, 2, 4, 8)
-"""Values of cp that are searched."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
@@ -85,7 +82,7 @@ def options(name: str, query: Query, c: Choice) -> list[Any]:
         is_split = context_problem(2, model, query.run.data) is None
         if not is_split or model.attention_dropout or experts:
             return [1]
-        return [cp for cp in CONTEXT_SIZES if query.gpus % cp == 0]
+        return [cp for cp in (1, 2, 4, 8) if query.gpus % cp == 0]
     if name == "pp":
         return divisors(max(query.gpus // (c["tp"] * c["cp"]), 1))
     if name == "dp":

@@ -82,8 +82,6 @@ class StepTime:
     total: float
     parts: dict[str, float]
     """Seconds by PARTS; they sum to `total`."""
-    bubble: float
-    """Idle over ideal time."""
 
 
 class CostModel:
@@ -300,8 +298,7 @@ class CostModel:
         parts["pp"] = min(elapsed - busy, 2 * (p - 1) * transfer)  # there and back through the ramps
         parts["dp"], parts["optimizer"] = reduction + gathers, optimizer
         parts["bubble"] = max(elapsed - busy - parts["pp"], 0.0)
-        total = elapsed + reduction + gathers + optimizer
-        return StepTime(total, parts, elapsed / busy - 1)
+        return StepTime(elapsed + reduction + gathers + optimizer, parts)
 
     def bound(self, layout: PlannedLayout) -> float:
         """A time that no step of this layout is below: the last rank's work, and the pipeline's two ramps."""

@@ -24,7 +24,6 @@ SCOPE = (
 CPU = torch.device("cpu")
 MESSAGE = Message._fields[:-1]
 """Fields of a message that its likes share."""
-MESSAGE_COLUMNS = ("axis", "operation", "count", "bytes", "ring_bytes_each")
 PROCESS = 390_000_000
 """Bytes of a process beside its tensors: interpreter and libraries, 0.30 GB, and 0.09 at their first use."""
 
@@ -88,7 +87,7 @@ def show(facts: dict[str, Any], screen: Screen) -> None:
     show_table(screen, "Matrix products of a step", ("", "FLOPs#", "TFLOPs#"), flops)
     messages = []
     for message in facts["communication"]:
-        axis, operation, count, size, sent = (message[key] for key in MESSAGE_COLUMNS)
+        axis, operation, _, size, count, sent = message.values()
         messages.append((axis, operation, count, size, count * size, f"{count * sent / 1e9:,.6g}"))
     columns = ("axis", "operation", "count#", "bytes each#", "bytes#", "GB sent in a ring#")
     show_table(screen, "Communication of a step", columns, messages)

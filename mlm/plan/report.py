@@ -62,7 +62,6 @@ def as_row(
         "gpus": layout.gpus,
         "gpu_hours_per_billion": 1e9 / rate / HOUR * layout.gpus,
         "price": None if length is None or price is None else length / HOUR * layout.gpus * price,
-        "bubble": step.bubble,
         **{f"{name}_s": value for name, value in step.parts.items()},
         **memory_row(memory),
     }

@@ -241,7 +241,7 @@ def test_messages_slow_what_hides_them(window: float) -> None:
 
 def test_interleaved_chunks_hide_messages_of_others_for_p_micro_batches() -> None:
     """A chunk's gradients are complete before p micro-batches of each chunk that is before it."""
-    model = cost(16, network_gbps=0.1)
+    model = cost(16, devices_per_node=1, network_gbps=0.1)
     plain, interleaved = (PlannedLayout(pp=4, vp=vp, dp=4, global_batch=32) for vp in (1, 3))
     backward = sum(stage.backward for stage in model.stages(interleaved)[::4])
     less = model.step(plain).parts["dp"] - model.step(interleaved).parts["dp"]
