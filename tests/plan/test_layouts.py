@@ -249,16 +249,12 @@ def test_each_number_of_a_preset_names_its_source() -> None:
             ([*LAYOUTS, "tp=3"], "gpus=8: no layout is valid (tp=3 does not divide model.num_heads=16)"),
             ([*LAYOUTS, "hardware=dgx2h_v100_32g"], "use precision=fp16"),
             ([*LAYOUTS, "out=plan.txt"], "out=plan.txt must end in "),
-            ([*LAYOUTS, "data.seq_length=2048"], "use data.seq_length=1024"),
-            ([*LAYOUTS, "cp=2", "data.reset_attention=true"], "cp=2: data.reset_attention=true keeps"),
             ([*LAYOUTS, "dp=3"], "dp=3 = 3 ranks, not gpus=8); leave cp=1 or dp=3 to the search"),
             ([*LAYOUTS, "tp=2", "pp=2", "dp=1"], "use gpus=4"),
-            ([*LAYOUTS, "dp=8", "train.global_batch_size=12"], "=12 is not a multiple of dp=8"),
             ([*COMPARE, "tp3 dp4"], "b=tp3 dp4: tp=3 does not divide model.num_heads=16; use one that"),
             ([*COMPARE, "tp2 dp4 tp4"], "b=tp2 dp4 tp4: tp4 comes after another word of the same setting"),
             ([*COMPARE, "tp2 zero4"], "b=tp2 zero4: zero4 is no word of a layout's name; write it as"),
             ([*MEMORY, "tp=2", "rank=2"], "use rank=0 to 1"),
-            ([*MEMORY, "pp=25"], "pp=25 stages are more than model.num_layers=24"),
         ],
         5,
     ),
@@ -287,17 +283,10 @@ def test_half_a_hardware_file_names_what_is_missing(
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
-    thinned(
-        [
-            ("memory_gbps", float("inf"), "hardware.memory_gbps=Infinity must be finite"),
-            ("memory_gbps", "1e400", "hardware.memory_gbps=Infinity must be finite"),
-            ("peak_tflops", {"bf16": float("inf")}, "hardware.peak_tflops.bf16=Infinity must be finite"),
-            ("peak_tflops", [312, 312], "has unknown keys: peak_tflops"),
-            ("name", "${oc.env:HOME}", "name: an interpolation (${…}) is not resolved here"),
-            ("name", "A100 \u202egpj.", "name: A100 \\u202egpj. holds characters that cannot be seen"),
-        ],
-        3,
-    ),
+    [
+        ("peak_tflops", {"bf16": float("inf")}, "hardware.peak_tflops.bf16=Infinity must be finite"),
+        slow(("name", "${oc.env:HOME}", "name: an interpolation (${…}) is not resolved here")),
+    ],
 )
 def test_hardware_that_cannot_be_is_one_line(
     key: str, value: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
