@@ -127,7 +127,8 @@ def compare(config: PlanCompareConfig) -> tuple[LayoutForecast, LayoutForecast]:
     for name, query, forecast in zip("AB", queries, forecasts, strict=True):
         shares, rests = time_range(query.hardware, config.model, query.gpus)
         reasons |= dict.fromkeys(rests)
-        took = spread(*(forecast.step.total * share for share in shares), format_seconds)
+        low, high = (forecast.step.total * share for share in shares)
+        took = spread(low, high, format_seconds)
         needs = fit(forecast.memory.total, query.memory_bytes)
         screen.print(
             f"{name}: {forecast.layout.label} on {query.gpus} GPUs; {took} a step; the fullest {needs}"
