@@ -39,7 +39,6 @@ from mlm.finetune.packing import PairLoss, Reference
 from mlm.finetune.registry import check_installed, task_type
 from mlm.finetune.results import (
     BASE,
-    DATA_COLUMNS,
     DATA_PATH,
     RESULT,
     Progress,
@@ -98,7 +97,7 @@ def preflight(config: FinetuneConfig) -> list[str]:
     source = attempt(problems, lambda: open_for_layout(config.ckpt, config.parallel))
     start = None if problems else attempt(problems, lambda: read_start(config, source))
     attempt(problems, lambda: check_installed(config.task))
-    splits = attempt(problems, lambda: read_splits(config, None if config.data.bad_rows == "skip" else start))
+    splits = attempt(problems, lambda: read_splits(config, start))
     if problems or start is None or splits is None:
         return problems
     try:
@@ -384,7 +383,6 @@ def load_start(
         "progress": asdict(Progress()),
         BASE: hub_id(config.ckpt) or start.source.config.name,
         DATA_PATH: None if config.data.path is None else os.path.abspath(config.data.path),
-        DATA_COLUMNS: config.data.columns,
         "data.hub": config.task.hub if config.data.path is None else None,
     }
     trainer.extra_state[TOKENIZER] = digests_of_tokenizer(start.tokenizer).encode()
