@@ -5,8 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune import metrics
 from mlm.finetune.config import TaskConfig
@@ -49,13 +47,6 @@ class Labelling(TaskType):
     ) -> Prediction:
         (scores,) = outputs
         return Prediction(row.id, int(scores.argmax()), tuple(scores.tolist()))
-
-    def standard_errors(
-        self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
-    ) -> dict[str, float]:
-        labels, values = np.array([row.label for row in rows]), np.array([p.value for p in predictions])
-        known = [name for name in task.metrics if name in metrics.OF_LABELS and len(rows) > 1]
-        return {name: metrics.jackknife(metrics.OF_LABELS[name], labels, values) for name in known}
 
 
 class OneOrTwoTexts(TaskType):

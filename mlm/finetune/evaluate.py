@@ -160,7 +160,6 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
 
 def split_result(task: TaskConfig, scored: ScoredSplit) -> dict[str, Any]:
     split, tokenized = scored.tokenized.split, scored.tokenized
-    kind, labelled = task_type(task.kind), split.has_labels
     return {
         "split": split.name,
         "data": split.source,
@@ -168,7 +167,6 @@ def split_result(task: TaskConfig, scored: ScoredSplit) -> dict[str, Any]:
         "digest": split.digest,
         "has_labels": split.has_labels,
         "metrics": scored.metrics,
-        "standard_errors": kind.standard_errors(task, split.rows, scored.predictions) if labelled else {},
         "truncated": tokenized.truncated,
         "notes": tokenized.notes(),
         "max_length": tokenized.max_length,

@@ -8,12 +8,9 @@ model that training began with are computed once, before training: no second mod
 Shapes: B sequences of a micro-batch, S tokens, E pairs.
 """
 
-import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,11 +18,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.format import canonical
 from mlm.data.sampler import Batch
 from mlm.finetune.batches import Batcher
-from mlm.finetune.config import REFERENCE_FREE, FinetuneConfig, TaskConfig
+from mlm.finetune.config import REFERENCE_FREE, TaskConfig
 from mlm.finetune.examples import Example
 from mlm.models.documents import Documents, document_positions, document_spans
 from mlm.models.gpt2.model import GPT2, NextToken
@@ -35,9 +30,6 @@ from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.logits import loss_dtype
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.pipelined import PipelinedModel
-from mlm.training.trainer import Trainer
-from mlm.util.errors import UserError, writing_to
-from mlm.util.files import digest_bytes, write_atomic
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,53 +268,6 @@ class PairLoss(AnswerLoss):
 
     def scores(self, means: Sequence[float]) -> dict[str, float]:
         return dict(zip(self.metrics, means, strict=True))
-
-
-class Reference:
-    """Log-likelihoods of the answers by the model before training, kept in out/reference-….npy.
-
-    The name digests what they are a function of. `splits` holds the examples of each.
-    """
-
-    def __init__(
-        self, config: FinetuneConfig, settings: Mapping[str, Any], splits: Sequence[Sequence[Example]]
-    ) -> None:
-        names = ("ckpt", "task.max_length", "precision.dtype")
-        used = {key: settings[key] for key in settings if key in names or key.startswith("data.")}
-        digest = digest_bytes(canonical(cast(Any, used))).rpartition(":")[2]
-        self.out, self.file = config.out, Path(config.out, f"reference-{digest[:16]}.npy")
-        self.splits = splits
-        self.examples = [example for split in splits for example in split]
-
-    def read(self, ctx: ParallelContext) -> bool:
-        """Give the pairs what is kept; return False if there is nothing. Collective."""
-
-        def read_file() -> list[Any]:
-            if not ctx.is_main:
-                return []
-            try:
-                kept = np.load(self.file, allow_pickle=False)
-            except (OSError, ValueError, EOFError):  # none, or damaged: it is computed again
-                return []
-            is_usable = kept.dtype == np.float64 and kept.shape == (len(self.examples), 2)
-            return kept.tolist() if is_usable and np.isfinite(kept).all() else []
-
-        ranks = Ranks.of(ctx)
-        kept = ranks.broadcast(ranks.together(read_file, lambda error: UserError(f"{self.file}: {error}")))
-        for example, (chosen, rejected) in zip(self.examples, kept, strict=False):
-            example.label.reference = chosen, rejected
-        return bool(kept)
-
-    def compute(self, trainer: Trainer[Any], batcher: Batcher) -> None:
-        """Compute them with the weights that the trainer holds. Collective."""
-        for split in self.splits:
-            set_reference(trainer.model, cast(PairLoss, trainer.objective), split, cast(Packer, batcher))
-
-    def write(self) -> None:
-        content = io.BytesIO()
-        np.save(content, np.array([example.label.reference for example in self.examples]))
-        with writing_to(self.out):
-            write_atomic(self.file, content.getvalue())
 
 
 def set_reference(

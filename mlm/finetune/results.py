@@ -28,8 +28,6 @@ from mlm.util.terminal import add_row, console, one_line, table
 
 DATA_PATH = "data.path"
 """Key in the state of the absolute path of the rows; null if they are the Hub's."""
-BASE = "base"
-"""Key in the state of the name of the model that finetuning began with: an id of the Hub, or a run's name."""
 
 Scores = dict[str, dict[str, float]]
 """Metrics by split."""

@@ -1,6 +1,5 @@
 """Span: words of a context that answer a question, if any, as SQuAD."""
 
-import math
 import re
 import string
 from collections.abc import Iterator, Mapping, Sequence
@@ -172,14 +171,6 @@ class SpanTask(TaskType):
     ) -> dict[str, float]:
         scores = scores_by_question(task, rows, predictions)
         return {name: float(scores[name].mean()) for name in task.metrics if scores[name].size}
-
-    def standard_errors(
-        self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
-    ) -> dict[str, float]:
-        scores = scores_by_question(task, rows, predictions)
-        several = {name: scores[name] for name in task.metrics if scores[name].size > 1}
-        # a mean's jackknife in closed form
-        return {name: float(x.std(ddof=1)) / math.sqrt(x.size) for name, x in several.items()}
 
     def files(self, task: TaskConfig, stem: str) -> list[str]:
         """Return the files of the answers, the n best answers, and the scores of no answer."""

@@ -150,12 +150,6 @@ class TaskType(ABC):
         with warnings.catch_warnings(action="ignore"):  # of undefined scores, which are 0
             return {name: self.metrics[name](labels, values) for name in task.metrics}
 
-    def standard_errors(
-        self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
-    ) -> dict[str, float]:
-        """Return the standard errors of those scores that have one: how far other rows would move them."""
-        return {}
-
     def files(self, task: TaskConfig, stem: str) -> list[str]:
         """Return the names of the files of a split's predictions."""
         return [f"{stem}.json"]

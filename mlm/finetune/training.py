@@ -21,9 +21,9 @@ from mlm.checkpoint.native.save_load import CheckpointError, resolve
 from mlm.config.build import config_digest, from_dict
 from mlm.config.fields import exact
 from mlm.data.config import DataConfig
-from mlm.data.files_present import hub_id
 from mlm.finetune.batches import Batcher, Order, TaskBatch, make_batcher
 from mlm.finetune.config import FinetuneConfig
+from mlm.finetune.examples import Example
 from mlm.finetune.inputs import (
     Settings,
     Start,
@@ -35,10 +35,9 @@ from mlm.finetune.inputs import (
     read_start,
     tokenize_split,
 )
-from mlm.finetune.packing import PairLoss, Reference
+from mlm.finetune.packing import Packer, PairLoss, set_reference
 from mlm.finetune.registry import check_installed, task_type
 from mlm.finetune.results import (
-    BASE,
     DATA_PATH,
     RESULT,
     Progress,
@@ -320,12 +319,10 @@ def finetune(
         batcher = make_batcher(trainer.model, size, start.max_length, kind.batcher)
         compares = isinstance(objective, PairLoss) and objective.has_reference
         splits = [material.train, *material.validations]
-        reference = Reference(config, settings, [split.examples for split in splits]) if compares else None
-        resumed_from, progress = load_start(trainer, config, settings, start, reference, batcher)
+        compared = [split.examples for split in splits] if compares else []
+        resumed_from, progress = load_start(trainer, config, settings, start, compared, batcher)
         if ctx.is_main:  # last, when all is checked and loaded: what is rejected stays as it was
             prepare_directory(config, start)
-            if reference is not None:
-                reference.write()
         notes = [f"resuming from {resumed_from} (step {trainer.step})"] if resumed_from else start.notes
         changed = [changes_line(each) for each in [trainer.ancestry.changed_at(trainer.step)] if each]
         lengths = [len(text) for example in examples for text in example.texts]
@@ -370,31 +367,28 @@ def load_start(
     config: FinetuneConfig,
     settings: Settings,
     start: Start,
-    reference: Reference | None,
+    compared: Sequence[Sequence[Example]],
     batcher: Batcher,
 ) -> tuple[Path | None, Progress]:
     """Load the run's newest checkpoint, if any, else `ckpt`; return its path and the validations so far.
 
-    A `reference` is computed with the model of `ckpt`, unless an earlier start has kept it. Collective over
-    all ranks. Raises UserError, CorruptFileError.
+    The model of `ckpt` is the reference of the pairs `compared`. Collective over all ranks. Raises UserError,
+    CorruptFileError.
     """
     trainer.extra_state[FINETUNING] = {
         "depends_on": settings,
         "progress": asdict(Progress()),
-        BASE: hub_id(config.ckpt) or start.source.config.name,
         DATA_PATH: None if config.data.path is None else os.path.abspath(config.data.path),
-        "data.hub": config.task.hub if config.data.path is None else None,
     }
     trainer.extra_state[TOKENIZER] = digests_of_tokenizer(start.tokenizer).encode()
-    missing = None if reference is None or reference.read(trainer.ctx) else reference
-    needs_body = missing is not None or config.lora.rank > 0  # checkpoints of adapters hold no base
+    needs_body = bool(compared) or config.lora.rank > 0  # checkpoints of adapters hold no base
     if needs_body:
         base = load_body(trainer.shards, start.source, trainer.ctx).digest
         if config.lora.rank:
             trainer.extra_state[LORA] = {"base": start.source.name, "digest": base}
-    if missing is not None:
-        with stopping_at_once("stopped before training"):
-            missing.compute(trainer, batcher)
+    with stopping_at_once("stopped before training"):
+        for examples in compared:
+            set_reference(trainer.model, cast(PairLoss, trainer.objective), examples, cast(Packer, batcher))
     checkpoint = resume(trainer)
     if checkpoint is None:
         if not needs_body:

@@ -55,9 +55,6 @@ def test_the_receipt_has_the_scores_of_the_run_and_what_they_depend_on(
     assert found["config"]["batch_size"] == 8
     assert found["finetuned_on"]["task.name"] == task_of(kind).name
     assert {"mlm", "torch", "tokenizers", "scikit-learn", "python"} <= found["versions"].keys()
-    if kind == "classification":
-        p = entry["metrics"]["accuracy"]
-        assert entry["standard_errors"] == {"accuracy": pytest.approx((p * (1 - p) / 8) ** 0.5)}
 
 
 @pytest.mark.parametrize("kind", slow_but({0}, KINDS))

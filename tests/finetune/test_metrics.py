@@ -17,14 +17,12 @@ from sklearn.metrics import mean_absolute_error, mean_squared_error, root_mean_s
 
 from mlm.config.build import from_dict
 from mlm.finetune.classification import REGRESSION
-from mlm.finetune.metrics import OF_LABELS, jackknife
 from mlm.finetune.registry import check_installed, task_type
 from mlm.finetune.results import Progress
 from mlm.finetune.span import SPAN, score_span
 from mlm.finetune.task_type import Prediction
 from mlm.util.errors import UserError
 from tests.finetune.material import SQUAD, pairs, sentence, shipped, split_of
-from tests.slow import slow_but
 
 LABELS = [1, 1, 1, 1, 0, 0, 0, 1]
 VALUES = [1, 1, 0, 1, 1, 0, 0, 1]  # 4 true positives, 1 false, 1 missed, 2 true negatives
@@ -184,34 +182,6 @@ def test_texts_of_which_nothing_counts_are_scored_as_the_official_scripts_do(
 ) -> None:
     """evaluate-v1.1.py counts common words, of which there are none; evaluate-v2.0.py takes them as empty."""
     assert score_span(shipped(name), [right], value) == (f1, exact)
-
-
-@pytest.mark.parametrize("name", slow_but({3}, ["f1", "macro_f1", "accuracy_f1", "matthews"]))
-def test_the_error_of_a_score_is_the_spread_over_other_samples(name: str) -> None:
-    """300 splits of 400 rows drawn from one population: the error is what their scores deviate by."""
-    generator = np.random.default_rng(0)
-    scores, errors = [], []
-    for number in range(300):
-        labels = (generator.random(400) < 0.3).astype(int)
-        values = np.where(generator.random(400) < 0.8, labels, 1 - labels)
-        scores.append(OF_LABELS[name](labels, values))
-        if number < 10:
-            errors.append(jackknife(OF_LABELS[name], labels, values))
-    assert np.mean(errors) == pytest.approx(np.std(scores), rel=0.12)
-
-
-def test_answers_have_the_standard_errors_of_means(tmp_path: Path) -> None:
-    task = shipped("squad_v2")
-    none = SQUAD | {"answers": {"text": [], "answer_start": []}}
-    split = split_of(tmp_path, task, [row | {"id": f"q{n}"} for n, row in enumerate([SQUAD, SQUAD, none])])
-    predictions = [Prediction(f"q{n}", text) for n, text in enumerate(["cat", "", ""])]
-    errors = SPAN.standard_errors(task, split.rows, predictions)
-    assert errors == {
-        "f1": pytest.approx(math.sqrt(2 / 9 / 2)),
-        "exact_match": pytest.approx(math.sqrt(2 / 9 / 2)),
-        "has_answer_f1": 0.5,
-        "has_answer_exact_match": 0.5,
-    }  # of one question without an answer there is none
 
 
 def test_a_record_of_validations_keeps_which_metric_decides() -> None:

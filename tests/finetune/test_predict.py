@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 import mlm
@@ -134,14 +133,6 @@ def test_a_model_folder_is_finetuned_without_notes_on_heads_that_are_not_built(
     assert "no pooler.dense is there" in printed  # which the classifier reads
     assert "sop_head" not in printed
     assert "id2label" not in printed
-
-
-def test_an_export_has_a_model_card_of_what_is_known(folder: Path, tmp_path: Path) -> None:
-    run = folder / "out-classification"
-    mlm.export_hf(run, tmp_path / "hf", verify=False)
-    card = ModelCard.load(tmp_path / "hf/README.md")
-    assert card.data.to_dict() == {"library_name": "transformers", "tags": ["bert"]}
-    assert "BertForSequenceClassification with " in card.text
 
 
 class TestBest:

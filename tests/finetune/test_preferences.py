@@ -1,6 +1,7 @@
 """Preferences: losses and gradients of TRL, every layout as one process, rows that are malformed."""
 
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from mlm.convert.source import open_source
 from mlm.convert.weights import fill_parameters
 from mlm.finetune import training
 from mlm.finetune.batches import make_batcher
-from mlm.finetune.config import FinetuneConfig
+from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig
 from mlm.finetune.inputs import read_start, tokenize_split
 from mlm.finetune.packing import PairLoss, PairPacker, example_tokens, set_reference
 from mlm.finetune.splits import read_split
@@ -187,8 +188,26 @@ def test_beside_adapters_the_frozen_base_is_the_reference(folder: Path, tmp_path
     assert first["kl"] == 0
     assert last["margin"] > 0
     assert all(".lora." in name for name in weights(tmp_path / "out" / "checkpoints"))
-    (kept,) = (tmp_path / "out").glob("reference-*.npy")
-    assert np.load(kept).shape == (14, 2)
+
+
+def test_a_resumed_run_has_the_same_reference(folder: Path, tmp_path: Path) -> None:
+    """Taken from its first epoch on, it ends with the bits of the run that was not stopped."""
+    config = preferring(
+        folder, out=str(tmp_path / "out"), checkpoint=FinetuneCheckpointConfig(save_every=3, keep_last=9)
+    )
+    training.run(config, ParallelContext())
+    saved = tmp_path / "out" / "checkpoints"
+    first, *later = sorted(saved.glob("step-*"))
+    assert later
+    for path in (*later, tmp_path / "out" / "best"):
+        shutil.rmtree(path)
+    (saved / "latest").write_text(f"{first.name}\n")
+    training.run(config, ParallelContext())
+    want = weights(folder / "out" / "checkpoints")
+    for path in sorted(saved.glob("step-*"))[:-1]:
+        shutil.rmtree(path)
+    found = weights(saved)
+    assert all(torch.equal(found[name], want[name]) for name in want)
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}

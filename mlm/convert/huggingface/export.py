@@ -1,4 +1,4 @@
-"""A folder that `transformers` loads, made of any source: tensors, settings, tokenizer and model card.
+"""A folder that `transformers` loads, made of any source: tensors, settings and tokenizer.
 
 Tensors are read and written one at a time; the vocabulary is not padded. Adapters become a folder that `peft`
 loads, or are merged into the weights of their base.
@@ -21,7 +21,6 @@ from mlm.convert.huggingface import peft
 from mlm.convert.huggingface.families import mapping_of
 from mlm.convert.huggingface.folder import CONFIG, INDEX, WEIGHTS
 from mlm.convert.huggingface.mapping import HuggingFaceMapping, Location, TokenIds
-from mlm.convert.huggingface.model_card import CARD, model_card
 from mlm.convert.source import Checkpoint, ModelFolder, Source, open_checkpoint
 from mlm.data.chat_tokens import end_of_turn_tokens
 from mlm.data.tokenizer_settings import ids_of
@@ -83,7 +82,7 @@ def export_model(
         if source.base is not None and not merge:
             name = base or source.base_name
             rank = write_adapters(source, source.base, folder, name)
-            write_settings(source, mapping, folder, adapted=name)
+            write_settings(source, mapping, folder)
             note = f"its base in the form that peft loads: mlm export hf ckpt={name} out=… merge=true"
             notes = [] if isinstance(source.base, ModelFolder) else [note]
             return {"rank#": rank}, notes, f"adapters of {name}, for peft"
@@ -242,16 +241,9 @@ def folded_bias(source: Source, mapping: HuggingFaceMapping) -> Tensor | None:
     return shift.float()
 
 
-def write_settings(
-    source: Source, mapping: HuggingFaceMapping, folder: Path, *, adapted: str | None = None
-) -> None:
-    """Write the model card, and the tokenizer with settings of AutoTokenizer and generate().
-
-    `adapted` is the base of a folder of adapters.
-    """
+def write_settings(source: Source, mapping: HuggingFaceMapping, folder: Path) -> None:
+    """Write the tokenizer with settings of AutoTokenizer and generate()."""
     tokenizer, model, ids = source.tokenizer, source.model, token_ids(source)
-    card = model_card(source.manifest, model, mapping.architecture(model), adapted)
-    write_atomic(folder / CARD, card.encode())
     if tokenizer is None:
         return
     content = tokenizer.content_ending_texts() if ids.ends_texts else tokenizer.content

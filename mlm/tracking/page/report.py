@@ -113,13 +113,11 @@ def scores_of(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     for part in parts if isinstance(parts, list) else [result]:
         if not isinstance(part, dict):
             continue
-        errors, metrics = part.get("standard_errors"), part.get("metrics")
+        metrics = part.get("metrics")
         known = metrics if isinstance(metrics, dict) else {key: part[key] for key in SCORES if key in part}
         for name, value in known.items():
-            error = number(errors.get(name)) if isinstance(errors, dict) else float("nan")
-            spread = f" ± {error:.4f}" if error == error else ""
             split = f" ({part['split']})" if isinstance(part.get("split"), str) else ""
-            scores.append((f"{name}{split}", f"{figure(number(value))}{spread}"))
+            scores.append((f"{name}{split}", figure(number(value))))
     return scores or [(MISSING, MISSING)]
 
 
