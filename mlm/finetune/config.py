@@ -116,7 +116,7 @@ class TaskConfig:
     margin: Annotated[float, NOT_NEGATIVE, OnlyIf("loss", "simpo")] = 0.5
     """Kind preferences, simpo: reward by which a chosen answer is to lead (gamma)."""
     n_best: Annotated[int, POSITIVE, SPAN] = 20
-    """Kind span: begins and ends of answers that are tried for each window, and answers that are kept."""
+    """Kind span: begins and ends of answers that are tried for each window."""
     null_threshold: Annotated[float, OnlyIf("unanswerable")] = 0.0
     """Kind span, unanswerable: margin by which the score of no answer must exceed the best answer's."""
     lr: Annotated[float, TRAINS] = 2.0e-5

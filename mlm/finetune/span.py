@@ -14,7 +14,7 @@ from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import BATCH, Example, Frame, encode
 from mlm.finetune.metrics import EXTRA
 from mlm.finetune.rows import RowError, TaskRow, check_text, parse_whole_number, read_texts, sequence, shown
-from mlm.finetune.task_type import Candidate, Output, Prediction, RowExamples, TaskType, as_json
+from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType
 from mlm.parallel.config import IGNORE_INDEX
 from mlm.util.errors import Problem, type_of
 from mlm.util.extras import load_extra
@@ -153,34 +153,17 @@ class SpanTask(TaskType):
             assert isinstance(window, Window)
             null_score = min(null_score, float(output[window.null].astype(np.float64).sum()))
             spans += window_candidates(task, window, output)
-        best: dict[str, float] = {}
         for score, begin, end in sorted(spans, key=lambda span: (-span[0], *span[1:])):
-            text = row.texts[0][begin:end].strip()  # GPT-2's tokens begin with a space
-            if text and text not in best:
-                best[text] = score
-            if len(best) == task.n_best:
-                break
-        candidates = tuple(Candidate(text, score) for text, score in best.items())
-        answer = candidates[0].text if candidates else ""
-        if task.unanswerable and candidates and null_score - candidates[0].score > task.null_threshold:
-            answer = ""
-        return Prediction(row.id, answer, n_best=candidates, null_score=null_score)
+            if text := row.texts[0][begin:end].strip():  # GPT-2's tokens begin with a space
+                has_none = task.unanswerable and null_score - score > task.null_threshold
+                return Prediction(row.id, "" if has_none else text)
+        return Prediction(row.id, "")
 
     def score(
         self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
     ) -> dict[str, float]:
         scores = scores_by_question(task, rows, predictions)
         return {name: float(scores[name].mean()) for name in task.metrics if scores[name].size}
-
-    def files(self, task: TaskConfig, stem: str) -> list[str]:
-        """Return the files of the answers, the n best answers, and the scores of no answer."""
-        return [f"{stem}{end}.json" for end in ("", "-n-best", *(("-null",) if task.unanswerable else ()))]
-
-    def contents(self, task: TaskConfig, predictions: Sequence[Prediction]) -> list[str]:
-        """Return the answers as SQuAD's page takes them, the n best, and `excess` by id."""
-        n_best = {p.id: [{"text": c.text, "score": c.score} for c in p.n_best] for p in predictions}
-        nulls = [as_json({p.id: null_odds(p) for p in predictions})] if task.unanswerable else []
-        return [*super().contents(task, predictions), as_json(n_best), *nulls]
 
 
 def answers_of(task: TaskConfig, value: Any) -> tuple[Answer, ...] | None:
@@ -289,12 +272,6 @@ def score_span(task: TaskConfig, texts: Sequence[str], value: str) -> tuple[floa
 def normalize_answer(text: str) -> str:
     letters = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", letters).split())
-
-
-def null_odds(prediction: Prediction) -> float:
-    """Return the score of no answer minus the best answer's, which task.null_threshold limits."""
-    best = prediction.n_best[0].score if prediction.n_best else 0.0
-    return (prediction.null_score or 0.0) - best
 
 
 SPAN = SpanTask()

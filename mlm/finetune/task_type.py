@@ -30,15 +30,6 @@ Output = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A possible answer."""
-
-    text: str
-    score: float
-    """Sum of the scores of its first and its last token."""
-
-
-@dataclass(frozen=True, slots=True)
 class Prediction:
     """The model's answer to a row."""
 
@@ -47,10 +38,6 @@ class Prediction:
     """Index of a label or option, a number, or a text; for type span the answer, empty for no answer."""
     scores: tuple[float, ...] = ()
     """The model's output for each label or option."""
-    n_best: tuple[Candidate, ...] = ()
-    """Type span: the best answers, without the one of no answer."""
-    null_score: float | None = None
-    """Type span: the score of no answer, the least over the windows."""
 
 
 class TaskType(ABC):
@@ -156,7 +143,8 @@ class TaskType(ABC):
 
     def contents(self, task: TaskConfig, predictions: Sequence[Prediction]) -> list[str]:
         """Return the contents of `files`."""
-        return [as_json({p.id: format_prediction(task, p) for p in predictions})]
+        answers = {p.id: format_prediction(task, p) for p in predictions}
+        return [json.dumps(answers, ensure_ascii=False, indent=0) + "\n"]
 
 
 def format_prediction(task: TaskConfig, prediction: Prediction) -> str:
@@ -168,7 +156,3 @@ def format_prediction(task: TaskConfig, prediction: Prediction) -> str:
     if isinstance(value, int):
         return task.labels[value] if task.submit_names and task.labels else str(value)
     return value
-
-
-def as_json(content: Any) -> str:
-    return json.dumps(content, ensure_ascii=False, indent=0) + "\n"

@@ -1,4 +1,4 @@
-"""Files that a user names for results (out=, samples=): the writing, and the rules on replacement.
+"""Files that a user names for results (out=): the writing, and the rules on replacement.
 
 `-` is standard output; a character device or a FIFO is written to and never replaced; a link is followed to
 its file. A regular file is replaced only if mlm wrote it, and never if the command reads it.
@@ -36,11 +36,8 @@ MARKS = {
     b"rank,stage,parameters,moment,memory_bytes,": b"",
 }
 """Beginnings of other formats that mlm writes, and what tells ours from another program's."""
-LINES = (
-    frozenset(("prompt", "sample", "continuation", "tokens", "stop", "seed")),  # mlm generate out=
-    frozenset(("task", "protocol")),  # mlm eval … samples=
-)
-"""Keys of each line of JSONL files that mlm writes."""
+LINE = frozenset(("prompt", "sample", "continuation", "tokens", "stop", "seed"))
+"""Keys of each line of a JSONL file that mlm writes: mlm generate out=."""
 
 _results: ContextVar[TextIO | None] = ContextVar("results", default=None)
 
@@ -139,7 +136,7 @@ def is_result(path: Path) -> bool:
         return False
     with open(path, "rb") as f:
         lines = map(_parse_or_none, f)
-        if all(isinstance(line, dict) and any(line.keys() >= keys for keys in LINES) for line in lines):
+        if all(isinstance(line, dict) and line.keys() >= LINE for line in lines):
             return True
     is_small = path.stat().st_size <= 1 << 26  # no result is larger
     value = _parse_or_none(path.read_bytes()) if is_small else None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlm.finetune.scoring import write_predictions
-from mlm.finetune.task_type import Candidate, Prediction
+from mlm.finetune.task_type import Prediction
 from tests.finetune.material import RACE, SQUAD, shipped, split_of
 
 GLUE = {
@@ -49,15 +49,7 @@ def test_race_is_answers_by_question(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == {"high7.txt-0": "D", "high7.txt-1": "A"}
 
 
-def test_squad_is_texts_by_question_with_the_best_and_the_odds_of_none(tmp_path: Path) -> None:
-    best = (Candidate("café", 4.0), Candidate("cat", 1.0))
-    found = [Prediction("q1", "café", n_best=best, null_score=1.5)]
-    paths = written(tmp_path, shipped("squad_v2"), [SQUAD], found, "validation")
-    assert [path.name for path in paths] == [
-        "validation.json",
-        "validation-n-best.json",
-        "validation-null.json",
-    ]
-    answers, n_best, null = (json.loads(path.read_text()) for path in paths)
-    assert (answers, null) == ({"q1": "café"}, {"q1": -2.5})
-    assert n_best == {"q1": [{"text": "café", "score": 4.0}, {"text": "cat", "score": 1.0}]}
+def test_squad_is_texts_by_question(tmp_path: Path) -> None:
+    (path,) = written(tmp_path, shipped("squad_v2"), [SQUAD], [Prediction("q1", "café")], "validation")
+    assert path.name == "validation.json"
+    assert json.loads(path.read_text()) == {"q1": "café"}

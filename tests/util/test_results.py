@@ -22,7 +22,6 @@ RESULTS = {
     "json": OURS,
     "plan": b'{"format": "mlm-schedule-1"}',
     "generated": b'{"prompt":"","sample":0,"continuation":"","tokens":[],"stop":"eod","seed":1}\n',
-    "samples": b'{"task": "lambada", "protocol": "strict"}\n{"task": "lambada", "protocol": "strict"}\n',
     "page": b'<!doctype html><meta name="generator" content="mlm">',
     "gguf": b"GGUF\x03\0\0\0general.quantized_by\x08\0\0\0\x03\0\0\0\0\0\0\0mlm",
     "csv": b"layout,tp,cp,ep,expert_tp,pp,vp,dp,zero\n",
@@ -56,9 +55,9 @@ def test_a_file_of_the_users_is_not_replaced(tmp_path: Path, name: str) -> None:
     file = tmp_path / "f"
     file.write_bytes(FOREIGN[name])
     with pytest.raises(UserError) as raised:
-        write_result(file, OURS, key="samples")
+        write_result(file, OURS, key="trace")
     remedy = "name another file, or delete it"
-    assert str(raised.value) == f"samples={file}: exists and was not written by mlm; {remedy}"
+    assert str(raised.value) == f"trace={file}: exists and was not written by mlm; {remedy}"
     assert file.read_bytes() == FOREIGN[name]
     assert os.listdir(tmp_path) == ["f"]
 

@@ -53,7 +53,7 @@ check_zero_shot = checked_by(
     ),
 )
 
-ZERO_SHOT_KEYS = "out samples batch_size seq_length limit tokenizer force tp pp vp dp dist.device"
+ZERO_SHOT_KEYS = "out batch_size seq_length limit tokenizer force tp pp vp dp dist.device"
 
 on_texts = partial(
     Command,
@@ -85,8 +85,8 @@ COMMANDS = (
         summary="perplexity of a checkpoint on WikiText-103, by two protocols",
         about="""Scores a checkpoint on WikiText-103 by Megatron-LM's protocol (adjusted perplexity,
             overlapping windows) and by lm-eval's (per article, word and byte), from the Hub or a local file.
-            The score does not depend on tp, pp, dp or the batch size. Stopped and started again, it
-            continues. It is printed and saved as JSON with all it depends on.""",
+            The score does not depend on tp, pp, dp or the batch size. It is printed and saved as JSON with
+            all it depends on.""",
         examples="""
             # The perplexity on WikiText-103, which the Hub supplies
             mlm eval wikitext103 ckpt=runs/shakespeare
@@ -101,13 +101,13 @@ COMMANDS = (
         summary="accuracy of a checkpoint at the last words of LAMBADA, by two protocols",
         about="""Scores a checkpoint on LAMBADA by Megatron-LM's protocol (strict cloze accuracy) and by
             lm-eval's (lambada_openai, lambada_standard), from the Hub or a local file. The score does not
-            depend on tp, pp, dp or the batch size. Stopped and started again, it continues. It is printed and
+            depend on tp, pp, dp or the batch size. It is printed and
             saved as JSON with all it depends on.""",
         examples="""
             # The accuracy on LAMBADA, which the Hub supplies
             mlm eval lambada ckpt=runs/shakespeare
-            # A file, and each passage's result
-            mlm eval lambada ckpt=runs/shakespeare data.path=lambada.jsonl samples=passages.jsonl
+            # A file
+            mlm eval lambada ckpt=runs/shakespeare data.path=lambada.jsonl
         """,
         keys=f"ckpt data.path data.standard_path {ZERO_SHOT_KEYS}",
     ),

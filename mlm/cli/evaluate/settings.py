@@ -51,8 +51,6 @@ class ZeroShotConfig(TrainedModelConfig):
 
     out: ResultFile | None = None
     """JSON file for the result; null means eval-<task>.json in the run directory."""
-    samples: ResultFile | None = None
-    """JSONL file for the result of each window, article or passage; null writes none."""
     batch_size: MicroBatchSize = 8
     """Full-length sequences per micro-batch on each rank; more of shorter ones. No score depends on it."""
     seq_length: SeqLength | None = None

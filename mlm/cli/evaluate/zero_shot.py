@@ -1,9 +1,8 @@
 """`mlm eval wikitext103`, `mlm eval lambada` and `mlm eval all`."""
 
-import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from mlm.convert.source import Source, open_source
 from mlm.data.tokenizer import Tokenizer
 from mlm.evaluate.loss import training_corpora
 from mlm.evaluate.zero_shot import lambada, wikitext103
-from mlm.evaluate.zero_shot.protocol import Protocol, ProtocolResult, deduplicate
+from mlm.evaluate.zero_shot.protocol import Metric, Protocol, deduplicate
 from mlm.inference.scoring import score
 from mlm.inference.trained import (
     load_trained,
@@ -43,9 +42,7 @@ def preflight(config: ZeroShotConfig) -> list[str]:
     except UserError as error:
         return list(error.problems)
     out = config.out or default_path(config, source)
-    if problems := result_problems(out):
-        return problems
-    return [*filter(None, [folder_problem(out), folder_problem(config.samples, "samples")])]
+    return result_problems(out) or [*filter(None, [folder_problem(out)])]
 
 
 def protocols_of(config: ZeroShotConfig, tokenizer: Tokenizer, length: int) -> list[Protocol]:
@@ -81,10 +78,10 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     if not ctx.is_main:
         return
     places = iter(where)
-    outcomes = [p.finish([scores[next(places)] for _ in p.requests]) for p in protocols]
+    metrics = [p.finish([scores[next(places)] for _ in p.requests]) for p in protocols]
     result = {
         "task": TASKS[type(config)],
-        "results": list(map(result_of, protocols, outcomes)),
+        "results": list(map(result_of, protocols, metrics)),
         **trained.facts("tokenizers"),
         "trained_on": training_corpora(trained),
         "tokenizer_digest": tokenizer.digest,
@@ -93,26 +90,18 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
         "config": to_dict(config),
         "seconds": round(time.monotonic() - begin, 3),
     }
-    if config.samples is not None:
-        lines = [
-            json.dumps({"task": protocol.task, "protocol": protocol.name} | sample) + "\n"
-            for protocol, outcome in zip(protocols, outcomes, strict=True)
-            for sample in outcome.samples
-        ]
-        write_result(config.samples, "".join(lines).encode(), key="samples")
     if config.out is None:
         rename_earlier_result(out, result, result_identity)
     write_result(out, result)
     print_result(result, protocols, out)
 
 
-def result_of(protocol: Protocol, outcome: ProtocolResult) -> dict[str, Any]:
+def result_of(protocol: Protocol, metrics: Mapping[str, Metric]) -> dict[str, Any]:
     return {
         "task": protocol.task,
         "protocol": protocol.name,
         "metrics": {
-            name: {"value": metric.value, "standard_error": metric.stderr}
-            for name, metric in outcome.metrics.items()
+            name: {"value": metric.value, "standard_error": metric.stderr} for name, metric in metrics.items()
         },
         **protocol.facts,
         **protocol.source.facts(),

@@ -14,7 +14,6 @@ from mlm.evaluate.zero_shot.protocol import (
     V1,
     Metric,
     Protocol,
-    ProtocolResult,
     exp,
     exp_stderr,
     mean,
@@ -102,7 +101,6 @@ def build(task: str, name: str, source: EvalTexts, splits: Sequence[Cloze], seq_
     too long a word, is omitted. Both are counted.
     """
     places, truncated, skipped, requests = source.places, list[str](), list[str](), list[Request]()
-    scored = list[str]()
     for place, (context, word) in zip(places, splits, strict=False):
         if not context or not word or len(word) > seq_length:
             skipped.append(place)
@@ -111,7 +109,6 @@ def build(task: str, name: str, source: EvalTexts, splits: Sequence[Cloze], seq_
         if len(context) > room:
             truncated.append(place)
         requests.append(request_after(context[-room:], word))
-        scored.append(place)
     if not requests:
         raise UserError(
             f"{source.name}: no passage has a context and a word of up to {seq_length} tokens "
@@ -130,7 +127,7 @@ def build(task: str, name: str, source: EvalTexts, splits: Sequence[Cloze], seq_
         name=name,
         source=source,
         requests=tuple(requests),
-        finish=partial(accuracy, places=scored, perplexity=name != V1),
+        finish=partial(accuracy, perplexity=name != V1),
         facts={
             "seq_length": seq_length,
             "N": len(requests),
@@ -148,17 +145,11 @@ def build(task: str, name: str, source: EvalTexts, splits: Sequence[Cloze], seq_
     )
 
 
-def accuracy(scores: Sequence[Score], *, places: list[str], perplexity: bool) -> ProtocolResult:
+def accuracy(scores: Sequence[Score], *, perplexity: bool) -> dict[str, Metric]:
     """The share of passages answered correctly; exp of the mean loss per passage, where wanted."""
     correct, losses = [float(s.is_greedy) for s in scores], [s.loss for s in scores]
     metrics = {"acc" if perplexity else "accuracy": Metric(mean(correct), mean_stderr(correct))}
     if perplexity:
         loss = mean(losses)
         metrics["perplexity"] = Metric(exp(loss), exp_stderr(loss, mean_stderr(losses)))
-    return ProtocolResult(
-        metrics=metrics,
-        samples=[
-            {"place": place, "correct": s.is_greedy, "loss": s.loss, "tokens": s.tokens}
-            for place, s in zip(places, scores, strict=True)
-        ],
-    )
+    return metrics

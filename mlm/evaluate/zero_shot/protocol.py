@@ -19,13 +19,6 @@ class Metric:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProtocolResult:
-    metrics: dict[str, Metric]
-    samples: list[dict[str, Any]]
-    """One per window, article or passage, for the file of samples."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Protocol:
     """A text or texts, split into requests by one protocol."""
 
@@ -35,7 +28,7 @@ class Protocol:
     """V1 (arXiv:1909.08053, appendix E) or LM_EVAL."""
     source: EvalTexts
     requests: tuple[Request, ...]
-    finish: Callable[[Sequence[Score]], ProtocolResult]
+    finish: Callable[[Sequence[Score]], dict[str, Metric]]
     """Metrics from the scores of `requests`, in their order."""
     facts: dict[str, Any]
     """Entries of the receipt: T, T_o, N, …, by key."""

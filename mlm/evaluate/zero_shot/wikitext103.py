@@ -17,7 +17,6 @@ from mlm.evaluate.zero_shot.protocol import (
     V1,
     Metric,
     Protocol,
-    ProtocolResult,
     exp,
     exp_stderr,
     ratio_stderr,
@@ -92,7 +91,7 @@ def overlapping_windows(num_tokens: int, length: int, stride: int) -> Iterator[t
 
 def adjusted_perplexity(
     scores: Sequence[Score], *, num_tokens: int, num_words: int, seq_length: int
-) -> ProtocolResult:
+) -> dict[str, Metric]:
     """exp(summed loss / (T_o - 1)), and the unadjusted exp(summed loss / (T - 1))."""
     total = math.fsum(s.loss for s in scores)
     assert sum(s.tokens for s in scores) == num_tokens - 1
@@ -100,14 +99,11 @@ def adjusted_perplexity(
     stretches = sum_stretches(scores, seq_length)
     error = ratio_stderr([loss for loss, _ in stretches], [tokens for _, tokens in stretches])
     error_per_word = None if error is None else error * (num_tokens - 1) / (num_words - 1)
-    return ProtocolResult(
-        metrics={
-            "adjusted perplexity": Metric(exp(per_word), exp_stderr(per_word, error_per_word)),
-            "perplexity per token": Metric(exp(loss), exp_stderr(loss, error)),
-            "loss per token": Metric(loss, error),
-        },
-        samples=[{"window": n, "loss": s.loss, "tokens": s.tokens} for n, s in enumerate(scores)],
-    )
+    return {
+        "adjusted perplexity": Metric(exp(per_word), exp_stderr(per_word, error_per_word)),
+        "perplexity per token": Metric(exp(loss), exp_stderr(loss, error)),
+        "loss per token": Metric(loss, error),
+    }
 
 
 def sum_stretches(scores: Sequence[Score], length: int) -> list[tuple[float, int]]:
@@ -145,9 +141,7 @@ def per_article(source: EvalTexts, tokenizer: Tokenizer, *, seq_length: int, lim
         name=LM_EVAL,
         source=source,
         requests=requests,
-        finish=partial(
-            per_word_and_byte, counts=list(map(len, windows)), words=words, sizes=sizes, texts=texts
-        ),
+        finish=partial(per_word_and_byte, counts=list(map(len, windows)), words=words, sizes=sizes),
         facts={
             "seq_length": seq_length,
             "stride": seq_length,
@@ -163,26 +157,19 @@ def per_article(source: EvalTexts, tokenizer: Tokenizer, *, seq_length: int, lim
 
 
 def per_word_and_byte(
-    scores: Sequence[Score], *, counts: list[int], words: list[int], sizes: list[int], texts: list[str]
-) -> ProtocolResult:
+    scores: Sequence[Score], *, counts: list[int], words: list[int], sizes: list[int]
+) -> dict[str, Metric]:
     """Summed loss over words, or over bytes, of the articles before detokenising."""
     remaining = iter(scores)
     losses = [math.fsum(next(remaining).loss for _ in range(count)) for count in counts]
     per_word, per_byte = (math.fsum(losses) / sum(units) for units in (words, sizes))
     error_word, error_byte = ratio_stderr(losses, words), ratio_stderr(losses, sizes)
     bit = math.log(2)
-    return ProtocolResult(
-        metrics={
-            "word_perplexity": Metric(exp(per_word), exp_stderr(per_word, error_word)),
-            "byte_perplexity": Metric(exp(per_byte), exp_stderr(per_byte, error_byte)),
-            "bits_per_byte": Metric(per_byte / bit, None if error_byte is None else error_byte / bit),
-        },
-        samples=[
-            # the article by its first line that is not blank, without its signs
-            {"article": text.strip().split("\n")[0].strip(" ="), "loss": loss, "words": w, "bytes": b}
-            for text, loss, w, b in zip(texts, losses, words, sizes, strict=True)
-        ],
-    )
+    return {
+        "word_perplexity": Metric(exp(per_word), exp_stderr(per_word, error_word)),
+        "byte_perplexity": Metric(exp(per_byte), exp_stderr(per_byte, error_byte)),
+        "bits_per_byte": Metric(per_byte / bit, None if error_byte is None else error_byte / bit),
+    }
 
 
 def form_warning(source: EvalTexts, *, wants_unk: bool) -> tuple[str, ...]:

@@ -137,15 +137,6 @@ def test_all_is_both_of_its_parts(folder: Path) -> None:
     assert together == pytest.approx(apart | metrics(run(wikitext)), rel=1e-6)
 
 
-def test_samples_are_written_one_a_line(folder: Path) -> None:
-    result = run(cloze(folder, samples=str(folder / "samples.jsonl")))
-    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    strict = [line for line in lines if line["protocol"] == "Megatron-LM"]
-    assert [line["place"] for line in strict] == [f"{folder}/lambada.jsonl:{n}" for n in range(1, 8)]
-    accuracy = sum(line["correct"] for line in strict) / len(strict)
-    assert accuracy == metrics(result)["Megatron-LM accuracy"]
-
-
 def test_a_trial_says_so_and_does_not_replace_a_full_result(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,7 +203,6 @@ def test_a_stride_longer_than_the_window_is_rejected(folder: Path) -> None:
     ("changes", "setting"),
     [
         ({"out": "missing/folder/x.json"}, "out=missing/folder/x.json"),
-        ({"samples": "missing/folder/x.jsonl"}, "samples=missing/folder/x.jsonl"),
         ({"out": "."}, "out=."),
         ({"ckpt": "missing"}, "ckpt=missing"),
     ],
@@ -229,7 +219,7 @@ def test_a_wrong_path_is_named(folder: Path, changes: dict[str, Any], setting: s
         ({"limit": 0}, "limit=0 must be greater than 0"),
         ({"data": LambadaDataConfig(path="missing.jsonl")}, "data.path=missing.jsonl: no such file"),
         ({"tokenizer": "missing.json"}, "tokenizer=missing.json: no such file"),
-        ({"samples": "samples.jsonl"}, ""),
+        ({"seq_length": 4}, ""),
     ],
 )
 def test_settings_are_checked(folder: Path, changes: dict[str, Any], problem: str) -> None:

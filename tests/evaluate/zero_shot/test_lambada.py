@@ -33,11 +33,11 @@ def test_strict_accuracy_is_that_of_the_protocols_text(tmp_path: Path) -> None:
     """By a model that has learnt some of the passages."""
     model = write_trained_model(tmp_path / "model", PASSAGES[::2])
     protocol, ctx = built(tmp_path, strict=True), ParallelContext()
-    outcome = protocol.finish(score(load(tmp_path / "model", ctx), protocol.requests, batch_size=1, ctx=ctx))
+    scores = score(load(tmp_path / "model", ctx), protocol.requests, batch_size=1, ctx=ctx)
     expected = reference.strict_cloze(model, tokenizer(), list(PASSAGES), length=LENGTH)
-    assert [sample["correct"] for sample in outcome.samples] == expected
+    assert [s.is_greedy for s in scores] == expected
     assert 0 < sum(expected) < len(expected)
-    assert outcome.metrics["accuracy"].value == sum(expected) / len(expected)
+    assert protocol.finish(scores)["accuracy"].value == sum(expected) / len(expected)
 
 
 def test_the_word_is_what_follows_white_space_or_a_space(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_passages_without_context_or_word_are_left_out_counted_and_named(
     protocol = built(tmp_path, texts, strict=strict)
     assert (protocol.facts["N"], protocol.facts["skipped"]) == (2, 4)
     assert f"{tmp_path}/lambada.jsonl:2" in protocol.warnings[0]
-    assert len(protocol.finish([Score(1.0, True, 1)] * 2).samples) == 2
+    assert len(protocol.requests) == 2
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -106,7 +106,7 @@ def test_accuracy_and_perplexity_have_errors(tmp_path: Path) -> None:
     """acc 1/4: sqrt(1/4 * 3/4 / 3) = 0.25; perplexity e^2 times sqrt(5/3 / 4)."""
     protocol = built(tmp_path, PASSAGES[:4], strict=False)
     scores = [Score(loss, loss == 1, 1) for loss in (1.0, 2.0, 3.0, 4.0)]
-    metrics = protocol.finish(scores).metrics
+    metrics = protocol.finish(scores)
     assert (metrics["acc"].value, metrics["acc"].stderr) == (0.25, pytest.approx(0.25))
     assert metrics["perplexity"].value == pytest.approx(2.718281828**2.5)
     assert metrics["perplexity"].stderr == pytest.approx(2.718281828**2.5 * (5 / 3 / 4) ** 0.5)

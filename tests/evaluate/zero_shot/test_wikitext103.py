@@ -44,12 +44,12 @@ def test_perplexities_are_those_of_the_protocols_text(tmp_path: Path, stride: in
     model = write_model(tmp_path / "model")
     protocol = whole(tmp_path, stride)
     ctx = ParallelContext()
-    outcome = protocol.finish(score(load(tmp_path / "model", ctx), protocol.requests, batch_size=2, ctx=ctx))
+    metrics = protocol.finish(score(load(tmp_path / "model", ctx), protocol.requests, batch_size=2, ctx=ctx))
     adjusted, unadjusted = reference.wikitext103(
         model, tokenizer(), WIKITEXT, detokenise(WIKITEXT), length=SEQ_LENGTH, stride=stride
     )
-    assert outcome.metrics["adjusted perplexity"].value == pytest.approx(adjusted, rel=1e-9)
-    assert outcome.metrics["perplexity per token"].value == pytest.approx(unadjusted, rel=1e-9)
+    assert metrics["adjusted perplexity"].value == pytest.approx(adjusted, rel=1e-9)
+    assert metrics["perplexity per token"].value == pytest.approx(unadjusted, rel=1e-9)
 
 
 def test_words_are_counted_before_detokenising(tmp_path: Path) -> None:
