@@ -8,7 +8,7 @@ blobs/…).
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -55,8 +55,6 @@ MAX_BYTES = {CONFIG: 1 << 20, ADAPTER: 1 << 20, INDEX: 1 << 26} | dict.fromkeys(
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\.safetensors")  # no separator, not hidden
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 SAVE_AGAIN = "Download or save it again"
-WRAPPERS = ("module.", "_orig_mod.")
-"""Prefixes that DistributedDataParallel and torch.compile add to all names."""
 LANGUAGE_MODELS = {"model.language_model.": "model.", "language_model.": ""}
 """Prefix of the language model in a multi-modal model -> prefix of the same tensors without the others."""
 
@@ -120,7 +118,7 @@ class HFModel:
     stored: Mapping[str, tuple[str, Stored]]
     """Plain name of each tensor -> its file and layout."""
     renamings: Mapping[str, str]
-    """Removal of wrappers from its names, as by `unwrap_names`."""
+    """Patterns and replacements of its names: `key_mapping` of `transformers`."""
     notes: tuple[Note, ...]
     """Remarks for the user, one line each."""
     kept: TokenIds
@@ -180,7 +178,9 @@ def read_model(folder: Path) -> HFModel:
     for file, path in files.items():
         with reading_from(folder / file, SAVE_AGAIN):
             headers[file] = read_safetensors_header(path, SAVE_AGAIN)[1]
-    unwrapped, renamings, wrappers = unwrap_names(name for header in headers.values() for name in header)
+    unwrapped, renamings, parts = language_model_names(
+        [name for header in headers.values() for name in header]
+    )
     for pattern, replacement in mapping.renamings(unwrapped.values()).items():
         renamings[pattern] = replacement
         unwrapped = {theirs: re.sub(pattern, replacement, name) for theirs, name in unwrapped.items()}
@@ -208,36 +208,24 @@ def read_model(folder: Path) -> HFModel:
             f"tie_word_embeddings=true in {CONFIG} if the token table is its output layer"
         )
     kept, lost = token_ids_to_keep(raw, content.config)
-    notes = (*notes, *wrappers, *content.notes, *lost)
+    notes = (*notes, *parts, *content.notes, *lost)
     return HFModel(folder, mapping, raw, content, files, stored, renamings, notes, kept)
 
 
-def unwrap_names(
-    names: Iterable[str], wrappers: tuple[str, ...] = WRAPPERS
-) -> tuple[dict[str, str], dict[str, str], list[Note]]:
-    """Return a language model's names without wrappers by stored name, renamings, and notes.
+def language_model_names(stored: Sequence[str]) -> tuple[dict[str, str], dict[str, str], list[Note]]:
+    """Return a language model's names by stored name, the renaming to them, and notes.
 
-    Renamings are patterns and replacements, applied in order: `key_mapping` of `transformers`. Names of the
-    other parts of a multi-modal model are left out.
+    Names of the other parts of a multi-modal model are left out.
     """
-    stored, prefix, notes = list(names), "", list[Note]()
-    while more := next((w for w in wrappers if stored and all(n.startswith(prefix + w) for n in stored)), ""):
-        prefix += more
-    outer = next((o for o in LANGUAGE_MODELS if any(n.startswith(prefix + o) for n in stored)), "")
-    kept = [name for name in stored if name.startswith((prefix + outer, f"{prefix}lm_head."))]
-    renamings = {f"^{re.escape(prefix)}": "", f"^{re.escape(outer)}": LANGUAGE_MODELS.get(outer, "")}
-    renamings.pop("^", None)
-    if removed := "".join(re.findall("|".join(map(re.escape, WRAPPERS)), prefix)) + outer:
-        notes.append(Note(f"names begin with {removed}: read without"))
-    if any("._orig_mod." in name.removeprefix(prefix) for name in kept):  # modules compiled one by one
-        renamings[r"\._orig_mod\."] = "."
-        notes.append(Note("names hold _orig_mod.: read without"))
+    outer = next((o for o in LANGUAGE_MODELS if any(name.startswith(o) for name in stored)), "")
+    if not outer:
+        return {name: name for name in stored}, {}, []
+    pattern, plain, notes = f"^{re.escape(outer)}", LANGUAGE_MODELS[outer], list[Note]()
+    kept = [name for name in stored if name.startswith((outer, "lm_head."))]
+    notes.append(Note(f"names begin with {outer}: read without"))
     if others := sorted(set(stored) - set(kept)):
         notes.append(Note(f"left out beside the language model: {others[0]} and {len(others) - 1} more"))
-    unwrapped = {name: name for name in kept}
-    for pattern, replacement in renamings.items():
-        unwrapped = {name: re.sub(pattern, replacement, plain) for name, plain in unwrapped.items()}
-    return unwrapped, renamings, notes
+    return {name: re.sub(pattern, plain, name) for name in kept}, {pattern: plain}, notes
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
