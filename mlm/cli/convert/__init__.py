@@ -8,15 +8,6 @@ from mlm.cli.convert.settings import (
     ReshardConfig,
 )
 from mlm.convert.config import ConvertConfig
-from mlm.data.files_present import HUB_NAME
-from mlm.util.errors import Problem
-
-
-def _check_hub_name(config: ExportHFConfig) -> list[Problem]:
-    if config.base is None or HUB_NAME.fullmatch(config.base):
-        return []
-    return [Problem.at("base", config.base, "no name of a repository of the Hub", "use base=OWNER/NAME")]
-
 
 COMMANDS = (
     Command(
@@ -79,7 +70,6 @@ COMMANDS = (
         name="export hf",
         spec=ExportHFConfig,
         target="mlm.cli.convert.run:run_export_hf",
-        local_check=_check_hub_name,
         preflight="mlm.cli.convert.run:preflight_export_hf",
         positional=("ckpt",),
         summary="export a checkpoint as a folder that transformers loads",

@@ -43,13 +43,7 @@ def run_import_hf(config: ImportHFConfig) -> None:
 
 
 def preflight_export_hf(config: ExportHFConfig) -> list[str]:
-    problems = [*export_problems(config.ckpt, config.out, config.max_file_gb), *extra_problems(config.verify)]
-    if problems:
-        return problems
-    source = open_checkpoint(config.ckpt)
-    if config.base is not None and source.base is None:
-        problems.append(f"base={config.base}: {source.path} holds no adapters: leave it out")
-    return problems
+    return [*export_problems(config.ckpt, config.out, config.max_file_gb), *extra_problems(config.verify)]
 
 
 def run_export_hf(config: ExportHFConfig) -> None:
@@ -60,7 +54,6 @@ def run_export_hf(config: ExportHFConfig) -> None:
         max_file_gb=config.max_file_gb,
         merge=config.merge,
         compare=compare,
-        base=config.base,
     )
     if "rank#" not in columns:  # not of adapters
         notes = [*filter(None, [best_note(config.ckpt, source.path)]), *notes]

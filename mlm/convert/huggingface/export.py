@@ -69,19 +69,17 @@ def export_model(
     max_file_gb: float,
     merge: bool,
     compare: Compare | None,
-    base: str | None = None,
 ) -> tuple[dict[str, object], list[str], str]:
     """Verify the digests, write a new folder, compare and publish; return columns, notes and a line on it.
 
-    `compare(folder, checkpoint)` raises UserError where outputs differ; None compares none. `base` is another
-    name for the base of adapters.
+    `compare(folder, checkpoint)` raises UserError where outputs differ; None compares none.
     """
     mapping, count = hf_mapping(source), tensor_bytes(source, torch.float32)
     with new_folder(out, count, "exported-model") as folder:
         source.digests()
         if source.base is not None and not merge:
-            name = base or source.base_name
-            rank = write_adapters(source, source.base, folder, name)
+            name = source.base_name
+            rank = write_adapters(source, source.base, folder)
             write_settings(source, mapping, folder)
             note = f"its base in the form that peft loads: mlm export hf ckpt={name} out=… merge=true"
             notes = [] if isinstance(source.base, ModelFolder) else [note]
@@ -104,7 +102,7 @@ def export_model(
     return columns, notes, line
 
 
-def write_adapters(source: Checkpoint, base: Source, folder: Path, base_name: str) -> int:
+def write_adapters(source: Checkpoint, base: Source, folder: Path) -> int:
     """Write adapters as `peft` does, with its settings, which name the base; return their rank.
 
     A task's head is written whole beside them. Raises UserError if `transformers` has it otherwise.
@@ -123,7 +121,7 @@ def write_adapters(source: Checkpoint, base: Source, folder: Path, base_name: st
             f"{source.path}: {mapping.architecture(source.model)} has no bias in its classifier, which these "
             "adapters were trained with; use mlm export hf merge=true"
         )
-    settings = peft.write_config(source.model, lora, base_name, tensors, trained)
+    settings = peft.write_config(source.model, lora, source.base_name, tensors, trained)
     for name, (ours, location) in zip(trained, locations.items(), strict=True):
         tensors[f"{peft.PREFIX}{name}"] = location.to_theirs(read(ours))[0]
     tensors = {name: value.contiguous() for name, value in tensors.items()}
