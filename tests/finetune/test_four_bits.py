@@ -29,6 +29,7 @@ from mlm.training.pipelined import PipelinedModel
 from tests.data.chats import MARKED, write_tokenizer
 from tests.finetune.chats import chatting, write_chats
 from tests.finetune.runs import check_layout, losses, read
+from tests.models.peft_adapters import to_ours
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 LORA = LoraConfig(rank=4, alpha=16.0, quantize="nf4")
@@ -100,7 +101,7 @@ def test_losses_and_gradients_are_those_of_peft_on_a_base_in_4_bits(
         torch.nn.init.normal_(p, std=0.1)
 
     def as_ours(read: Any) -> dict[str, torch.Tensor]:
-        return dict(pair for each in stored for pair in each.to_ours(read, parameters.__getitem__))
+        return dict(pair for each in stored for pair in to_ours(each, read, parameters.__getitem__))
 
     optimizer = torch.optim.AdamW(values.values(), lr=1e-3)
     errors, their_errors = [], []

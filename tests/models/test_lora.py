@@ -22,6 +22,7 @@ from mlm.parallel.mesh import Axis, shape_context
 from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import load_full
 from mlm.training.pipelined import PipelinedModel
+from tests.models.peft_adapters import to_ours
 from tests.slow import thinned
 
 STEPS = 20
@@ -85,7 +86,7 @@ def test_losses_and_gradients_equal_those_of_peft(case: str) -> None:
         for p in values.values():
             p.normal_(0, 0.1)
         for each in stored:
-            for name, value in each.to_ours(values.__getitem__, dict(ours.named_parameters()).__getitem__):
+            for name, value in to_ours(each, values.__getitem__, dict(ours.named_parameters()).__getitem__):
                 mine[name].copy_(value)
     assert sum(p.numel() for p in mine.values()) == sum(p.numel() for p in values.values())
 
@@ -104,7 +105,7 @@ def test_losses_and_gradients_equal_those_of_peft(case: str) -> None:
         their_loss.backward()
         torch.testing.assert_close(loss, their_loss, rtol=0, atol=1e-6)
         for each in stored:
-            grads = each.to_ours(lambda name: grad_of(values[name]), nothing)
+            grads = to_ours(each, lambda name: grad_of(values[name]), nothing)
             for name, grad in grads:
                 torch.testing.assert_close(mine[name].grad, grad, rtol=0, atol=1e-6)
         for optimizer in optimizers:

@@ -51,11 +51,11 @@ class StoredAdapter:
         """Yield (name, tensor) of each module; `read` and `base` return tensors by our names."""
         for part, (end, location) in self.forms.items():
             value = read(f"{self.name}.lora.{part}")
-            value = value + self._norms(base) if part == "magnitude" else value
+            value = value + self.norms(base) if part == "magnitude" else value
             for module, stored in zip(self.modules, location.to_theirs(value), strict=True):
                 yield f"{PREFIX}{module}{end}", stored
 
-    def _norms(self, base: Read) -> Tensor:
+    def norms(self, base: Read) -> Tensor:
         """Norms of the rows of the base's weight that have adapters, in B's order."""
         rows, norms = self.adapter.rows, torch.linalg.vector_norm(base(f"{self.name}.weight"), dim=1)
         parts: Tensor = norms.unflatten(0, (-1, rows.parts, self.adapter.size))

@@ -30,6 +30,7 @@ from mlm.optim.matrices import matrices_of
 from mlm.parallel.expert.router import routers
 from mlm.parallel.mesh import Axis, shape_context
 from mlm.parallel.sharding import load_full, parameter_shards
+from mlm.util.errors import UserError
 from tests.convert.hf_models import export_model, import_model
 from tests.models.llama.on_ranks import check_layout
 from tests.models.llama.table import (
@@ -43,6 +44,7 @@ from tests.models.llama.table import (
     their_gradients,
     their_model,
 )
+from tests.models.peft_adapters import to_ours
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
 from tests.verify.parity_layouts import Layout
@@ -283,11 +285,15 @@ def test_adapters_are_those_of_peft(name: str) -> None:
         for p in values.values():
             p.normal_(0, 0.1)
         for each in stored:
-            for ours_name, value in each.to_ours(values.__getitem__, base):
+            for ours_name, value in to_ours(each, values.__getitem__, base):
                 mine[ours_name].copy_(value)
-        written = stored_tensors(config, lora, mine.__getitem__, base)
-    assert written.keys() == values.keys()
-    assert all(torch.equal(value, values[name]) for name, value in written.items())
+        if any(each.rows.section is not None for each in stored):
+            with pytest.raises(UserError, match="peft adapts no part; use mlm export hf merge=true"):
+                stored_tensors(config, lora, mine.__getitem__, base)
+        else:
+            written = stored_tensors(config, lora, mine.__getitem__, base)
+            assert written.keys() == values.keys()
+            assert all(torch.equal(value, values[name]) for name, value in written.items())
     (tokens,) = samples(name, 0)
     loss, other = ours(tokens[:, :-1], tokens[:, 1:]), their_loss(adapted, tokens)
     torch.testing.assert_close(loss.detach(), other.detach(), rtol=1e-9, atol=0)
@@ -298,7 +304,7 @@ def test_adapters_are_those_of_peft(name: str) -> None:
         if each.rows.section is not None:  # their A is read by two of ours
             neighbours = (other.name for other in stored if other.modules == each.modules)
             grads[f"{each.name}.lora.a"] = sum(mine[f"{name}.lora.a"].grad for name in neighbours)  # type: ignore[misc, assignment]
-        for ours_name, grad in each.to_ours(lambda n: values[n].grad, base):  # type: ignore[arg-type, return-value]
+        for ours_name, grad in to_ours(each, lambda n: values[n].grad, base):  # type: ignore[arg-type, return-value]
             assert (grads[ours_name] - grad).abs().max() <= 1e-9 * grad.abs().max(), ours_name  # type: ignore[operator]
 
 
