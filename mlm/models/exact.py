@@ -14,7 +14,7 @@ from mlm.models.attention import SelfAttention
 from mlm.models.backbone import LearnedTable, Transformer
 from mlm.models.documents import Spans
 from mlm.models.gpt2.model import GPT2
-from mlm.models.llama.attention import GroupedQueryAttention
+from mlm.models.llama.attention import GroupedQueryAttention, HeadNorm
 from mlm.models.llama.gated import GatedMLP
 from mlm.models.llama.model import Llama, LlamaLayer
 from mlm.models.norms import LayerNorm, RMSNorm
@@ -47,7 +47,9 @@ def _look_up(table: VocabParallelEmbedding, region: Region, tokens: Tensor) -> T
 def _norm(norm: LayerNorm | RMSNorm, region: Region, x: Tensor) -> Any:
     weight: Any = 1 + norm.weight if norm.zero_centered else norm.weight
     bias = norm.bias if isinstance(norm, LayerNorm) else None
-    return Norm.apply(x, weight, bias, norm.eps, isinstance(norm, LayerNorm), region)  # type: ignore[no-untyped-call]
+    # the weight of heads is the same for all, of which tp has split some
+    sum_rows = region.sum_heads if isinstance(norm, HeadNorm) else region.sum_rows
+    return Norm.apply(x, weight, bias, norm.eps, isinstance(norm, LayerNorm), sum_rows)  # type: ignore[no-untyped-call]
 
 
 def _mlp(mlp: MLP, region: Region, x: Tensor) -> Any:
@@ -65,8 +67,8 @@ def _attention(
 ) -> Any:
     assert reading is None, "texts are continued by other models"
     if isinstance(attention, GroupedQueryAttention):
-        pairs = zip(attention.query(x), attention.kv(x), strict=True)
-        parts = [attention.join(q, kv, rotary) for q, kv in pairs]
+        q, kv = attention.query(x), attention.kv(x)
+        parts = attention.parts(attention.join(torch.cat(q, -1), torch.cat(kv, -1), rotary), len(q))
     else:
         parts = attention.qkv(x)
     heads = attention.out.weight.shape[1] // attention.head_dim // len(parts)
@@ -82,6 +84,7 @@ FORMS: dict[type[nn.Module], Any] = {
     VocabParallelEmbedding: _look_up,
     LayerNorm: _norm,
     RMSNorm: _norm,
+    HeadNorm: _norm,
     MLP: _mlp,
     GatedMLP: _mlp,
     SelfAttention: _attention,
@@ -117,6 +120,8 @@ def make_exact(model: Transformer) -> None:
         elif type(module) not in PLAIN:
             kind = type(module).__name__
             raise UserError(f"exact: {name} is a {kind}, whose sums have no order of their own; use exact=0")
+        if isinstance(module, HeadNorm):
+            module.is_partial = False  # its sum over tp is made in the backward pass
         if isinstance(module, LearnedTable):
             # ranks read different rows: their sums are of one number and zeros
             module.is_partial = region.sequence_parallel  # type: ignore[assignment]

@@ -104,6 +104,12 @@ class Region:
         total = tree_sum(rows[:, 0].clone().unbind())
         return sum_over_ranks(total, self.tp) if self.sequence_parallel else total
 
+    def sum_heads(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Sum over the heads of all ranks' parts, sequence and samples: [S, B, heads, D] -> [D]."""
+        everywhere = Region(self.tp, False)
+        parts = x.chunk(self.terms, 2)
+        return sum_over_ranks(tree_sum([everywhere.sum_rows(part, dtype) for part in parts]), self.tp)
+
 
 def weight_gradient_of_rows(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """dy^T @ x, by at most ROWS rows at a time: […, O], […, I] -> [O, I]."""
@@ -210,12 +216,16 @@ def _columns(weight: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     return [w.to(parts[0].dtype).contiguous() for w in weight.chunk(len(parts), 1)]
 
 
+SumRows = Callable[[Tensor, torch.dtype], Tensor]
+"""`Region.sum_rows`, or `sum_heads`."""
+
+
 class Norm(torch.autograd.Function):
-    """Layer norm, or RMSNorm without `centers`, whose sums over rows are trees: x [S, B, H]."""
+    """Layer norm, or RMSNorm without `centers`, whose sums over rows are trees: x [S, B, …, H]."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centers: bool, region: Region
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centers: bool, sum_rows: SumRows
     ) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean: Tensor | None = None
@@ -225,7 +235,7 @@ class Norm(torch.autograd.Function):
             scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
             y = wide * scale * weight
         ctx.save_for_backward(x, weight, bias, mean, scale)
-        ctx.region = region
+        ctx.sum_rows = sum_rows
         return y.to(x.dtype)
 
     @staticmethod
@@ -240,8 +250,8 @@ class Norm(torch.autograd.Function):
             dx, _, _ = torch.ops.aten.native_layer_norm_backward(
                 dy, wide, x.shape[-1:], mean, scale, weight, bias, [True, False, False]
             )
-        dw = ctx.region.sum_rows(unit.mul_(dy), weight.dtype) if ctx.needs_input_grad[1] else None
-        db = ctx.region.sum_rows(dy, bias.dtype) if ctx.needs_input_grad[2] else None
+        dw = ctx.sum_rows(unit.mul_(dy), weight.dtype) if ctx.needs_input_grad[1] else None
+        db = ctx.sum_rows(dy, bias.dtype) if ctx.needs_input_grad[2] else None
         return dx.to(x.dtype), dw, db, None, None, None
 
 
