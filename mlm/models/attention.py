@@ -106,10 +106,10 @@ class SelfAttention(nn.Module):
         self, qkv: Tensor, stream: DropoutStream | None, spans: Spans | None, first_head: int
     ) -> Tensor:
         """Attention of heads `first_head` and on: `project`, or a part of it -> the input of `values`."""
-        if self.cp.size > 1:
+        if self.cp.parts > 1:
             assert self.causal
             assert spans is None, "checked with the configuration"
-            return self._across_ranks(qkv, stream)
+            return self._across_ranks(qkv, stream, first_head)
         if stream is None or self.dropout == 0:
             return self._fused(qkv, 0.0, spans)
         if qkv.is_cpu:
@@ -156,7 +156,7 @@ class SelfAttention(nn.Module):
         return attended
 
     @skip_compile  # communication that is waited for later is not traced
-    def _across_ranks(self, qkv: Tensor, stream: DropoutStream | None) -> Tensor:
+    def _across_ranks(self, qkv: Tensor, stream: DropoutStream | None, first_head: int) -> Tensor:
         q, k, v = self.heads(qkv)
 
         def drop(x: Tensor, heads: range, rows: Tensor, columns: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class SelfAttention(nn.Module):
                 self.dropout,
                 self.dropout_keys[0],
                 length=q.shape[2] * self.cp.size,
-                heads=range(self.first_head + heads.start, self.first_head + heads.stop),
+                heads=range(first_head + heads.start, first_head + heads.stop),
                 rows=rows,
                 columns=columns,
             )

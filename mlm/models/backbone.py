@@ -153,7 +153,7 @@ class Transformer(nn.Module):
 
     def local_positions(self, length: int, positions: Tensor | None, device: torch.device) -> Tensor | None:
         """Positions of this cp rank's tokens, [B or 1, S/c], of `positions` [B, S]; None for 0 … S - 1."""
-        if self.cp.size == 1:
+        if self.cp.parts == 1:
             return positions
         if positions is None:
             return local_positions(length, self.cp, device).unsqueeze(0)

@@ -14,17 +14,24 @@ from mlm.models.attention import SelfAttention
 from mlm.models.backbone import LearnedTable, Transformer
 from mlm.models.documents import Spans
 from mlm.models.gpt2.model import GPT2
+from mlm.models.heads import GatherOutputs, PlainLinear
 from mlm.models.llama.attention import GroupedQueryAttention, HeadNorm
 from mlm.models.llama.gated import GatedMLP
+from mlm.models.llama.mixture import MixtureOfExperts
 from mlm.models.llama.model import Llama, LlamaLayer
 from mlm.models.norms import LayerNorm, RMSNorm
 from mlm.models.rotary import Rotary
 from mlm.models.transformer import MLP, TransformerLayer
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.exact import ColumnProducts, Lookup, Norm, Region, RowProducts
+from mlm.parallel.exact import ColumnProducts, KeepRows, Lookup, Norm, Region, RowProducts, WholeProducts
+from mlm.parallel.exact_experts import ExpertColumns, ExpertRows, SourceRuns
 from mlm.parallel.exact_loss import exact_cross_entropy
+from mlm.parallel.expert.experts import Experts
+from mlm.parallel.expert.router import Router, Routing
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.linear import DEFAULT_COMPUTE
+from mlm.parallel.matmul import Runs
+from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.util.errors import UserError
 
 
@@ -36,10 +43,14 @@ def _row(layer: RowParallelLinear, region: Region, parts: tuple[Tensor, ...]) ->
     return RowProducts.apply(layer.weight, layer.bias, region, layer.compute, *parts)  # type: ignore[no-untyped-call]
 
 
+def _whole(layer: PlainLinear, region: Region, x: Tensor) -> Any:
+    return WholeProducts.apply(x, layer.weight, layer.bias, region, layer.compute)  # type: ignore[no-untyped-call]
+
+
 def _look_up(table: VocabParallelEmbedding, region: Region, tokens: Tensor) -> Tensor:
     rows = tokens - table.first
     is_foreign = (rows < 0) | (rows >= table.weight.shape[0])
-    y: Tensor = Lookup.apply(rows.masked_fill(is_foreign, 0), table.weight, table.add_lookup)  # type: ignore[no-untyped-call]
+    y: Tensor = Lookup.apply(rows.masked_fill(is_foreign, 0), table.weight, table.add_lookup, region.cp)  # type: ignore[no-untyped-call]
     # of one number and zeros, so that any order of this sum will do; -0 becomes 0 on one rank, too
     return table.reduce_output(y.masked_fill(is_foreign.unsqueeze(-1), 0.0) + 0.0)
 
@@ -78,6 +89,28 @@ def _attention(
     )
 
 
+def _as_it_is(x: Tensor, tp: Axis) -> Tensor:
+    return x
+
+
+def _router(router: Router, region: Region, x: Tensor) -> Routing:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return router.route(
+        WholeProducts.apply(wide, router.weight, router.logit_bias, region, DEFAULT_COMPUTE)  # type: ignore[no-untyped-call]
+    )
+
+
+def _experts(experts: Experts, region: Region, x: Tensor, runs: Runs) -> Any:
+    tp, sources = experts.expert_axes.tp, runs.sources or [runs.counts]
+    # with expert_tp=1 the rows of a micro-batch come from all its tp ranks, in their order
+    ranks = region.tp.size // tp.size
+    groups = [sources[i : i + ranks] for i in range(0, len(sources), ranks)]
+    units = SourceRuns([[sum(counts) for counts in zip(*group, strict=True)] for group in groups])
+    parts = ExpertColumns.apply(x, experts.up, experts, units, tp)  # type: ignore[no-untyped-call]
+    inner = [torch.cat(list(map(experts.inner, part.split(units.sizes)))) for part in parts]
+    return ExpertRows.apply(experts.down, experts, units, tp, *inner)  # type: ignore[no-untyped-call]
+
+
 FORMS: dict[type[nn.Module], Any] = {
     ColumnParallelLinear: _column,
     RowParallelLinear: _row,
@@ -85,18 +118,30 @@ FORMS: dict[type[nn.Module], Any] = {
     LayerNorm: _norm,
     RMSNorm: _norm,
     HeadNorm: _norm,
+    PlainLinear: _whole,
     MLP: _mlp,
     GatedMLP: _mlp,
+    Router: _router,
+    Experts: _experts,
     SelfAttention: _attention,
     GroupedQueryAttention: _attention,
 }
 """`forward` of each type of module, after the module and its region."""
-PLAIN = (GPT2, Llama, TransformerLayer, LlamaLayer, LearnedTable, nn.ModuleDict, nn.Identity)
+PLAIN = (
+    GPT2,
+    Llama,
+    TransformerLayer,
+    LlamaLayer,
+    MixtureOfExperts,
+    LearnedTable,
+    nn.ModuleDict,
+    nn.Identity,
+)
 """Modules without sums that a layout changes."""
 
 
-def exact_axes(ctx: ParallelContext, parts: int, leaves: int) -> ParallelContext:
-    """The axes of a run whose sums over tp have `parts` terms, and over micro-batches up to `leaves`.
+def exact_axes(ctx: ParallelContext, parts: tuple[int, int], leaves: int) -> ParallelContext:
+    """The axes of a run whose sums over tp and cp have `parts` terms, and over micro-batches up to `leaves`.
 
     They are those given where `leaves` is 0.
     Raises UserError on a GPU, whose libraries nobody has asked whether they keep to it.
@@ -107,19 +152,25 @@ def exact_axes(ctx: ParallelContext, parts: int, leaves: int) -> ParallelContext
         raise UserError("exact: CPUs are covered, GPUs not yet; use dist.device=cpu or exact=0")
     # kernels give each thread a part of a tensor, of whole vectors if there are 2^k of them
     torch.set_num_threads(1 << (torch.get_num_threads().bit_length() - 1))
-    tp, dp = replace(ctx.tp, exact_parts=parts), replace(ctx.dp, exact_parts=leaves)
-    return replace(ctx, tp=tp, dp=dp)
+    axes = zip((ctx.tp, ctx.experts.tp, ctx.cp, ctx.dp), (parts[0], *parts, leaves), strict=True)
+    tp, expert_tp, cp, dp = (replace(axis, exact_parts=terms) for axis, terms in axes)
+    return replace(ctx, tp=tp, cp=cp, dp=dp, experts=replace(ctx.experts, tp=expert_tp))
 
 
 def make_exact(model: Transformer) -> None:
     """Give the modules of a model their forms. Raises UserError for one without."""
-    region = Region(model.tp, model.sequence_parallel)
+    region = Region(model.tp, model.sequence_parallel, model.cp)
     for name, module in model.named_modules():
         if type(module) in FORMS:
             module.forward = partial(FORMS[type(module)], module, region)
         elif type(module) not in PLAIN:
             kind = type(module).__name__
             raise UserError(f"exact: {name} is a {kind}, whose sums have no order of their own; use exact=0")
+        if isinstance(module, MixtureOfExperts):
+            # all ranks compute the same of all rows, and sum nothing
+            is_split = region.sequence_parallel and module.axes.tp.size > 1
+            ends: Any = (GatherOutputs.apply, KeepRows.apply) if is_split else (_as_it_is, _as_it_is)
+            module.enter, module.leave = ends
         if isinstance(module, HeadNorm):
             module.is_partial = False  # its sum over tp is made in the backward pass
         if isinstance(module, LearnedTable):

@@ -14,6 +14,9 @@ second, so all queries attend to the first piece of ranks before r and to nothin
 after r both pieces are before the second piece of queries and after the first. Each of these blocks costs the
 same.
 
+With exact=N (exact.py) a sequence is split into more parts, whatever c is: each rank holds neighbouring ones,
+and attends as as many ranks would.
+
 Shapes: B micro-batch, n heads of queries, k heads of keys and values, S sequence, c = context-parallel size,
 L = S/c tokens of a rank, P = L/2, D head_dim.
 """
@@ -28,12 +31,13 @@ from torch import Tensor
 
 from mlm.parallel.collectives import reduce_scatter, start_all_gather
 from mlm.parallel.config import PLAIN_SCORES, AttentionScores
+from mlm.parallel.exact import scatter_over_ranks, tree_sum
 from mlm.parallel.mesh import Axis
 
 
 def local_tokens(x: Tensor, cp: Axis, dim: int) -> Tensor:
     """This rank's part of what is there for each token along `dim`: S -> S/c."""
-    return x if cp.size == 1 else _tokens_of(x, cp.rank, cp.size, dim)
+    return x if cp.parts == 1 else _tokens_of(x, cp, dim)
 
 
 def local_positions(length: int, cp: Axis, device: torch.device) -> Tensor:
@@ -43,13 +47,20 @@ def local_positions(length: int, cp: Axis, device: torch.device) -> Tensor:
 
 def rank_positions(rank: int, length: int, size: int, device: torch.device) -> Tensor:
     """The same for rank number `rank` of `size`."""
-    return _tokens_of(torch.arange(length, device=device), rank, size, 0)
+    return _tokens_of(torch.arange(length, device=device), Axis("cp", rank, size), 0)
 
 
-def _tokens_of(x: Tensor, rank: int, size: int, dim: int) -> Tensor:
-    assert x.shape[dim] % (2 * size) == 0, f"{x.shape[dim]} tokens in {2 * size} pieces"
-    pieces = x.chunk(2 * size, dim)
-    return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]], dim)
+def _tokens_of(x: Tensor, cp: Axis, dim: int) -> Tensor:
+    last = 2 * cp.parts - 1
+    assert x.shape[dim] % (last + 1) == 0, f"{x.shape[dim]} tokens in {last + 1} pieces"
+    pieces = x.chunk(last + 1, dim)
+    return torch.cat([pieces[i] for part in held_parts(cp) for i in (part, last - part)], dim)
+
+
+def held_parts(cp: Axis) -> range:
+    """Parts of a sequence that this rank holds: one, or with exact=N some that as many ranks would."""
+    share = cp.parts // cp.size
+    return range(cp.rank * share, (cp.rank + 1) * share)
 
 
 MOST_SCORES = 1 << 24
@@ -62,16 +73,18 @@ of heads and the places of queries and keys in the sequence."""
 
 @dataclass(frozen=True)
 class KeyBlock:
-    """Queries of this rank, and keys of one rank that some of them attend to."""
+    """Queries of one part of a sequence, and keys of one that some of them attend to."""
 
+    target: int
+    """Part of the queries."""
     source: int
-    """Rank of the keys."""
+    """Part of the keys."""
     rows: slice
-    """Of this rank's tokens."""
+    """Of the target's tokens."""
     columns: slice
     """Of the source's tokens."""
     causal: bool
-    """True for a rank's own; in others each query attends to each key."""
+    """True for a part's own; in others each query attends to each key."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +139,8 @@ class GPUKernel:
 class UnfusedKernel:
     """Attention by its formula: with a window, softcap, dropout, or where no kernel serves; as CPUKernel."""
 
-    cp: Axis
+    parts: int
+    """Parts of a sequence."""
     length: int
     """S."""
     scores: AttentionScores = PLAIN_SCORES
@@ -222,8 +236,8 @@ class UnfusedKernel:
         return flat.view(p.shape)
 
     def _positions(self, block: KeyBlock, device: torch.device) -> tuple[Tensor, Tensor]:
-        rows = rank_positions(self.cp.rank, self.length, self.cp.size, device)[block.rows]
-        return rows, rank_positions(block.source, self.length, self.cp.size, device)[block.columns]
+        rows = rank_positions(block.target, self.length, self.parts, device)[block.rows]
+        return rows, rank_positions(block.source, self.length, self.parts, device)[block.columns]
 
 
 Kernel = CPUKernel | GPUKernel | UnfusedKernel
@@ -247,7 +261,7 @@ def context_attention(
     """
     kernel = None if drop is not None else fused_kernel(q, scores)
     if kernel is None:
-        kernel = UnfusedKernel(cp, q.shape[2] * cp.size, scores, drop)
+        kernel = UnfusedKernel(cp.parts, q.shape[2] * cp.size, scores, drop)
     y: Tensor = _ContextAttention.apply(q, k, v, kernel, cp, scores.window, sinks)  # type: ignore[no-untyped-call]
     return y
 
@@ -268,16 +282,21 @@ class _ContextAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, cp: Axis, window: int, sinks: Tensor | None
     ) -> Tensor:
-        own, others = attention_blocks(cp, q.shape[2], window)
-        gathering = start_all_gather(torch.stack([k, v]), cp) if cp.size > 1 else None
-        y, log_sum = kernel.forward(own, q, k, v)
-        y, log_sum = y.to(torch.promote_types(q.dtype, torch.float32)), log_sum.contiguous()
-        gathered = None if gathering is None else gathering.wait()  # [c, 2, B, k, L, D]
-        for block in others:
-            assert gathered is not None
-            keys, values = gathered[block.source][..., block.columns, :]
-            part = kernel.forward(block, q[:, :, block.rows], keys, values)
-            _merge(y[:, :, block.rows], log_sum[:, :, block.rows], *part)
+        gathering = start_all_gather(torch.stack([k, v]), cp) if cp.parts > 1 else None
+        blocks = attention_blocks(cp, q.shape[2], window)
+        queries = q.chunk(len(blocks), 2)
+        parts = zip(blocks, *(x.chunk(len(blocks), 2) for x in (q, k, v)), strict=True)
+        results = [kernel.forward(own, *inputs) for (own, _), *inputs in parts]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        results = [(y.to(wide), log_sum.contiguous()) for y, log_sum in results]
+        gathered = None if gathering is None else _by_part(gathering.wait(), cp)
+        for (_, others), q_part, (y, log_sum) in zip(blocks, queries, results, strict=True):
+            for block in others:
+                assert gathered is not None
+                keys, values = gathered[block.source][..., block.columns, :]
+                part = kernel.forward(block, q_part[:, :, block.rows], keys, values)
+                _merge(y[:, :, block.rows], log_sum[:, :, block.rows], *part)
+        y, log_sum = (x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*results, strict=True))
         if sinks is not None:  # of a value 0
             logits = sinks.to(log_sum.dtype)[:, None].expand(log_sum.shape)
             y.mul_(torch.sigmoid(log_sum - logits).unsqueeze(-1))
@@ -295,39 +314,52 @@ class _ContextAttention(torch.autograd.Function):
             # of a softmax's gradient p (dp - sum of p dp), where dp is 0 and the sum is y dy
             p = torch.exp(sinks.to(log_sum.dtype)[:, None] - log_sum)  # [B, n, L]
             d_sinks = -(p * (dy * y).sum(-1, dtype=p.dtype)).sum((0, 2)).to(sinks.dtype)
-        own, others = attention_blocks(cp, q.shape[2], ctx.window)
-        if cp.size == 1:
+        blocks = attention_blocks(cp, q.shape[2], ctx.window)
+        if cp.parts == 1:
+            own = blocks[0][0]
             return *kernel.backward(own, dy, q, k, v, y, log_sum), None, None, None, d_sinks
         gathering = start_all_gather(torch.stack([k, v]), cp)
-        dq, dk, dv = kernel.backward(own, dy, q, k, v, y, log_sum)
-        dq = dq.to(log_sum.dtype)
-        gathered = gathering.wait()
-        partial = torch.zeros_like(gathered)
-        partial[cp.rank, 0], partial[cp.rank, 1] = dk, dv
-        for block in others:
-            keys, values = gathered[block.source][..., block.columns, :]
-            dy_rows, q_rows, y_rows, sums = (x[:, :, block.rows] for x in (dy, q, y, log_sum))
-            dq_rows, *shared = kernel.backward(block, dy_rows, q_rows, keys, values, y_rows, sums)
-            dq[:, :, block.rows] += dq_rows
-            for target, part in zip(partial[block.source], shared, strict=True):
-                target[..., block.columns, :] = part
-        dk, dv = reduce_scatter(partial, cp)[0]
-        return dq.to(q.dtype), dk, dv, None, None, None, d_sinks
+        parts = list(zip(*(x.chunk(len(blocks), 2) for x in (dy, q, k, v, y, log_sum)), strict=True))
+        own_gradients = [kernel.backward(own, *part) for (own, _), part in zip(blocks, parts, strict=True)]
+        gathered, dqs, terms = _by_part(gathering.wait(), cp), list[Tensor](), list[Tensor]()
+        for (own, others), part, gradients in zip(blocks, parts, own_gradients, strict=True):
+            dq, term = gradients[0].to(log_sum.dtype), torch.zeros_like(gathered)
+            term[own.source, 0], term[own.source, 1] = gradients[1:]
+            for block in others:
+                keys, values = gathered[block.source][..., block.columns, :]
+                dy_rows, q_rows, _, _, y_rows, sums = (x[:, :, block.rows] for x in part)
+                dq_rows, *shared = kernel.backward(block, dy_rows, q_rows, keys, values, y_rows, sums)
+                dq[:, :, block.rows] += dq_rows
+                for target, gradient in zip(term[block.source], shared, strict=True):
+                    target[..., block.columns, :] = gradient
+            dqs.append(dq.to(q.dtype))
+            terms.append(term)
+        scatter = scatter_over_ranks if cp.exact_parts else reduce_scatter
+        dk, dv = scatter(tree_sum(terms), cp).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+        return torch.cat(dqs, 2), dk, dv, None, None, None, d_sinks
 
 
-def attention_blocks(cp: Axis, tokens: int, window: int = 0) -> tuple[KeyBlock, list[KeyBlock]]:
-    """This rank's own block, and the blocks of other ranks of which its `tokens` see something."""
-    half, everything = tokens // 2, slice(None)
-    others = []
-    for source in range(cp.size):
-        away = abs(source - cp.rank)
-        if away == 0 or 0 < window <= (away - 1) * half + 1:
-            continue
-        if source < cp.rank:
-            others.append(KeyBlock(source, everything, slice(half), causal=False))
-        else:
-            others.append(KeyBlock(source, slice(half, None), everything, causal=False))
-    return KeyBlock(cp.rank, everything, everything, causal=True), others
+def _by_part(gathered: Tensor, cp: Axis) -> Tensor:
+    """Keys and values of each part of the sequence: [c, 2, B, k, L, D] -> [parts, 2, B, k, P, D]."""
+    c, two, b, k, _, d = gathered.shape
+    parts = gathered.view(c, two, b, k, cp.parts // cp.size, -1, d)
+    return parts.permute(0, 4, 1, 2, 3, 5, 6).flatten(0, 1)
+
+
+def attention_blocks(cp: Axis, tokens: int, window: int = 0) -> list[tuple[KeyBlock, list[KeyBlock]]]:
+    """Of each part of this rank's `tokens` its own block, and those of others of which it sees something."""
+    held, everything = held_parts(cp), slice(None)
+    half, blocks = tokens // len(held) // 2, list[tuple[KeyBlock, list[KeyBlock]]]()
+    for target in held:
+        others = []
+        for source in range(cp.parts):
+            away = abs(source - target)
+            if away == 0 or 0 < window <= (away - 1) * half + 1:
+                continue
+            rows, columns = (everything, slice(half)) if source < target else (slice(half, None), everything)
+            others.append(KeyBlock(target, source, rows, columns, causal=False))
+        blocks.append((KeyBlock(target, target, everything, everything, causal=True), others))
+    return blocks
 
 
 def _merge(y: Tensor, log_sum: Tensor, other: Tensor, other_sum: Tensor) -> None:

@@ -11,8 +11,9 @@ Between the two layers of a split region activations are tuples of parts.
 Shapes: x [S, B, I] or [S/t, B, I], weight [O, I] or a rank's share, t = tensor-parallel size, n = parts / t.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -54,11 +55,11 @@ def sum_over_ranks(x: Tensor, axis: Axis, *, nearest_first: bool = True) -> Tens
     return x
 
 
-def scatter_over_ranks(x: Tensor, axis: Axis, *, nearest_first: bool = True) -> Tensor:
+def scatter_over_ranks(x: Tensor, axis: Axis) -> Tensor:
     """The rows of this rank of `sum_over_ranks`: [n, …] -> [n/size, …]. Overwrites `x`."""
     if axis.size <= 2:
         return reduce_scatter(x, axis)
-    return sum_over_ranks(x, axis, nearest_first=nearest_first).chunk(axis.size)[axis.rank]
+    return sum_over_ranks(x, axis).chunk(axis.size)[axis.rank]
 
 
 def _exchanged(x: Tensor, axis: Axis, peer: int) -> Tensor:
@@ -73,15 +74,45 @@ def _exchanged(x: Tensor, axis: Axis, peer: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Region:
-    """The ranks over which layers are split, and whether each holds a part of the sequence between layers."""
+    """The ranks over which layers are split, and whether each holds a part of the sequence between layers.
+
+    Of the parts of a sequence over cp each is computed on its own; their terms of a weight's gradient are
+    neighbours in a tree, whose upper levels are added for each micro-batch (exact_gradients.py).
+    """
 
     tp: Axis
     sequence_parallel: bool
+    cp: Axis = field(default_factory=lambda: Axis("cp"))
 
     @property
     def terms(self) -> int:
         """Parts of this rank, n."""
         return self.tp.parts // self.tp.size
+
+    def split_rows(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Parts of the sequence that this rank has rows of; of a single row, as a pooler's, that."""
+        parts = self.terms if self.sequence_parallel else self.tp.parts
+        return x.chunk(math.gcd(parts * self.cp.parts // self.cp.size, len(x)))
+
+    @property
+    def everywhere(self) -> "Region":
+        """The region for rows that all tp ranks hold."""
+        return replace(self, sequence_parallel=False)
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x weight^T + bias, a part of the sequence over cp at a time: [S/c, …, O]."""
+        parts = [product(part, weight, bias) for part in x.chunk(self.cp.parts // self.cp.size)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def weight_gradient(self, dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """dy^T @ x summed over this rank's rows, a part of the sequence over cp at a time: -> [O, I]."""
+        parts = zip(*(t.chunk(self.cp.parts // self.cp.size) for t in (dy, x)), strict=True)
+        return tree_sum([weight_gradient_of_rows(d, rows, dtype) for d, rows in parts])
+
+    def add_rows(self, terms: Sequence[Tensor]) -> Tensor:
+        """Sum terms of parts of the sequence, of all ranks with sequence parallelism. Overwrites them."""
+        total = tree_sum(terms)
+        return sum_over_ranks(total, self.tp) if self.sequence_parallel else total
 
     def gather(self, x: Tensor) -> Tensor:
         return gather_rows(x, self.tp) if self.sequence_parallel else x
@@ -95,20 +126,22 @@ class Region:
 
         The tree is one of parts of the sequence, and in them of neighbouring rows.
         """
-        parts = self.terms if self.sequence_parallel else self.tp.parts
-        rows = x.to(dtype).reshape(parts, -1, x.shape[-1])
-        while (count := rows.shape[1]) > 1:
-            even = count // 2 * 2
-            pairs = rows[:, 0:even:2] + rows[:, 1:even:2]
-            rows = pairs if even == count else torch.cat([pairs, rows[:, even:]], 1)
-        total = tree_sum(rows[:, 0].clone().unbind())
-        return sum_over_ranks(total, self.tp) if self.sequence_parallel else total
+        rows = x.to(dtype).reshape(len(self.split_rows(x)), -1, x.shape[-1])
+        return self.add_rows(sum_of_rows(rows).unbind())
 
     def sum_heads(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Sum over the heads of all ranks' parts, sequence and samples: [S, B, heads, D] -> [D]."""
-        everywhere = Region(self.tp, False)
         parts = x.chunk(self.terms, 2)
-        return sum_over_ranks(tree_sum([everywhere.sum_rows(part, dtype) for part in parts]), self.tp)
+        return sum_over_ranks(tree_sum([self.everywhere.sum_rows(part, dtype) for part in parts]), self.tp)
+
+
+def sum_of_rows(x: Tensor) -> Tensor:
+    """Sum by a tree of neighbouring rows: [..., R, F] -> [..., F]."""
+    while (count := x.shape[-2]) > 1:
+        even = count // 2 * 2
+        pairs = x[..., 0:even:2, :] + x[..., 1:even:2, :]
+        x = pairs if even == count else torch.cat([pairs, x[..., even:, :]], -2)
+    return x[..., 0, :].clone()
 
 
 def weight_gradient_of_rows(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -150,7 +183,7 @@ class ColumnProducts(torch.autograd.Function):
         full, n = region.gather(x), region.terms
         offsets = [None] * n if bias is None else bias.to(x.dtype).chunk(n)
         weights = kept.to(x.dtype).chunk(n)
-        return tuple(product(full, w, b) for w, b in zip(weights, offsets, strict=True))
+        return tuple(region.product(full, w, b) for w, b in zip(weights, offsets, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -161,18 +194,17 @@ class ColumnProducts(torch.autograd.Function):
         dx = dw = db = None
         if needs_x:
             weights = kept.to(x.dtype).chunk(region.terms)
-            terms = [product(dy, w.t()) for dy, w in zip(parts, weights, strict=True)]
+            terms = [region.product(dy, w.t()) for dy, w in zip(parts, weights, strict=True)]
             dx = region.reduce(tree_sum(terms))
         if needs_weight:
 
             def gradient() -> Tensor:
                 full = region.gather(x)
-                return torch.cat([weight_gradient_of_rows(dy, full, leaf.dtype) for dy in parts])
+                return torch.cat([region.weight_gradient(dy, full, leaf.dtype) for dy in parts])
 
             dw = _give_weight_gradient(gradient, leaf, ctx.deferred)
         if needs_bias:
-            everywhere = Region(region.tp, False)
-            db = torch.cat([everywhere.sum_rows(dy, ctx.bias_dtype) for dy in parts])
+            db = torch.cat([region.everywhere.sum_rows(dy, ctx.bias_dtype) for dy in parts])
         return dx, dw, db, None, None
 
 
@@ -189,7 +221,7 @@ class RowProducts(torch.autograd.Function):
         ctx.region, ctx.leaf, ctx.deferred = region, weight, compute.deferred
         ctx.bias_dtype = None if bias is None else bias.dtype
         y = region.reduce(
-            tree_sum([product(x, w) for x, w in zip(parts, _columns(kept, parts), strict=True)])
+            tree_sum([region.product(x, w) for x, w in zip(parts, _columns(kept, parts), strict=True)])
         )
         return y if bias is None else y.add_(bias.to(y.dtype))
 
@@ -198,17 +230,45 @@ class RowProducts(torch.autograd.Function):
         kept, *parts = ctx.saved_tensors
         region, leaf = ctx.region, ctx.leaf
         full = region.gather(dy.contiguous())
-        dx = [product(full, w.t()) for w in _columns(kept, parts)]
+        dx = [region.product(full, w.t()) for w in _columns(kept, parts)]
         dw = db = None
         if ctx.needs_input_grad[0]:
 
             def gradient() -> Tensor:
-                return torch.cat([weight_gradient_of_rows(full, x, leaf.dtype) for x in parts], 1)
+                return torch.cat([region.weight_gradient(full, x, leaf.dtype) for x in parts], 1)
 
             dw = _give_weight_gradient(gradient, leaf, ctx.deferred)
         if ctx.needs_input_grad[1]:
             db = region.sum_rows(dy, ctx.bias_dtype)
         return dw, db, None, None, *dx
+
+
+class WholeProducts(torch.autograd.Function):
+    """x weight^T + bias of a layer that all ranks hold, in parts of the sequence: [S, …, I] -> [S, …, O]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region, compute: ComputeState
+    ) -> Tensor:
+        kept = choose_copy(compute.weight_copy, weight, x.dtype).to(x.dtype)
+        ctx.save_for_backward(x, kept)
+        ctx.region, ctx.dtype = region, weight.dtype
+        offset = None if bias is None else bias.to(x.dtype)
+        return torch.cat([product(rows, kept, offset) for rows in region.split_rows(x)])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, kept = ctx.saved_tensors
+        region, dtype = ctx.region, ctx.dtype
+        parts = region.split_rows(dy.contiguous())
+        dx = torch.cat([product(d, kept.t()) for d in parts]) if ctx.needs_input_grad[0] else None
+        dw = db = None
+        if ctx.needs_input_grad[1]:
+            pairs = zip(parts, region.split_rows(x), strict=True)
+            dw = region.add_rows([weight_gradient_of_rows(d, rows, dtype) for d, rows in pairs])
+        if ctx.needs_input_grad[2]:
+            db = region.sum_rows(dy, dtype)
+        return dx, dw, db, None, None
 
 
 def _columns(weight: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -263,13 +323,27 @@ class Lookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, add: Callable[[Tensor], None]) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, add: Callable[[Tensor], None], cp: Axis) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.size, ctx.dtype, ctx.add = len(weight), weight.dtype, add
+        ctx.size, ctx.dtype, ctx.add, ctx.cp = len(weight), weight.dtype, add, cp
         return F.embedding(rows, weight)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None]:
-        (rows,) = ctx.saved_tensors
-        ctx.add(torch.ops.aten.embedding_dense_backward(dy.to(ctx.dtype), rows, ctx.size, -1, False))
-        return None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None, None]:
+        # each cp rank adds the rows of all: they are less than a table
+        rows, dy = (gather_rows(x, ctx.cp) for x in (*ctx.saved_tensors, dy.to(ctx.dtype)))
+        ctx.add(torch.ops.aten.embedding_dense_backward(dy, rows, ctx.size, -1, False))
+        return None, None, None, None
+
+
+class KeepRows(torch.autograd.Function):
+    """This rank's rows of what all tp ranks compute alike, `GatherOutputs` backwards: [S, …] -> [S/t, …]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
+        ctx.tp = tp
+        return x.chunk(tp.size)[tp.rank]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return gather_rows(dy, ctx.tp), None

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -9,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mlm.parallel.collectives import all_reduce
-from mlm.parallel.exact import scatter_over_ranks, sum_over_ranks
+from mlm.parallel.exact import sum_over_ranks
+from mlm.parallel.expert.experts import Experts
 from mlm.parallel.gradients import build_reducer
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis, ParallelContext
-from mlm.parallel.sharding import ParameterShard
+from mlm.parallel.sharding import ParameterShard, parameters_by_axis
 
 if TYPE_CHECKING:
     from mlm.parallel.sharded import ShardedReducer
@@ -28,10 +31,9 @@ class GradientTree:
     Those of a leaf are added as they come; leaves in a binary tree, of which log2(leaves) + 1 terms are held.
     """
 
-    leaf = 1
-    """Micro-batches of a leaf."""
-
-    def __init__(self) -> None:
+    def __init__(self, leaf: int = 1) -> None:
+        self.leaf = leaf
+        """Micro-batches of a leaf."""
         self.open: Tensor | None = None
         self.count = 0
         self.closed: list[tuple[int, Tensor]] = []
@@ -54,16 +56,27 @@ class GradientTree:
         assert len(closed) <= 1, "the leaves of a rank are a power of two"
         return closed[0][1] if closed else None
 
+    def total(self) -> Tensor:
+        """As `take`, of one term or more."""
+        total = self.take()
+        assert total is not None
+        return total
+
+
+def sum_of_sources(terms: Sequence[Tensor]) -> Tensor:
+    """Sum what neighbouring ranks of dp gave in the order of `leaf_order`'s last levels. Overwrites it."""
+    while len(terms) > 1:
+        half = len(terms) // 2
+        terms = [a.add_(b) for a, b in zip(terms[:half], terms[half:], strict=True)]
+    return terms[0]
+
 
 def tree_of_leaves(terms: Iterable[Tensor], leaf: int) -> Tensor:
     """Sum numbers of a rank's micro-batches as their gradients. Overwrites them."""
-    tree = GradientTree()
-    tree.leaf = leaf
+    tree = GradientTree(leaf)
     for term in terms:
         tree.add(term)
-    total = tree.take()
-    assert total is not None
-    return total
+    return tree.total()
 
 
 def leaf_order(micro_batches: int, dp: Axis) -> tuple[list[int], int]:
@@ -107,39 +120,51 @@ def _squares(gradient: Tensor, parts: int, shard: ParameterShard) -> Tensor:
     """Sums of squares of each row and part of columns, float64; of a vector, the squares."""
     if gradient.dim() == 1:
         return gradient.double().square()
-    columns = parts // (shard.tp.size if shard.tp_dim == 1 else 1)
+    columns = parts // (shard.tp.size if shard.tp_dim == gradient.dim() - 1 else 1)
     pieces = gradient.unflatten(-1, (columns, -1)).contiguous()
     squares: Tensor = torch.linalg.vector_norm(pieces, dim=-1).double().square().flatten()
     return squares
 
 
-def build_tree_reducer(model: nn.Module, dp: Axis, *, zero: int, **options: Any) -> "TreeReducer":
+def build_tree_reducer(model: nn.Module, ctx: ParallelContext, *, zero: int, **options: Any) -> "TreeReducer":
     """`build_reducer` for sums in one order at every layout."""
-    if zero == 0 or dp.group is None:
-        return TreeReducer(model, dp)
+    if zero == 0 or ctx.replicas.group is None:
+        return TreeReducer(model, ctx)
     # sums are not made in backward passes, and weights are cast where each rank's are without zero
     options |= {"late_weights": True, "compute_dtype": next(model.parameters()).dtype}
-    return TreeReducer(model, dp, cast("ShardedReducer", build_reducer(model, dp, zero=zero, **options)))
+    # kernels take the numbers of a vector sixteen at a time, and compute the rest in another way
+    whole = [p for p in model.parameters() if p.dim() == 1 and len(p) % (16 * ctx.replicas.size)]
+    options["replicated"] = [*options.get("replicated", ()), *whole]
+    sharded = build_reducer(model, ctx.replicas, zero=zero, **options)
+    return TreeReducer(model, ctx, cast("ShardedReducer", sharded))
 
 
 class TreeReducer:
     """The Reducer of exact sums. With zero=2|3 `sharded` keeps the weights; their gradients are taken here.
 
     A tied table's gradient is the sum of two trees, of its lookups and of the output layer, as in a pipeline.
+    Over cp each micro-batch's are summed as they come.
     """
 
-    def __init__(self, model: nn.Module, dp: Axis, sharded: "ShardedReducer | None" = None) -> None:
-        self.dp, self.sharded, self.sync_late = dp, sharded, False
+    def __init__(
+        self, model: nn.Module, ctx: ParallelContext, sharded: "ShardedReducer | None" = None
+    ) -> None:
+        self.cp, self.sharded, self.sync_late = ctx.cp, sharded, False
         self.slices = {} if sharded is None else dict(sharded.slices)
         self.trees = {p: GradientTree() for p in model.parameters() if p.requires_grad}
+        self.axes = {p: axis for axis, ps in parameters_by_axis(model, ctx.dp).items() for p in ps}
         for p in self.trees:
             if p not in self.slices:
                 p.register_post_accumulate_grad_hook(self._take)
-        self.lookups: dict[nn.Parameter, GradientTree] = {}
-        for table in model.modules():
-            if isinstance(table, VocabParallelEmbedding):
-                self.lookups[table.weight] = GradientTree()
-                table.add_lookup = self.lookups[table.weight].add
+        self.leaf = 1
+        self.added: dict[nn.Parameter, list[GradientTree]] = {}
+        """Trees of gradients that modules add: of lookups, and from each source of an expert's rows."""
+        for module in model.modules():
+            if isinstance(module, VocabParallelEmbedding):
+                module.add_lookup = partial(self._add, module.weight)
+            if isinstance(module, Experts):
+                weights = module.named_parameters(recurse=False)
+                module.add_gradients = {name: partial(self._add, p) for name, p in weights}
 
     @property
     def sync(self) -> bool:
@@ -157,19 +182,22 @@ class TreeReducer:
         for weight in self.sharded.gathered_parameters():
             full = getattr(weight, "_unsharded_param", None)
             if full is not None and full.grad is not None:
-                self.trees[weight.sharded_param].add(full.grad)
+                self.trees[weight.sharded_param].add(sum_over_ranks(full.grad, self.cp))
                 full.grad = None
 
     def expect(self, leaf: int) -> None:
         """Prepare for a step in which `leaf` micro-batches make a leaf."""
-        for tree in (*self.trees.values(), *self.lookups.values()):
+        self.leaf = leaf
+        for tree in (*self.trees.values(), *chain(*self.added.values())):
             tree.leaf = leaf
 
     def start_step(self) -> None:
         if self.sharded is not None:
             self.sharded.start_step()
-        for p, tree in (*self.trees.items(), *self.lookups.items()):
-            p.grad, tree.open, tree.closed, tree.count = None, None, [], 0
+        for p, tree in self.trees.items():
+            p.grad = None
+            for each in (tree, *self.added.get(p, ())):
+                each.open, each.closed, each.count = None, [], 0
 
     def drop_gathered(self) -> None:
         if self.sharded is not None:
@@ -179,9 +207,11 @@ class TreeReducer:
         """Sum over dp, and assign."""
         self.settle()
         totals = {p: self._summed(p, tree) for p, tree in self.trees.items()}
-        for p, tree in self.lookups.items():
-            lookup, output = self._summed(p, tree), totals[p]
-            totals[p] = lookup if output is None else output if lookup is None else output.add_(lookup)
+        for p, trees in self.added.items():
+            terms = [x for tree in trees if (x := self._summed(p, tree)) is not None]
+            if terms:
+                added, output = sum_of_sources(terms), totals[p]
+                totals[p] = added if output is None else output.add_(added)
         for p, total in totals.items():
             target = self.slices[p].parameter if p in self.slices else p
             target.grad = total
@@ -189,17 +219,25 @@ class TreeReducer:
     def _summed(self, p: nn.Parameter, tree: GradientTree) -> Tensor | None:
         """The sum over dp of what a tree holds: all of it, or this rank's rows."""
         total = tree.take()
-        if total is None or self.dp.size == 1:
-            return total
+        if total is None:
+            return None
+        total = sum_over_ranks(total, self.axes[p], nearest_first=False)
         if p not in self.slices:
-            return sum_over_ranks(total, self.dp, nearest_first=False)
+            return total
         rows = self.slices[p]
-        share = -(-len(total) // self.dp.size)
-        padded = total.new_zeros(share * self.dp.size, *total.shape[1:])
-        padded[: len(total)] = total
-        return scatter_over_ranks(padded, self.dp, nearest_first=False)[: len(rows.parameter)]
+        return total[rows.first_row : rows.first_row + len(rows.parameter)].clone()
+
+    def _add(self, p: nn.Parameter, *terms: Tensor) -> None:
+        """Add the gradients of a pass: of a lookup, or of experts from each source."""
+        trees = self.added.setdefault(p, [])
+        while len(trees) < len(terms):
+            trees.append(GradientTree(self.leaf))
+        for tree, term in zip(trees, terms, strict=True):
+            tree.add(term)
 
     def _take(self, p: Tensor) -> None:
         if p.grad is not None:  # hooks of what a pass puts off, or adds elsewhere, are called all the same
-            self.trees[p].add(p.grad)  # type: ignore[index]
+            # its buffer is that of `sharded`, which writes the next micro-batch's there
+            gradient = p.grad if self.sharded is None else p.grad.clone()
+            self.trees[p].add(sum_over_ranks(gradient, self.cp))  # type: ignore[index]
             p.grad = None

@@ -13,7 +13,8 @@ from torch import Tensor
 from mlm.parallel.collectives import all_gather
 from mlm.parallel.config import IGNORE_INDEX
 from mlm.parallel.cross_entropy import HALF, chunk_rows, split_scale
-from mlm.parallel.exact import Region, tree_sum, weight_gradient_of_rows
+from mlm.parallel.exact import Region, sum_over_ranks, tree_sum, weight_gradient_of_rows
+from mlm.parallel.exact_gradients import GradientTree
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.logits import loss_dtype
 from mlm.parallel.matmul import product
@@ -42,30 +43,35 @@ class _ExactLoss(torch.autograd.Function):
         half, dtype, n = hidden.dtype in HALF, loss_dtype(hidden.dtype), region.terms
         logit_factor, row_factor = split_scale(scale.to(dtype), hidden.dtype)
         weights = table.weight_in(hidden.dtype).chunk(n)
-        rows, _ = chunk_rows(len(hidden), len(weights[0]) * region.tp.parts, hidden.device.type, half=False)
+        count = len(hidden) * region.cp.size // region.cp.parts
+        rows, _ = chunk_rows(count, len(weights[0]) * region.tp.parts, hidden.device.type, half=False)
         scored = (labels != IGNORE_INDEX).unsqueeze(1)  # [R, 1]
         d_hidden, losses = torch.empty_like(hidden), list[Tensor]()
-        d_weights: list[Tensor] = []
-        for first in range(0, len(hidden), rows):
-            part = slice(first, first + rows)
+        trees = [GradientTree(leaf=-(-count // rows)) for _ in weights]
+        parts = range(0, len(hidden), count)
+        for part in (
+            slice(i, min(i + rows, first + count))
+            for first in parts
+            for i in range(first, first + count, rows)
+        ):
             logits = [product(hidden[part], w).to(dtype) for w in weights]
             losses.append(_losses_and_gradient(logits, labels[part], table, region))
             gradients = [p.mul_(logit_factor).to(hidden.dtype) for p in logits] if half else logits
             d_hidden[part] = tree_sum([product(d, w.t()) for d, w in zip(gradients, weights, strict=True)])
             if ctx.needs_input_grad[1]:
                 scaled = hidden[part] * (scored[part] if half else (scale * scored[part]).to(dtype))
-                parts = [weight_gradient_of_rows(d, scaled, loss_dtype(weight.dtype)) for d in gradients]
-                d_weights = [a.add_(b) for a, b in zip(d_weights, parts, strict=True)] if d_weights else parts
+                for tree, d in zip(trees, gradients, strict=True):
+                    tree.add(weight_gradient_of_rows(d, scaled, loss_dtype(weight.dtype)))
         d_hidden = region.reduce(d_hidden)
         own = scored if len(d_hidden) == len(scored) else scored.view(region.tp.size, -1, 1)[region.tp.rank]
         assert len(d_hidden) == local_rows
         d_hidden.mul_((row_factor * own).to(dtype))
-        d_weight = torch.cat(d_weights) if d_weights else None
+        d_weight = torch.cat([tree.total() for tree in trees]) if ctx.needs_input_grad[1] else None
         if d_weight is not None and half:
             d_weight.mul_(row_factor)
         ctx.save_for_backward(d_hidden, d_weight)
-        everywhere = Region(region.tp, False)
-        return everywhere.sum_rows(torch.cat(losses).view(-1, 1, 1), dtype)[0] * scale
+        loss = region.everywhere.sum_rows(torch.cat(losses).view(-1, 1, 1), dtype)
+        return sum_over_ranks(loss, region.cp)[0] * scale
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

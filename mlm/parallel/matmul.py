@@ -169,6 +169,8 @@ class Runs:
         if counts is not None:
             self.counts = tuple(counts)
         self._ends = ends
+        self.sources: Sequence[Sequence[int]] | None = None
+        """Rows from each rank for each expert, where they are sorted by both; None for one rank."""
 
     @cached_property
     def counts(self) -> tuple[int, ...]:

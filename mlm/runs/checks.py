@@ -234,12 +234,11 @@ def graphs_replay(config: PretrainConfig, _: Launch) -> Problem | None:
 EXACT_COVERS: dict[str, tuple[Any, ...]] = {
     "model.kind": ("gpt2", "llama"),
     "model.head": ("language_model",),
-    "model.options.num_experts": (None, 0),
+    "model.options.balance": (None, "none", "bias", "sequence", "global_batch"),
     "model.options.kv_lora_rank": (None, 0),
     "model.options.logit_softcap": (None, 0),
     "lora.rank": (0,),
     "optimizer.kind": ("adamw",),
-    "cp": (1,),
     "tp_overlap": (None, 1),
     "recompute": ("none", "selective", "full"),
     "compile": (None, False),
@@ -264,11 +263,24 @@ def exact_covers(config: PretrainConfig, launch: Launch) -> Problem | None:
         if values.get(key) not in covered:
             typed = f"exact={exact} does not go with {key}={format_value(values[key])}"
             return Problem(("exact", key), typed, f"use {key}={format_value(covered[0])} or exact=0")
-    parts, length = exact_parts(model, exact), config.data.seq_length
+    (parts, shares), length = exact_parts(config), config.data.seq_length
     dp = num_replicas(config.parallel.replica, config.parallel.dp, launch)
-    elements = train.micro_batch_size * length * model.ffn_size // parts
+    elements = train.micro_batch_size * length // shares * model.ffn_size // parts
+    parallel, experts = config.parallel, int(options.get("num_experts") or 0)
+    # of each token, or of each score
+    scores = 1 if options.get("z_loss") or options.get("shared_gate") else experts
+    gates = train.micro_batch_size * length // parts * scores
     for key, value, is_fit, fix in (
         ("tp", config.parallel.tp, parts % config.parallel.tp == 0, f"a divisor of {parts}"),
+        # one rank has all rows that an expert has of a micro-batch
+        (
+            "ep",
+            parallel.ep,
+            parallel.expert_tp != 1 or parallel.ep % parallel.tp == 0,
+            f"a multiple of tp={parallel.tp}",
+        ),
+        ("model.options.bias", "true", not (experts and options.get("bias")), "false"),
+        ("cp", parallel.cp, shares % parallel.cp == 0, "1" if shares == 1 else f"a divisor of {shares}"),
         ("dp", dp, exact % dp == 0, f"a divisor of {exact}"),
         ("data.seq_length", length, length % parts == 0, f"a multiple of {parts}"),
         # vectors are whole in any share of a tensor: the rest is computed otherwise, to another last bit
@@ -278,7 +290,12 @@ def exact_covers(config: PretrainConfig, launch: Launch) -> Problem | None:
             model.hidden_size % (16 * exact) == 0,
             f"a multiple of {16 * exact}",
         ),
-        ("train.micro_batch_size", train.micro_batch_size, elements % 1024 == 0, "a larger power of two"),
+        (
+            "train.micro_batch_size",
+            train.micro_batch_size,
+            not (elements % 1024 or gates % 32),
+            "a larger power of two",
+        ),
     ):
         if not is_fit:
             problem = f"exact={exact} does not go with {key}={value}"
@@ -286,10 +303,21 @@ def exact_covers(config: PretrainConfig, launch: Launch) -> Problem | None:
     return None
 
 
-def exact_parts(model: ModelConfig, exact: int) -> int:
-    """Parts of which the sums over tp are made with exact=`exact`: what also divides heads and MLP."""
+PART_TOKENS = 64
+"""Fewest tokens of a part of a sequence over cp: fewer starve the products."""
+
+
+def exact_parts(config: PretrainConfig) -> tuple[int, int]:
+    """Parts of which sums over tp and cp are made: of exact=N what also divides heads and MLP, and tokens.
+
+    A sequence is whole where experts read it.
+    """
+    model, exact, has_experts = config.model, config.exact, (config.model.options or {}).get("num_experts")
+    is_whole = has_experts or model.kind not in ("gpt2", "llama")
+    shares = 1 if is_whole else math.gcd(exact * PART_TOKENS, config.data.seq_length) // PART_TOKENS
     kv_heads = int((model.options or {}).get("num_kv_heads") or model.num_heads)
-    return math.gcd(exact, model.num_heads, kv_heads, model.ffn_size)
+    width = int((model.options or {}).get("expert_ffn_size") or model.ffn_size)
+    return math.gcd(exact, model.num_heads, kv_heads, model.ffn_size, width), max(1, shares)
 
 
 def budget_is_compiled(config: Any, _: Launch) -> Problem | None:

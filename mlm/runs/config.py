@@ -171,8 +171,8 @@ class PretrainConfig:
     without one is an error. CPUs repeat theirs anyway."""
     exact: Literal[0, 2, 4, 8, 16] = 0
     """Make all sums in one order: losses, weights and moments are the same bit for bit at every layout whose
-    tp and dp divide this number, with any pp, vp and zero. Each save then has a digest, which `mlm ckpt
-    verify` shows too. Of gpt2 and llama on CPUs, without experts, adapters, cp and Muon."""
+    tp, cp and dp divide this number, with any pp, vp, ep and zero. Each save then has a digest, which `mlm
+    ckpt verify` shows too. Of gpt2 and llama on CPUs, without adapters and Muon."""
     fuse_accumulation: Annotated[bool | None, Aliases("gradient_accumulation_fusion")] = None
     """Add a weight's gradient to the sum over micro-batches inside its product (addmm), not after it. null
     does on GPUs in half precision where a rank has several micro-batches and nothing conflicts."""

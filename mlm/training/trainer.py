@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -144,7 +145,7 @@ class Trainer(Generic[B]):
         device: torch.device | None = None,
     ) -> None:
         self.config = config = replace(config, data=fill_eod_id(config.data))
-        self.ctx = ctx = exact_axes(ctx, exact_parts(config.model, config.exact), config.exact)
+        self.ctx = ctx = exact_axes(ctx, exact_parts(config), config.exact)
         one_shape = objective is None  # finetuning's texts differ in length
         kernel_device = device or ctx.device
         self.settled = settle_kernels(config, kernel_device, replicas=ctx.dp.size, one_shape=one_shape)
@@ -198,11 +199,14 @@ class Trainer(Generic[B]):
     def _build_reducers(self) -> Sequence[Reducer]:
         """Each chunk's sum of gradients over dp; parameters that it shards are replaced."""
         config, trains_few = self.settled, bool(self.config.lora.rank)
-        build = build_tree_reducer if config.exact else build_reducer
+        build = (
+            partial(build_tree_reducer, ctx=self.ctx)
+            if config.exact
+            else partial(build_reducer, dp=self.ctx.replicas)
+        )
         return [
             build(
                 chunk,
-                self.ctx.replicas,
                 zero=config.parallel.zero,
                 compute_dtype=self.model.dtype,
                 units=chunk.layers.values(),
@@ -342,7 +346,7 @@ class Trainer(Generic[B]):
             return None
         sequence_parallel, ctx = self.config.parallel.sequence_parallel, self.ctx
         positions = None
-        if ctx.cp.size > 1:
+        if ctx.cp.parts > 1:
             positions = local_positions(batch.tokens.shape[1], ctx.cp, CPU)
             positions = shard_of(positions, ctx.tp, 0) if sequence_parallel else positions
         return DropoutStream.of_micro_batch(

@@ -75,7 +75,7 @@ def advance(trainer: Trainer, steps: int) -> list[float]:
     """Losses of the next steps."""
     train, ctx = trainer.config.train, trainer.ctx
     with Loader(
-        SyntheticDataset(VOCAB, SEQ, 1000, 3),
+        SyntheticDataset(VOCAB, trainer.config.data.seq_length, 1000, 3),
         consumed_samples=trainer.consumed_samples,
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,
@@ -280,6 +280,6 @@ def test_micro_batches_are_summed_as_a_nested_sum(dp: int) -> None:
 
 def test_module_without_an_order_is_rejected() -> None:
     spec = spec_of("llama")
-    model = replace(spec.model, options={"num_kv_heads": 8, "qk_norm": True})
-    with pytest.raises(UserError, match="query_norm is a HeadNorm"):
+    model = replace(spec.model, options={"num_kv_heads": 8, "qk_norm": True, "qk_norm_whole": True})
+    with pytest.raises(UserError, match="query_norm is a AllHeadsNorm"):
         Trainer(replace(spec, model=model), ParallelContext())

@@ -129,7 +129,7 @@ class GPT2(Transformer):
             return h
         h = gather_rows(h, self.tp) if self.sequence_parallel else h  # [S/c, B, H]
         rows = torch.arange(len(places), device=places.device)
-        if self.cp.size == 1:
+        if self.cp.parts == 1:
             last = h[places, rows]
         else:
             is_place = local_positions(tokens.shape[1], self.cp, places.device)[:, None] == places  # [S/c, B]

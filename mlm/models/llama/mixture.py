@@ -41,7 +41,9 @@ class MixtureOfExperts(nn.Module):
         axes: ExpertAxes | None = None,
     ) -> None:
         super().__init__()
-        settings, self.sequence_parallel = LlamaSettings.of(config), sequence_parallel
+        settings = LlamaSettings.of(config)
+        self.enter = gather_sequence if sequence_parallel else copy_to_tp  # [S, B, …] of [S/t, B, …]
+        self.leave = scatter_sequence if sequence_parallel else reduce_from_tp
         self.axes = axes = axes or ExpertAxes(tp=tp)
         width, h = settings.expert_ffn_size, config.hidden_size
         self.router = Router(
@@ -79,8 +81,7 @@ class MixtureOfExperts(nn.Module):
     @skip_compile
     def _send(self, x: Tensor, routing: Routing) -> tuple[Exchange, Order, Tensor, Tensor]:
         """Begin to send each token's rows to their experts; weights are of all tokens, [S, B, k]."""
-        enter = gather_sequence if self.sequence_parallel else copy_to_tp  # [S, B, …] of [S/t, B, …]
-        rows, experts, weights = (enter(t, self.axes.tp) for t in (x, routing.experts, routing.weights))
+        rows, experts, weights = (self.enter(t, self.axes.tp) for t in (x, routing.experts, routing.weights))
         num_experts = self.router.settings.num_experts
         order = sort_by_expert(experts.flatten(0, 1), num_experts, drops=routing.drops)
         exchange = Exchange(self.axes.ep, order.runs, x.device)
@@ -91,7 +92,7 @@ class MixtureOfExperts(nn.Module):
         """The weighted outputs of each token's experts: [S, B, H], or this rank's part of the sequence."""
         y = self.experts(exchange.finish(in_flight), exchange.runs)
         y = combine(exchange.back(y), weights.flatten(0, 1), order).view(*weights.shape[:2], -1)
-        return (scatter_sequence if self.sequence_parallel else reduce_from_tp)(y, self.axes.tp)
+        return self.leave(y, self.axes.tp)
 
     def shared_output(self, x: Tensor) -> Tensor:
         """Output of the shared experts, maybe gated: [S, B, H] -> [S, B, H]."""

@@ -181,7 +181,7 @@ class Exchange:
         if ep.group is None or device.type == "meta":  # shapes alone: loads are even
             kept = runs.counts[ep.rank * here : (ep.rank + 1) * here]
             given = taken = [sum(kept)] * ep.size
-            by_rank, device = torch.tensor(kept).repeat(ep.size), CPU
+            sources, by_rank, device = None, torch.tensor(kept).repeat(ep.size), CPU
             counts = [ep.size * count for count in kept]
         else:  # each rank learns how many rows it gets, by rank and expert: the one wait of a layer
             sent, sizes = ends.diff(prepend=ends.new_zeros(1)).long(), [here] * ep.size
@@ -189,12 +189,13 @@ class Exchange:
             table = torch.stack([sent, by_rank]).view(2, ep.size, here).tolist()
             runs.counts = tuple(count for row in table[0] for count in row)
             given, taken = ([sum(row) for row in rows] for rows in table)
-            counts = list(map(sum, zip(*table[1], strict=True)))
+            counts, sources = list(map(sum, zip(*table[1], strict=True))), table[1]
         self.outward, self.homeward = _Transfer(ep, given, taken), _Transfer(ep, taken, given)
         experts = torch.arange(here, device=device).repeat(ep.size)
         arriving = experts.repeat_interleave(by_rank, output_size=sum(taken)).unsqueeze(1)
         order = sort_by_expert(arriving, here, drops=False)
         self.runs = Runs(counts, None if ends.is_meta else order.runs.ends(device))
+        self.runs.sources = sources
         self.order = order if ends.is_cuda else replace(order, sorted_slots=order.slots.to(ends.device))
 
     def start(self, rows: Tensor) -> Tensor:

@@ -100,6 +100,8 @@ class Experts(ComputesInHalf):
         super().__init__()
         self.inner, self.expert_axes = inner, axes
         self.lora: Any = None  # an ExpertAdapter (low_rank.py)
+        self.add_gradients: dict[str, Callable[..., None]] = {}
+        """Receive a weight's gradients from each source of rows (exact_experts.py)."""
         ep, tp = axes.ep, axes.tp
         self.init_stds = dict(zip(("up", "down"), init_stds, strict=True))
         if num_experts % ep.size:

@@ -83,7 +83,10 @@ class Router(nn.Module):
         """[S, B, H] -> the experts of each of the S B tokens."""
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         bias = None if self.logit_bias is None else self.logit_bias.to(dtype)
-        logits = F.linear(x.to(dtype), self.weight.to(dtype), bias)  # [S, B, E]
+        return self.route(F.linear(x.to(dtype), self.weight.to(dtype), bias))
+
+    def route(self, logits: Tensor) -> Routing:
+        """Choose experts by their logits [S, B, E]."""
         scores = logits.softmax(-1) if self.settings.router_scores == "softmax" else logits.sigmoid()
         experts = self.choose(scores.detach())
         weights = scores.gather(-1, experts)
@@ -198,8 +201,8 @@ def drop_choices(experts: Tensor, num_experts: int, factor: float, cp: Axis, tp:
     rows, batch, k = experts.shape
     length = rows * cp.size * tp.size
     positions = torch.arange(length, device=experts.device)  # of each rank's rows, in order of ranks
-    if cp.size > 1:
-        positions = torch.cat([rank_positions(n, length, cp.size, experts.device) for n in range(cp.size)])
+    if cp.parts > 1:
+        positions = torch.cat([rank_positions(n, length, cp.parts, experts.device) for n in range(cp.parts)])
     chosen = torch.zeros(length, batch, num_experts, dtype=torch.int32, device=experts.device)
     chosen[positions] = chosen.scatter(-1, all_gather(all_gather(experts, tp), cp).view(length, batch, k), 1)
     order = chosen.cumsum(0, dtype=torch.int32)[positions].view(-1, rows, batch, num_experts)

@@ -25,6 +25,14 @@ GROUPED = [
 ]
 
 
+SHORT = [
+    *("exact=4", "model=moe_tiny", "model.ffn_hidden_size=256", "data.seq_length=16"),
+    "train.micro_batch_size=1",
+]
+"""Eight tokens of each of two parts, with four scores of experts: whole vectors."""
+FOLDED = ["tp=2", "expert_tp=1", "sequence_parallel=true", "model.options.num_experts=6", "dp=3"]
+
+
 def problems_of(
     *overrides: str, world_size: int | None = None, local_devices: int | None = None
 ) -> list[str]:
@@ -253,7 +261,6 @@ def test_attention_that_no_kernel_computes_is_a_mistake(overrides: list[str], pr
     [
         ("model=bert_tiny", "model.kind=gpt2"),
         ("optimizer.kind=muon", "optimizer.kind=adamw"),
-        ("cp=2", "cp=1"),
         ("compile=true", "compile=null"),
         ("train.ramp_batch=[8,8,100]", "train.ramp_batch=null"),
     ],
@@ -270,6 +277,23 @@ def test_exact_names_the_setting_that_it_does_not_cover(other: str, fix: str) ->
             ["exact=8"],
             "exact=8 does not go with model.hidden_size=64; use a multiple of 128 for it, or exact=0",
         ),
+        (["exact=4", "cp=4"], "exact=4 does not go with cp=4; use a divisor of 2 for it, or exact=0"),
+        (
+            ["exact=4", "cp=2", "model=moe_tiny"],
+            "exact=4 does not go with cp=2; use 1 for it, or exact=0",
+        ),
+        (
+            ["exact=4", "model=moe_tiny", "model.options.bias=true"],
+            "exact=4 does not go with model.options.bias=true; use false for it, or exact=0",
+        ),
+        (
+            ["exact=4", "model=moe_tiny", *FOLDED, "ep=3"],
+            "exact=4 does not go with ep=3; use a multiple of tp=2 for it, or exact=0",
+        ),
+        (
+            [*SHORT, "model.options.z_loss=0.1"],
+            "exact=4 does not go with train.micro_batch_size=1; use a larger power of two for it, or exact=0",
+        ),
         (["exact=2", "tp=4"], "exact=2 does not go with tp=4; use a divisor of 2 for it, or exact=0"),
         (
             ["exact=4", "dp=3", "train.global_batch_size=48"],
@@ -279,6 +303,10 @@ def test_exact_names_the_setting_that_it_does_not_cover(other: str, fix: str) ->
 )
 def test_exact_names_sizes_that_its_parts_do_not_divide(settings: list[str], problem: str) -> None:
     assert problem in map(str, problems_of(*settings))
+
+
+def test_exact_takes_experts_whose_scores_are_whole_vectors() -> None:
+    assert problems_of(*SHORT) == []
 
 
 @pytest.mark.parametrize(

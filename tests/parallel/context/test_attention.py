@@ -49,7 +49,7 @@ def test_the_kernel_of_a_gpu_takes_what_it_is_given(kv_heads: int, causal: bool)
     """PyTorch's own signature, dtypes and shapes, forward and backward, on the meta device."""
     q = torch.empty(16, B, HEADS, D, device="meta", dtype=torch.bfloat16).permute(1, 2, 0, 3)
     k = v = torch.empty(B, kv_heads, 32, D, device="meta", dtype=torch.bfloat16)[..., :16, :]
-    block, kernel = KeyBlock(0, slice(None), slice(None), causal), GPUKernel()
+    block, kernel = KeyBlock(0, 0, slice(None), slice(None), causal), GPUKernel()
     y, log_sum = kernel.forward(block, q, k, v)
     assert (y.shape, y.dtype) == (q.shape, torch.bfloat16)
     assert (log_sum.shape, log_sum.dtype) == (q.shape[:3], torch.float32)
@@ -62,7 +62,7 @@ def test_every_rank_computes_the_same_scores(cp: int) -> None:
     """(S/c)^2 (1/2 + (c - 1)/2) scores: those of the lower triangle, no more, in equal shares."""
     length = 48 // cp
     for rank in range(cp):
-        own, others = attention_blocks(Axis("cp", rank, cp), length)
+        ((own, others),) = attention_blocks(Axis("cp", rank, cp), length)
         everything = range(length)
         sizes = [len(everything[block.rows]) * len(everything[block.columns]) for block in others]
         assert own.causal
@@ -71,8 +71,8 @@ def test_every_rank_computes_the_same_scores(cp: int) -> None:
 
 def test_ranks_beyond_the_window_are_left_out() -> None:
     """Pieces of 4 tokens: with a window of 5 a token reaches into the neighbouring piece, of 6 beyond it."""
-    near = [block.source for block in attention_blocks(Axis("cp", 0, 4), 8, window=5)[1]]
-    further = [block.source for block in attention_blocks(Axis("cp", 0, 4), 8, window=6)[1]]
+    near = [block.source for block in attention_blocks(Axis("cp", 0, 4), 8, window=5)[0][1]]
+    further = [block.source for block in attention_blocks(Axis("cp", 0, 4), 8, window=6)[0][1]]
     assert (near, further) == ([1], [1, 2])
 
 
@@ -236,7 +236,7 @@ def test_each_device_dtype_and_width_has_its_kernel(
 def test_a_gpus_kernel_masks_the_ranks_own_keys_alone(causal: bool) -> None:
     """Forward and backward; keys of other ranks are all before the queries."""
     x = torch.empty(1, 2, 4, 8, device=META, dtype=BF16)
-    block, kernel, aten = KeyBlock(0, slice(None), slice(None), causal), GPUKernel(), torch.ops.aten
+    block, kernel, aten = KeyBlock(0, 0, slice(None), slice(None), causal), GPUKernel(), torch.ops.aten
     sums = torch.empty(1, 2, 4, device=META)
     with (
         patch.object(aten, "_scaled_dot_product_flash_attention", return_value=(x, sums)) as forward,
