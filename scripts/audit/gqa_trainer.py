@@ -1,102 +1,44 @@
 """A trainer of a Llama-like model in plain PyTorch, tensor-, context- and data-parallel, with bugs to plant.
 
 It has grouped keys and values, a gated MLP, a split loss with smoothing and z-loss, and clipping by hand.
-`mlm audit gqa_trainer.py:norm_skips_kv --tp 2`; `build` and names with `healthy` are right.
+`mlm audit gqa_trainer.py:norm_skips_kv --tp 2`: bugs.txt says what is wrong. `build` and names with `healthy`
+are right.
 """
 
 import math
-import zlib
 from functools import partial
 
+import plain_trainer
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from plain_trainer import (
+    BATCH,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    LENGTH,
+    VOCAB,
+    AllReduce,
+    Gather,
+    Linear,
+    Table,
+    bugs_of,
+    split_losses,
+    total,
+)
 from torch import Tensor, nn
 
 from mlm import AuditSubject
 
-VOCAB, HIDDEN, HEADS, GROUPS, DIM, INNER, LAYERS, LENGTH, BATCH = 32, 16, 4, 2, 4, 24, 2, 8, 4
+GROUPS, DIM, INNER = 2, 4, 24
 SMOOTHING, Z_LOSS, DECAY, LIMIT = 0.1, 1e-2, 0.1, 0.2
 
-BUGS = {
-    "gradients_in_bf16": "gradients are rounded to bfloat16 to be summed over dp",
-    "decay_twice_beside_bf16_norms": "norms compute in bfloat16; on a layout weights decay twice a step",
-    "norm_skips_kv": "the norm to clip by lacks keys' and values' weights; norms compute in float32",
-    "z_loss_of_own_vocabulary": "the z-loss takes the sum of exponentials of a rank's vocabulary",
-    "smoothing_over_own_vocabulary": "label smoothing divides by the size of a rank's vocabulary",
-    "mask_of_own_rows": "the causal mask counts queries from 0 on each cp rank",
-    "loss_times_own_count": "each replica's loss is its sum, and divided by its own tokens",
-    "kv_gradients_of_own_queries": "gradients of keys and values lack those of other cp ranks' queries",
-    "norm_of_roots": "roots of squares are summed over tp",
-    "labels_shifted_in_chunks": "labels are shifted after the sequence is split: a chunk's last has none",
-    "positions_begin_again": "positions count from 0 on each cp rank",
-    "same_samples": "each replica reads the first one's samples",
-    "keys_of_own_tokens": "queries see the keys and values of their cp rank alone",
-    "gate_and_up_in_one_block": "fused rows are all of gate, then all of up, and are cut contiguously",
-    "no_decay_on_a_rank": "weights of rank 1 do not decay",
-    "rate_times_replicas": "the learning rate is multiplied by the replicas",
-    "norm_without_table": "the norm to clip by lacks the table of the vocabulary",
-    "head_summed_twice": "the gradient of the head is summed over dp and not divided",
-    "stale_half": "a replica does not receive the half of its weights that the other updates",
-    "row_products_in_bf16": "products of rows are rounded to bfloat16 to be summed over tp",
-    "input_gradient_averaged": "the gradient of a block's input is averaged over tp",
-    "cp_not_reduced": "gradients are not summed over cp",
-    "clip_by_own_norm": "gradients are clipped by the norm of a rank's shards, another is reported",
-    "scale_of_own_width": "scores are divided by the root of a rank's width",
-    "update_before_reduction": "the table's gradient is reduced over dp after the update",
-    "kv_repeated_by_rank": "each tp rank's queries read the first rank's keys and values",
-    "norms_not_reduced_over_cp": "gradients of norms are not summed over cp",
-}
 
-
-class Sum(torch.autograd.Function):
-    """Sum over a group in forward or in backward."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group, forward: float, backward: float, dtype=None) -> Tensor:
-        ctx.group, ctx.backward_scale = group, backward
-        return total(x, group, dtype) * forward if forward else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return (total(grad, ctx.group) * ctx.backward_scale if ctx.backward_scale else grad, *[None] * 4)
-
-
-class GatherTokens(torch.autograd.Function):
-    """[B, S/c, …] to [B, S, …]; backward sums over ranks and takes this one's rows."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group, is_summed: bool) -> Tensor:
-        ctx.group, ctx.is_summed = group, is_summed
-        parts = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts, 1)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        grad = total(grad, ctx.group) if ctx.is_summed else grad
-        return grad.chunk(ctx.group.size(), 1)[ctx.group.rank()], None, None
-
-
-def total(x: Tensor, group, dtype=None) -> Tensor:
-    y = x.to(dtype or x.dtype, copy=True).contiguous()
-    if group.size() > 1:
-        dist.all_reduce(y, group=group)
-    return y.to(x.dtype)
-
-
-class Shared:
+class Shared(plain_trainer.Shared):
     def __init__(self, mesh, bug: str, narrow) -> None:
-        self.tp, self.dp, self.cp = (mesh[axis].get_group() for axis in ("tp", "dp", "cp"))
-        self.bug = bug if mesh.size() > 1 else ""
-        self.norm_dtype = narrow
-
-    def draw(self, name: str, *shape: int, dim: int | None = None) -> nn.Parameter:
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        whole = torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
-        return nn.Parameter(
-            whole if dim is None else whole.chunk(self.tp.size(), dim)[self.tp.rank()].clone()
-        )
+        super().__init__(mesh, bug if mesh.size() > 1 else "", sequence_parallel=False)
+        self.cp, self.norm_dtype = mesh["cp"].get_group(), narrow
 
 
 class Norm(nn.Module):
@@ -109,22 +51,13 @@ class Norm(nn.Module):
         return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * weight).to(x.dtype)
 
 
-class Linear(nn.Module):
-    def __init__(self, shared: Shared, name: str, inputs: int, outputs: int, dim: int) -> None:
-        super().__init__()
-        self.weight = shared.draw(name, outputs, inputs, dim=dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.T
-
-
 class Attention(nn.Module):
     def __init__(self, shared: Shared, name: str) -> None:
         super().__init__()
         self.shared = shared
-        self.q = Linear(shared, f"{name}.q", HIDDEN, HEADS * DIM, 0)
-        self.k, self.v = (Linear(shared, f"{name}.{x}", HIDDEN, GROUPS * DIM, 0) for x in "kv")
-        self.out = Linear(shared, f"{name}.out", HEADS * DIM, HIDDEN, 1)
+        self.q = Linear(shared, f"{name}.q", HIDDEN, HEADS * DIM, dim=0)
+        self.k, self.v = (Linear(shared, f"{name}.{x}", HIDDEN, GROUPS * DIM, dim=0) for x in "kv")
+        self.out = Linear(shared, f"{name}.out", HEADS * DIM, HIDDEN, dim=1)
 
     def forward(self, x: Tensor) -> Tensor:
         cp, bug = self.shared.cp, self.shared.bug
@@ -135,7 +68,7 @@ class Attention(nn.Module):
             for each in (k, v):
                 dist.broadcast(each.data, dist.get_global_rank(self.shared.tp, 0), group=self.shared.tp)
         if bug != "keys_of_own_tokens":
-            k, v = (GatherTokens.apply(t, cp, bug != "kv_gradients_of_own_queries") for t in (k, v))
+            k, v = (Gather.apply(t, cp, 1, bug != "kv_gradients_of_own_queries") for t in (k, v))
         k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
         width = q.shape[2] * DIM if bug == "scale_of_own_width" else HEADS * DIM
         scores = torch.einsum("bsnd,btnd->bnst", q, k) / math.sqrt(width / HEADS)
@@ -149,8 +82,8 @@ class MLP(nn.Module):
     def __init__(self, shared: Shared, name: str) -> None:
         super().__init__()
         self.is_bad = shared.bug == "gate_and_up_in_one_block"
-        self.up = Linear(shared, f"{name}.up", HIDDEN, 2 * INNER, 0)
-        self.down = Linear(shared, f"{name}.down", INNER, HIDDEN, 1)
+        self.up = Linear(shared, f"{name}.up", HIDDEN, 2 * INNER, dim=0)
+        self.down = Linear(shared, f"{name}.down", INNER, HIDDEN, dim=1)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.up(x)
@@ -172,20 +105,10 @@ class Block(nn.Module):
         tp, bug = self.shared.tp, self.shared.bug
         scale = 1 / tp.size() if bug == "input_gradient_averaged" else 1.0
         dtype = torch.bfloat16 if bug == "row_products_in_bf16" else None
-        x = x + Sum.apply(self.attention(Sum.apply(self.norm1(x), tp, 0.0, scale)), tp, 1.0, 0.0, dtype)
-        return x + Sum.apply(self.mlp(Sum.apply(self.norm2(x), tp, 0.0, scale)), tp, 1.0, 0.0, dtype)
-
-
-class Table(nn.Module):
-    def __init__(self, shared: Shared) -> None:
-        super().__init__()
-        self.shared, self.weight = shared, shared.draw("table", VOCAB, HIDDEN, dim=0)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        own = tokens - self.shared.tp.rank() * len(self.weight)
-        is_own = (own >= 0) & (own < len(self.weight))
-        x = self.weight[own.clamp(0, len(self.weight) - 1)] * is_own[..., None]
-        return Sum.apply(x, self.shared.tp, 1.0, 0.0)
+        for norm, module in ((self.norm1, self.attention), (self.norm2, self.mlp)):
+            y = AllReduce.apply(norm(x), tp, 0.0, scale)
+            x = x + AllReduce.apply(module(y), tp, 1.0, 0.0, dtype)
+        return x
 
 
 class Positions(nn.Module):
@@ -203,13 +126,13 @@ class Model(nn.Module):
         super().__init__()
         self.shared, self.table, self.positions = shared, Table(shared), Positions(shared)
         self.layers = nn.ModuleList(Block(shared, f"layers.{n}") for n in range(LAYERS))
-        self.norm, self.head = Norm(shared), Linear(shared, "head", HIDDEN, VOCAB, 0)
+        self.norm, self.head = Norm(shared), Linear(shared, "head", HIDDEN, VOCAB, dim=0)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.positions(self.table(tokens))
         for layer in self.layers:
             x = layer(x)
-        return self.head(Sum.apply(self.norm(x), self.shared.tp, 0.0, 1.0))
+        return self.head(self.shared.into(self.norm(x)))
 
 
 class Trainer:
@@ -238,22 +161,15 @@ class Trainer:
 
     def loss(self, logits: Tensor) -> Tensor:
         """Mean over the global batch's tokens, times the replicas, which `reduce` divides by."""
-        shared, bug, tp = self.shared, self.bug, self.shared.tp
-        size = logits.shape[-1]
-        largest = logits.detach().amax(-1)
-        if tp.size() > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=tp)
-        own_sum = (logits - largest[..., None]).exp().sum(-1)
-        log_sum = Sum.apply(own_sum, tp, 1.0, 0.0).log() + largest
-        own = self.labels - tp.rank() * size
-        is_own = (own >= 0) & (own < size)
-        label = Sum.apply(logits.gather(-1, own.clamp(0, size - 1)[..., None])[..., 0] * is_own, tp, 1.0, 0.0)
-        vocabulary = size if bug == "smoothing_over_own_vocabulary" else VOCAB
-        mean = Sum.apply(logits.sum(-1) / vocabulary, tp, 1.0, 0.0)
-        z = own_sum.log() + largest if bug == "z_loss_of_own_vocabulary" else log_sum
-        losses = log_sum - (1 - SMOOTHING) * label - SMOOTHING * mean + Z_LOSS * z.square()
+        shared = self.shared
+        of_part = {"z_loss_of_own_vocabulary": "z", "smoothing_over_own_vocabulary": "smoothing"}.get(
+            self.bug, ""
+        )
+        losses = split_losses(
+            logits, self.labels, shared.tp, smoothing=SMOOTHING, z_loss=Z_LOSS, of_part=of_part
+        )
         count = self.keep.sum().double()
-        if bug != "loss_times_own_count":
+        if self.bug != "loss_times_own_count":
             count = total(total(count, shared.dp), shared.cp) / shared.dp.size()
         return (losses * self.keep).sum() / count
 
@@ -333,4 +249,6 @@ def build(mesh, bug: str = "", narrow=torch.float64) -> AuditSubject:
 healthy_float32_norms = partial(build, narrow=torch.float32)
 healthy_bf16_norms = partial(build, narrow=torch.bfloat16)
 NARROW = {"decay_twice_beside_bf16_norms": torch.bfloat16, "norm_skips_kv": torch.float32}
-globals().update({bug: partial(build, bug=bug, narrow=NARROW.get(bug, torch.float64)) for bug in BUGS})
+globals().update(
+    {bug: partial(build, bug=bug, narrow=NARROW.get(bug, torch.float64)) for bug in bugs_of("gqa_trainer")}
+)

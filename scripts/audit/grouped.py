@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from healthy import HIDDEN, VOCAB, samples
+from healthy import HIDDEN, VOCAB, average, loss_of, samples
 from mlp import SumGradient, SumOutput
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -60,17 +60,15 @@ def build(mesh, fsdp: bool = False, sums_heads: bool = True) -> AuditSubject:
 
     def reduce() -> None:
         for name, parameter in model.named_parameters():
-            grad = parameter.grad
             if tp.size() > KV_HEADS and sums_heads and (".k." in name or ".v." in name):
-                sum_heads(grad, tp)
-            if not fsdp:
-                dist.all_reduce(grad, group=dp)
-                grad /= dp.size()
+                sum_heads(parameter.grad, tp)
+        if not fsdp:
+            average(model, dp)
 
     return AuditSubject(
         module=model,
         batch=tokens,
-        loss=lambda logits: F.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+        loss=lambda logits: loss_of(logits, labels),
         reduce=reduce,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
     )

@@ -1,6 +1,7 @@
 """Layouts of PyTorch and mlm that are believed right, as subjects of `mlm audit`."""
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -57,12 +58,23 @@ def samples(mesh) -> tuple[Tensor, Tensor]:
     return own[:, :-1].contiguous(), own[:, 1:].contiguous()
 
 
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def average(model: nn.Module, group) -> None:
+    """Average gradients over replicas."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= group.size()
+
+
 def subject(mesh, model: nn.Module, **more) -> AuditSubject:
     tokens, labels = samples(mesh)
     return AuditSubject(
         module=model,
         batch=tokens,
-        loss=lambda logits: F.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+        loss=lambda logits: loss_of(logits, labels),
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
         clip=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False),
         **more,

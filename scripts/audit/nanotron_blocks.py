@@ -8,11 +8,12 @@ Its models need flash-attn, and its sequence parallelism CUDA.
 
 import os
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from healthy import HIDDEN, VOCAB, samples
+from healthy import HIDDEN, VOCAB, average, samples
 from torch import Tensor, nn
 
 from mlm import AuditSubject
@@ -71,10 +72,5 @@ def build(mesh) -> AuditSubject:
     def loss(logits: Tensor) -> Tensor:
         return sharded_cross_entropy(logits, labels, tp, dtype=torch.float64).mean()
 
-    def reduce() -> None:
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad, group=dp)
-            parameter.grad /= dp.size()
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer, reduce = torch.optim.AdamW(model.parameters(), lr=1e-2), partial(average, model, dp)
     return AuditSubject(module=model, batch=tokens, loss=loss, reduce=reduce, optimizer=optimizer)

@@ -1,12 +1,14 @@
 """A small trainer in plain PyTorch, tensor-, sequence-, pipeline- and data-parallel, with bugs to plant.
 
-It imports nothing of mlm but the description that `mlm audit` reads. `build(mesh)` is healthy; each name of
-BUGS is a function beside it: `mlm audit plain_trainer.py:norm_misses_shards --tp 2`.
+It imports nothing of mlm but the description that `mlm audit` reads. `build(mesh)` is healthy; each bug of
+bugs.txt is a function beside it: `mlm audit plain_trainer.py:norm_misses_shards --tp 2`.
 """
 
 import math
+import re
 import zlib
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,61 +19,42 @@ from mlm import AuditSubject
 
 VOCAB, HIDDEN, HEADS, LAYERS, LENGTH, BATCH = 32, 16, 4, 2, 8, 4
 
-BUGS = {
-    "mlp_output_not_reduced": "the row-parallel product of the MLP is not summed over tp",
-    "attention_output_reduced_twice": "the row-parallel product of attention is summed over tp twice",
-    "attention_output_averaged": "the row-parallel product of attention is averaged over tp",
-    "input_gradient_not_reduced": "the gradient of the MLP's input is not summed over tp",
-    "reduce_again_in_backward": "the sum after the MLP sums its gradient again",
-    "bias_on_every_rank": "the row-parallel bias is added before the sum over tp",
-    "reduced_twice_before_bias": "the product of the MLP is summed over tp twice, and then its bias is added",
-    "divided_by_root_of_ranks": "the output of the MLP is divided by the root of tp",
-    "qkv_order": "fused rows are q, k, v of all heads, cut contiguously",
-    "local_rms": "the norm over all heads takes the mean square of a rank's heads",
-    "local_softmax": "the loss takes the sum of exponentials over a rank's vocabulary",
-    "sequence_gather_order": "sequence parallelism gathers ranks in reverse order",
-    "norm_gradients_not_reduced": "sequence parallelism does not sum the gradients of norms over tp",
-    "sum_over_replicas": "each replica's mean loss is summed over dp and not averaged",
-    "mean_of_local_means": "each replica divides by its own count of tokens, which are unequal",
-    "replicas_not_reduced": "the gradients of norms are not reduced over dp",
-    "tied_not_summed": "the table on the first and the last stage has two gradients, never summed",
-    "norm_misses_shards": "the norm to clip by is that of a rank's shards",
-    "norm_repeats_copies": "the norm counts replicated parameters once a tp rank",
-    "weights_by_rank": "positions are drawn from a seed of each tp rank",
-    "equal_shards": "every tp rank draws its shard from one seed",
-    "dropout_equal": "heads of all tp ranks drop by the same masks",
-    "dropout_apart": "the residual's dropout differs between tp ranks, which hold copies of it",
-    "rate_by_rank": "one replica's learning rate lags a step behind",
-    "position_offset": "sequence parallelism counts positions from 0 on each rank",
-}
+
+def bugs_of(file: str) -> dict[str, tuple[str, str]]:
+    """The axis and the cause of each bug of a trainer, by name."""
+    rows = (
+        re.split(r" +\| ", line) for line in Path(__file__).with_name("bugs.txt").read_text().splitlines()
+    )
+    return {name: (axis, cause) for trainer, axis, name, cause, _ in rows if trainer == file}
 
 
 class AllReduce(torch.autograd.Function):
-    """Sum in forward or backward, over a group."""
+    """Sum in forward or backward over a group, times a number; in forward in a format."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group, forward: float, backward: float) -> Tensor:
+    def forward(ctx, x: Tensor, group, forward: float, backward: float, dtype=None) -> Tensor:
         ctx.group, ctx.backward_scale = group, backward
-        return _sum(x, group) * forward if forward else x.view_as(x)
+        return total(x, group, dtype) * forward if forward else x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return (_sum(grad, ctx.group) * ctx.backward_scale if ctx.backward_scale else grad), None, None, None
+        return total(grad, ctx.group) * ctx.backward_scale if ctx.backward_scale else grad, *[None] * 4
 
 
-class GatherSequence(torch.autograd.Function):
-    """[S/t, B, H] to [S, B, H]; backward sums over ranks and scatters."""
+class Gather(torch.autograd.Function):
+    """Parts of all ranks along a dimension; backward sums over ranks, if asked to, and takes this one's."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group, reverse: bool) -> Tensor:
-        ctx.group = group
+    def forward(ctx, x: Tensor, group, dim: int, is_summed: bool = True, reverse: bool = False) -> Tensor:
+        ctx.group, ctx.dim, ctx.is_summed = group, dim, is_summed
         parts = [torch.empty_like(x) for _ in range(group.size())]
         dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts[::-1] if reverse else parts)
+        return torch.cat(parts[::-1] if reverse else parts, dim)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _sum(grad, ctx.group).chunk(ctx.group.size())[ctx.group.rank()], None, None
+        grad = total(grad, ctx.group) if ctx.is_summed else grad
+        return grad.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()], *[None] * 4
 
 
 class ScatterSequence(torch.autograd.Function):
@@ -80,7 +63,7 @@ class ScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group) -> Tensor:
         ctx.group = group
-        return _sum(x, group).chunk(group.size())[group.rank()].clone()
+        return total(x, group).chunk(group.size())[group.rank()].clone()
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -89,10 +72,12 @@ class ScatterSequence(torch.autograd.Function):
         return torch.cat(parts), None
 
 
-def _sum(x: Tensor, group) -> Tensor:
-    total = x.contiguous().clone()
-    dist.all_reduce(total, group=group)
-    return total
+def total(x: Tensor, group, dtype=None) -> Tensor:
+    """The sum over a group, in a format."""
+    y = x.to(dtype or x.dtype, copy=True).contiguous()
+    if group.size() > 1:
+        dist.all_reduce(y, group=group)
+    return y.to(x.dtype)
 
 
 class Shared:
@@ -116,7 +101,7 @@ class Shared:
 
     def into(self, x: Tensor, *, broken: bool = False) -> Tensor:
         if self.sp:
-            return GatherSequence.apply(x, self.tp, self.bug == "sequence_gather_order")
+            return Gather.apply(x, self.tp, 0, True, self.bug == "sequence_gather_order")
         return AllReduce.apply(x, self.tp, 0.0, 0.0 if broken else 1.0)
 
     def out(self, x: Tensor, *, forward: float = 1.0, backward: float = 0.0) -> Tensor:
@@ -297,6 +282,26 @@ class Stage(nn.Module):
         return self.head(x) if self.is_last else x
 
 
+def split_losses(
+    logits: Tensor, labels: Tensor, tp, *, smoothing: float = 0.0, z_loss: float = 0.0, of_part: str = ""
+) -> Tensor:
+    """Losses of tokens from this rank's part of the vocabulary; `of_part` is a term of it alone."""
+    size = logits.shape[-1]
+    largest = logits.detach().amax(-1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=tp)
+    own_sum = (logits - largest[..., None]).exp().sum(-1)
+    own_log = own_sum.log() + largest
+    log_sum = own_log if of_part == "softmax" else AllReduce.apply(own_sum, tp, 1.0, 0.0).log() + largest
+    own = labels - tp.rank() * size
+    is_own = (own >= 0) & (own < size)
+    label = logits.gather(-1, own.clamp(0, size - 1)[..., None])[..., 0] * is_own
+    label = AllReduce.apply(label, tp, 1.0, 0.0)
+    vocabulary = size if of_part == "smoothing" else VOCAB
+    mean = AllReduce.apply(logits.sum(-1) / vocabulary, tp, 1.0, 0.0)
+    z = own_log if of_part == "z" else log_sum
+    return log_sum - (1 - smoothing) * label - smoothing * mean + z_loss * z.square()
+
+
 class Trainer:
     def __init__(self, mesh, bug: str = "", sequence_parallel: bool = False) -> None:
         self.shared, self.bug = Shared(mesh, bug, sequence_parallel), bug
@@ -314,21 +319,13 @@ class Trainer:
 
     def loss(self, logits: Tensor) -> Tensor:
         """Cross entropy over the split vocabulary, its sum over kept tokens / those of the global batch."""
-        tp, size = self.shared.tp, logits.shape[-1]
-        largest = logits.detach().amax(-1)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=tp)
-        logits = logits - largest[..., None]
-        total = logits.exp().sum(-1)
-        if self.bug != "local_softmax":
-            total = AllReduce.apply(total, tp, 1.0, 0.0)
-        own = self.labels - tp.rank() * size
-        is_own = (own >= 0) & (own < size)
-        label = logits.gather(-1, own.clamp(0, size - 1)[..., None])[..., 0] * is_own
-        losses = (total.log() - AllReduce.apply(label, tp, 1.0, 0.0)) * self.keep
+        losses = split_losses(
+            logits, self.labels, self.shared.tp, of_part="softmax" * (self.bug == "local_softmax")
+        )
         count = self.keep.sum().double()
         if self.bug not in ("mean_of_local_means", "sum_over_replicas"):
-            count = _sum(count, self.shared.dp) / self.shared.dp.size()
-        return losses.sum() / count
+            count = total(count, self.shared.dp) / self.shared.dp.size()
+        return (losses * self.keep).sum() / count
 
     def forward_backward(self) -> Tensor | None:
         pp, width = self.shared.pp, self.tokens.shape[1]
@@ -402,4 +399,4 @@ def build(mesh, bug: str = "", sequence_parallel: bool | None = None) -> AuditSu
 
 
 healthy_sequence_parallel = partial(build, sequence_parallel=True)
-globals().update({name: partial(build, bug=name) for name in BUGS})
+globals().update({name: partial(build, bug=name) for name in bugs_of("plain_trainer")})

@@ -6,9 +6,7 @@ Subjects of `mlm audit`: right ones, but for those that MISTAKES names.
 from functools import partial
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from healthy import HIDDEN, VOCAB, Block
+from healthy import HIDDEN, VOCAB, Block, average, loss_of
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
@@ -51,17 +49,6 @@ def samples(mesh) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     own = tokens.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]
     return own[:, :-1].contiguous(), own[:, 1:].contiguous()
-
-
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def average(model: nn.Module, group) -> None:
-    """Average gradients over replicas."""
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad, group=group)
-        parameter.grad /= group.size()
 
 
 def pipelined(mesh, schedule: str, chunks: int = 1, mistake: str = "") -> AuditSubject:

@@ -9,7 +9,17 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from healthy import HIDDEN, VOCAB, Transformer, samples, split_layers, subject
+from healthy import (
+    HIDDEN,
+    VOCAB,
+    Transformer,
+    average,
+    loss_of,
+    norm_by_dtensor,
+    samples,
+    split_layers,
+    subject,
+)
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,10 +37,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from mlm import AuditSubject
-
-
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 class Recomputing(nn.Module):
@@ -154,35 +160,22 @@ def tp_compiled(mesh) -> AuditSubject:
     split_layers(model, mesh["tp"])
     for layer in model.layers:
         layer.compile(backend="aot_eager")
-    found = subject(mesh, model)
-    found.clip, found.optimizer = None, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    return found
+    return norm_by_dtensor(mesh, model)
 
 
-def accelerate_fsdp2(mesh) -> AuditSubject:
-    """accelerate's Trainer loop with FSDP2: two micro-batches accumulated."""
+def accelerated(mesh, *, sharded: bool = False) -> AuditSubject:
+    """accelerate's loop, with DDP or FSDP2: two micro-batches accumulated."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     plugin = None
-    if mesh.size() > 1:
+    if sharded and mesh.size() > 1:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
         )
-    return accelerated(mesh, Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2))
-
-
-def accelerate_ddp(mesh) -> AuditSubject:
-    from accelerate import Accelerator
-
-    os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    return accelerated(mesh, Accelerator(cpu=True, gradient_accumulation_steps=2))
-
-
-def accelerated(mesh, accelerator) -> AuditSubject:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2)
     model = Transformer()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     tokens, labels = samples(mesh)
 
     def step() -> Tensor:
@@ -195,6 +188,10 @@ def accelerated(mesh, accelerator) -> AuditSubject:
         return total
 
     return AuditSubject(module=model, step=step, optimizer=optimizer.optimizer)
+
+
+accelerate_ddp = accelerated
+accelerate_fsdp2 = partial(accelerated, sharded=True)
 
 
 class Exchange(torch.autograd.Function):
@@ -236,15 +233,10 @@ def ulysses(mesh) -> AuditSubject:
     )
     tokens, labels = (t.chunk(group.size(), 1)[group.rank()].contiguous() for t in samples(mesh))
 
-    def reduce() -> None:
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad, group=group)
-            parameter.grad /= group.size()
-
     return AuditSubject(
         module=model,
         batch=tokens,
         loss=lambda logits: loss_of(logits, labels),
-        reduce=reduce,
+        reduce=lambda: average(model, group),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
     )

@@ -1,6 +1,7 @@
 """FSDP2 with bf16 compute (MixedPrecisionPolicy), gradients reduced in fp32, accumulation, label smoothing, OneCycleLR."""
 import torch
 import torch.nn.functional as F
+from common import Decoder
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -23,23 +24,10 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.blocks = nn.Embedding(VOCAB, HIDDEN), nn.ModuleList(Block() for _ in range(LAYERS))
-        self.head = nn.Linear(HIDDEN, VOCAB)
-
-    def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def build(mesh):
     dp = mesh["dp"]
     torch.manual_seed(0)
-    model = Model()
+    model = Decoder(VOCAB, HIDDEN, [Block() for _ in range(LAYERS)], bias=True)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=dp, mp_policy=policy)

@@ -3,6 +3,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from common import Decoder
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,26 +24,13 @@ class ConvBlock(nn.Module):
         return x + self.down(F.relu(self.up(y)).square())
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.blocks = nn.ModuleList(ConvBlock() for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
-        nn.init.normal_(self.embed.weight, std=0.2)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
 def build(mesh):
     group = mesh["dp"].get_group()
     torch.manual_seed(0)
-    model = DistributedDataParallel(Model(), process_group=group)
+    model = Decoder(VOCAB, HIDDEN, [ConvBlock() for _ in range(LAYERS)])
+    nn.init.normal_(model.embed.weight, std=0.2)
+    model.head.weight = model.embed.weight
+    model = DistributedDataParallel(model, process_group=group)
     tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))[group.rank() :: group.size()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     done = 0

@@ -2,6 +2,7 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common import Decoder
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -22,19 +23,13 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(y)))
 
 
-class Model(nn.Module):
+class Model(Decoder):
     def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm, self.head = nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
+        super().__init__(VOCAB, HIDDEN, [Block() for _ in range(LAYERS)], nn.RMSNorm)
         self.log_scale = nn.Parameter(torch.zeros(()))
 
     def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)) * self.log_scale.exp()
+        return super().forward(x) * self.log_scale.exp()
 
 
 def build(mesh):

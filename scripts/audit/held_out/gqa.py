@@ -1,8 +1,8 @@
 """Tensor parallelism by hand where every rank holds all key and value heads (fewer than queries'), a norm over all of q's
 features (as OLMo 2), a gated MLP with biases, and a plain head on every rank."""
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from common import Copy, Sum, summed
 from torch import nn
 
 from mlm import AuditSubject
@@ -11,46 +11,17 @@ VOCAB, HIDDEN, HEADS, KV, FFN, LAYERS, LENGTH, BATCH = 40, 32, 8, 2, 64, 2, 9, 4
 DIM = HIDDEN // HEADS
 
 
-class Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        g = g.contiguous().clone()
-        dist.all_reduce(g, group=ctx.group)
-        return g, None
-
-
-class Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        x = x.contiguous().clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, g):
-        return g, None
-
-
 class SumBoth(torch.autograd.Function):
     """A sum whose result each rank uses for its own part: summed again in backward."""
 
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        x = x.contiguous().clone()
-        dist.all_reduce(x, group=group)
-        return x
+        return summed(x, group)
 
     @staticmethod
     def backward(ctx, g):
-        g = g.contiguous().clone()
-        dist.all_reduce(g, group=ctx.group)
-        return g, None
+        return summed(g, ctx.group), None
 
 
 class QNorm(nn.Module):

@@ -3,6 +3,9 @@ table, and a cross entropy over the split vocabulary with label smoothing and z-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common import Copy as ToParallel
+from common import Sum as FromParallel
+from common import rotate
 from torch import nn
 
 from mlm import AuditSubject
@@ -10,31 +13,6 @@ from mlm import AuditSubject
 VOCAB, HIDDEN, HEADS, KV, FFN, LAYERS, LENGTH, BATCH = 64, 32, 4, 2, 48, 2, 10, 4
 DIM = HIDDEN // HEADS
 SMOOTHING, Z = 0.1, 1e-2
-
-
-class ToParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class FromParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        x = x.contiguous().clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
 
 
 def part(full, group, dim=0):
@@ -69,13 +47,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weight
-
-
-def rotate(x):
-    t, half = x.shape[-2], x.shape[-1] // 2
-    angle = torch.arange(t).to(x.dtype)[:, None] * 100.0 ** (-torch.arange(half).to(x.dtype) / half)
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
 
 class Attention(nn.Module):

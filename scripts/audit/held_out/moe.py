@@ -3,6 +3,7 @@ global batch, and a router z-loss."""
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common import Decoder
 from torch import nn
 
 from mlm import AuditSubject
@@ -83,25 +84,11 @@ class Block(nn.Module):
         return x + self.moe(self.n2(x))
 
 
-class Model(nn.Module):
-    def __init__(self, group):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.blocks = nn.ModuleList(Block(group) for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB)
-
-    def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
 def build(mesh):
     group = mesh["dp"].get_group()
     world, rank = group.size(), group.rank()
     torch.manual_seed(0)
-    model = Model(group)
+    model = Decoder(VOCAB, HIDDEN, [Block(group) for _ in range(LAYERS)], bias=True)
     tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1)).chunk(world)[rank]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
 

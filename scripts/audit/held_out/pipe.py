@@ -3,19 +3,13 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common import rotate
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from mlm import AuditSubject
 
 VOCAB, HIDDEN, HEADS, LAYERS, LENGTH, BATCH, MICRO = 48, 32, 4, 4, 8, 8, 4
-
-
-def rotate(x):
-    half = x.shape[-1] // 2
-    angle = torch.arange(x.shape[-2]).to(x.dtype)[:, None] * 50.0 ** (-torch.arange(half).to(x.dtype) / half)
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
 
 class Block(nn.Module):

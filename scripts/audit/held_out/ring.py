@@ -2,6 +2,7 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common import Decoder, rotate
 from torch import nn
 
 from mlm import AuditSubject
@@ -32,13 +33,6 @@ def own_positions(length, world, rank):
     return torch.cat([chunks[rank], chunks[2 * world - 1 - rank]])
 
 
-def rotate(x, where):
-    half = x.shape[-1] // 2
-    angle = where.to(x.dtype)[:, None] * 50.0 ** (-torch.arange(half).to(x.dtype) / half)
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
-
-
 class Attention(nn.Module):
     def __init__(self, group):
         super().__init__()
@@ -67,25 +61,11 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.up(self.n2(x))))
 
 
-class Model(nn.Module):
-    def __init__(self, group):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.blocks = nn.ModuleList(Block(group) for _ in range(LAYERS))
-        self.norm, self.head = nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB)
-
-    def forward(self, tokens, where):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x, where)
-        return self.head(self.norm(x))
-
-
 def build(mesh):
     group = mesh["cp"].get_group()
     world, rank = group.size(), group.rank()
     torch.manual_seed(0)
-    model = Model(group)
+    model = Decoder(VOCAB, HIDDEN, [Block(group) for _ in range(LAYERS)], nn.RMSNorm, bias=True)
     tokens = torch.randint(VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
     labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORE)
     where = own_positions(LENGTH, world, rank)

@@ -2,6 +2,7 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common import Decoder
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -31,31 +32,17 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm, self.output = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
-
-    def forward(self, x):
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.output(self.norm(x))
-
-
 def build(mesh):
     torch.manual_seed(0)
-    model = Model()
+    model = Decoder(VOCAB, HIDDEN, [Block() for _ in range(LAYERS)])
     tp, dp = mesh["tp"], mesh["dp"]
     if mesh.size() > 1:
         parallelize_module(model, tp, {
             "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
             "norm": SequenceParallel(),
-            "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
         })
-        for layer in model.layers:
+        for layer in model.blocks:
             parallelize_module(layer, tp, {
                 "norm": SequenceParallel(),
                 "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),

@@ -2,6 +2,7 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common import Decoder
 from torch import nn
 
 from mlm import AuditSubject
@@ -10,9 +11,9 @@ VOCAB, HIDDEN, LAYERS, LENGTH, BATCH, ACCUM, BUCKET = 64, 32, 2, 10, 8, 2, 6000
 
 
 class RMSNorm(nn.Module):
-    def __init__(self):
+    def __init__(self, size):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(HIDDEN))
+        self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
@@ -23,7 +24,7 @@ class Mixer(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.n1, self.n2 = RMSNorm(), RMSNorm()
+        self.n1, self.n2 = RMSNorm(HIDDEN), RMSNorm(HIDDEN)
         self.value, self.gate, self.out = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(3))
         self.w1, self.w3, self.w2 = nn.Linear(HIDDEN, 64), nn.Linear(HIDDEN, 64), nn.Linear(64, HIDDEN)
 
@@ -33,21 +34,6 @@ class Mixer(nn.Module):
         x = x + self.out(past * self.gate(y).sigmoid())
         y = self.n2(x)
         return x + self.w2(F.silu(self.w1(y)) * self.w3(y))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.layers = nn.ModuleList(Mixer() for _ in range(LAYERS))
-        self.norm = RMSNorm()
-        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
-
-    def forward(self, x):
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
 
 
 class Zero1(torch.optim.Optimizer):
@@ -93,7 +79,7 @@ def build(mesh):
     group = mesh["dp"].get_group()
     world, rank = group.size(), group.rank()
     torch.manual_seed(3)
-    model = Model()
+    model = Decoder(VOCAB, HIDDEN, [Mixer() for _ in range(LAYERS)], RMSNorm)
     g = torch.Generator().manual_seed(4)
     tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=g).view(-1, world, LENGTH + 1)[:, rank]
     buckets = Buckets(model.parameters(), group)
