@@ -32,17 +32,6 @@ def matched(reference: Record, *replicas: Record) -> tuple[Record, list[Record],
     return whole, list(parts.values()), problems
 
 
-def test_micro_batches_of_the_same_samples_stay_as_they_are() -> None:
-    reference = run_samples([0, 1, 2, 3], [4, 5, 6, 7])
-    whole, (first, second), problems = matched(
-        reference, run_samples([0, 1], [4, 5]), run_samples([2, 3], [6, 7])
-    )
-    assert set(whole.tensors) == {key for key in reference.tensors if key.kind != "input"}
-    assert torch.equal(first.tensors[Key(0, "output", "m", micro=1)], OUTPUTS[4:6])
-    assert torch.equal(second.tensors[Key(0, "backward", "m")], 2 * OUTPUTS[2:4])
-    assert not problems
-
-
 def test_other_micro_batches_become_the_samples_of_each_replica_sorted() -> None:
     replicas = run_samples([6], [3], [0], [5]), run_samples([1, 2], [7, 4])
     whole, parts, problems = matched(run_samples([0, 1, 2, 3], [4, 5, 6, 7]), *replicas)

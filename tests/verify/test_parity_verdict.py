@@ -146,10 +146,10 @@ def test_the_first_difference_on_the_way_back_is_named() -> None:
         ({UP: add(1.0, 1)}, "backward pass: final_norm.bias is right and some before it are too"),
         ({"gradient": lambda x: 2 * x}, "unscaled mean: it is 2 times that of one process"),
         ({"gradient": lambda x: 1.5 * x}, "wrong divisor: it is 1.5 times"),
-        ({"gradient": lambda x: 1.5 * x, "loss": add(1.0)}, "wrong divisor: it is 5 in place of 4, and all"),
+        ({"gradient": lambda x: 1.5 * x, "loss": add(1.0)}, "wrong divisor: it is 5 in place of 4: all"),
         ({"gradient_final": lambda x: x / 2}, "wrong divisor: it is 0.5 times"),
         ({"loss": add(1.0)}, "forward pass: it is 5 in place of 4"),
-        ({"norm": fill(0.5)}, "norm: it is 0.5 in place of 1, the gradients are right; it is no sum"),
+        ({"norm": fill(0.5)}, "norm: it is 0.5 in place of 1: the gradients are right; it is no sum"),
     ],
 )
 def test_the_pattern_of_differences_names_the_suspect(off: dict[str, Change], hint: str) -> None:

@@ -9,8 +9,7 @@ from torch import Tensor
 from mlm.verify.audit.calls import explain_samples
 from mlm.verify.audit.compare import Comparison
 from mlm.verify.audit.diagnose import Finding, diagnose
-from mlm.verify.audit.record import ADDEND, AXES, SQUARE, Key, Record
-from mlm.verify.audit.replay import PART
+from mlm.verify.audit.record import ADDEND, AXES, REPLAY, SQUARE, Key, Record
 
 MEAN = 0.25
 """Factor of each of two replicas' two micro-batches."""
@@ -151,7 +150,7 @@ def test_an_update_of_a_part_as_if_it_were_all_is_told() -> None:
         for x, part in zip(start.chunk(2), parts, strict=True)
     ]
     comparison = comparison_of("tp", whole, ranks)
-    comparison.replayed = {Key(0, PART, "w", call=n): x for n, x in enumerate(parts)}
+    comparison.replayed = Record({Key(0, REPLAY, "w", call=n): x for n, x in enumerate(parts)})
     found = diagnose(comparison)
     assert found is not None
     assert found.cause == "part taken for all"

@@ -1,24 +1,21 @@
 """`mlm audit` and `mlm.audit`: run a subject on a layout and on one process, and say where they part."""
 
 import inspect
-import json
-import math
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from multiprocessing import get_context
 
 import torch
 
-from mlm.launch.child_run import child_run
 from mlm.tracking.history import replace_nonfinite
 from mlm.tracking.page.html import page, paragraph
 from mlm.tracking.page.html import table as html_table
 from mlm.util.errors import CheckFailedError, Problem, UserError
 from mlm.util.results import folder_problem, write_result
 from mlm.util.terminal import add_row, console, table
-from mlm.verify.audit.diagnose import Finding
 from mlm.verify.audit.host import IMPORTING, Outcome, audit_layouts, load_build
 from mlm.verify.audit.record import AuditSubject
 from mlm.verify.config import AuditConfig
@@ -47,21 +44,20 @@ def audit(
         raise UserError(f"build={build}: no function of a module; move it out of what holds it")
     if IMPORTING in os.environ:
         raise UserError("mlm.audit is called where its file is imported; guard it by __name__ == '__main__'")
-    keys = {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "steps": steps, "timeout_s": timeout_s}
-    with TemporaryDirectory(prefix="mlm-audit-") as folder:
-        out, log = Path(folder, "audit.json"), Path(folder, "log")
-        words = ["audit", name, f"out={out}", *(f"{key}={value}" for key, value in keys.items())]
-        with child_run(words, log) as process:
-            process.wait()
-        if out.exists():
-            fields = json.loads(out.read_text())["layouts"][0]
-            if found := fields["finding"]:  # where infinity is null
-                size = math.inf if found["size"] is None else found["size"]
-                fields["finding"] = Finding(**found | {"size": size})
-            return Outcome(**fields | {"skipped": tuple(fields["skipped"])})
-        line = log.read_text(errors="replace").rstrip().rpartition("\n")[2].removeprefix("mlm audit: ")
-    kind = UserError if process.returncode == UserError.exit_code else CheckFailedError
-    raise kind(line or f"the audit of {name} ended with {process.returncode}")
+    config = AuditConfig(build=name, tp=tp, pp=pp, dp=dp, cp=cp, steps=steps, timeout_s=timeout_s)
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # its ranks fork, which threads do not survive
+        try:
+            return pool.submit(outcomes_of, config).result()[0]
+        except BrokenProcessPool as error:
+            fix = "guard calls of mlm.audit by __name__ == '__main__'"
+            raise UserError(f"the process that audits {name} ended", fix=fix) from error
+
+
+def outcomes_of(config: AuditConfig) -> list[Outcome]:
+    """The audit of a process of its own."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)  # before the user's code computes
+    return audit_layouts(load_build(config.build), config)
 
 
 def preflight(config: AuditConfig) -> list[Problem]:
@@ -70,9 +66,7 @@ def preflight(config: AuditConfig) -> list[Problem]:
 
 def run(config: AuditConfig) -> None:
     """Audit, print and write. Raises CheckFailedError where the layout parts from one process."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    torch.set_num_threads(1)  # before the user's code computes: threads do not outlive a fork
-    outcomes = audit_layouts(load_build(config.build), config)
+    outcomes = outcomes_of(config)
     first, screen, shown = outcomes[0], console(), table("audit against one process", *COLUMNS)
     for outcome in outcomes:
         add_row(shown, *row_of(outcome))

@@ -5,7 +5,7 @@ no part of the step, such as the pass in which PipelineStage infers shapes.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -13,9 +13,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from mlm.verify.audit.compare import Cause, Layout, Ranks
+from mlm.verify.audit.compare import Layout, Ranks
 from mlm.verify.audit.parts import Coordinates, Parts, add_over, placements, region
-from mlm.verify.audit.record import OF_MODULES, Key, Record
+from mlm.verify.audit.record import OF_MODULES, Cause, Key, Record
 
 MARGIN = 0.1
 """A row is the nearest of one process's if its distance is below this fraction of that to the second."""
@@ -25,6 +25,8 @@ SUMMED = (
     "{name}: its samples are not found among those of one process, so their sums over a step are compared"
 )
 
+CONSTANT, SUMS = "constant", "sums"
+"""Ways to compare outputs beside those by samples."""
 Calls = dict[int, Tensor]
 """Tensors of a module by micro-batch."""
 Table = dict[Key, Calls]
@@ -37,20 +39,8 @@ class Samples:
 
     dim: int
     """Dimension of the rows: samples, or tokens."""
-    sizes: Sequence[int]
-    """Rows in each micro-batch of one process."""
     ids: Mapping[Coordinates, Mapping[int, list[int]]]
     """By rank and micro-batch, without passes that are no part of the step."""
-
-    @property
-    def is_aligned(self) -> bool:
-        """True if each micro-batch has rows of one process's micro-batch of that number."""
-        owner = [micro for micro, size in enumerate(self.sizes) for _ in range(size)]
-        return all(
-            [{owner[i] for i in ids} for ids in calls.values()]
-            == [{micro} for micro in range(len(self.sizes))]
-            for calls in self.ids.values()
-        )
 
     def join(self, whole: Calls, parts: Mapping[Coordinates, Calls]) -> tuple[Tensor, Parts]:
         """Tensors [N, ...] of each side: replicas in turn, rows of each in one process's order.
@@ -60,17 +50,16 @@ class Samples:
         flat = {at: [i for ids in calls.values() for i in ids] for at, calls in self.ids.items()}
         full = rows_of(whole.values(), self.dim)
         own = {at: rows_of((parts[at][m] for m in calls), self.dim) for at, calls in self.ids.items()}
-        if len(full) != sum(self.sizes) or any(len(rows) != len(flat[at]) for at, rows in own.items()):
+        order = [i for ids in {at[0]: sorted(ids) for at, ids in sorted(flat.items())}.values() for i in ids]
+        if len(full) != len(order) or any(len(rows) != len(flat[at]) for at, rows in own.items()):
             raise RuntimeError("other rows")
-        order = {at[0]: sorted(ids) for at, ids in sorted(flat.items())}
-        full = full[[i for ids in order.values() for i in ids]]
-        return full, {at: rows[torch.tensor(flat[at]).argsort()] for at, rows in own.items()}
+        return full[order], {at: rows[torch.tensor(flat[at]).argsort()] for at, rows in own.items()}
 
 
 def match_calls(reference: Record, ranks: Ranks, layout: Layout) -> tuple[Record, Ranks, list[str]]:
     """Records whose outputs of a key, and their gradients, are of the same samples; and problems, in words.
 
-    Where micro-batches of a number have other samples than one process's, those of a step become one tensor.
+    Where a step has several micro-batches, their tensors become one.
     """
     records = {(): reference, **ranks}
     kept = {at: {k: t for k, t in r.tensors.items() if k.kind not in OF_MODULES} for at, r in records.items()}
@@ -80,8 +69,7 @@ def match_calls(reference: Record, ranks: Ranks, layout: Layout) -> tuple[Record
         if any(micro for table in tables.values() for calls in table.values() for micro in calls):
             tables = match_step(tables, layout, problems)
         for at, table in tables.items():
-            for key in (key for key in table if key.kind != "input"):
-                kept[at] |= {key._replace(micro=micro): tensor for micro, tensor in table[key].items()}
+            kept[at] |= {key: calls[0] for key, calls in table.items() if key.kind != "input"}
     matched = {at: replace(record, tensors=kept[at]) for at, record in records.items()}
     return matched.pop(()), matched, problems
 
@@ -106,7 +94,9 @@ def explain_samples(reference: Record, ranks: Ranks) -> Cause | None:
         return None
     twice = [number for number, count in sorted(counts.items()) if count > 1]
     why = f"replicas read samples {' and '.join(map(str, ids))} of {len(whole)}"
-    return "other samples", f"{why}: {missing} are read by none" + (f", {twice} by several" if twice else "")
+    return Cause(
+        "other samples", f"{why}: {missing} are read by none" + (f", {twice} by several" if twice else "")
+    )
 
 
 def tabulate(record: Record, step: int) -> Table:
@@ -121,76 +111,66 @@ def tabulate(record: Record, step: int) -> Table:
 def match_step(
     tables: Mapping[Coordinates, Table], layout: Layout, problems: list[str]
 ) -> dict[Coordinates, Table]:
-    """Tables of one process, at (), and of ranks, where equal keys and micro-batches have equal samples."""
+    """Tables of one process, at (), and of ranks, with one tensor of the same samples for each key."""
     whole, stages = tables[()], dict[int, dict[Coordinates, Table]]()
     for at in filter(None, tables):
         stages.setdefault(at[0], {})[at[1:]] = tables[at]
-    inputs = [find_samples(whole, parts, layout) for parts in stages.values()]
-    numbers = {
-        frozenset(c) for t in tables.values() for key, c in t.items() if key.kind == "input" and key in whole
-    }
-    if all(own is None or own.is_aligned for own in inputs) and len(numbers) == 1:
-        return dict(tables)
+    shared = [
+        (stage, key) for stage in stages for key in whole if all(key in t for t in stages[stage].values())
+    ]
+    calls = {(stage, key): {at: t[key] for at, t in stages[stage].items()} for stage, key in shared}
+    # of the first module whose inputs tell which samples they are
+    inputs = (
+        samples_of(whole[key], calls[stage, key], layout) for stage, key in shared if key.kind == "input"
+    )
     known = next(filter(None, inputs), None)
     matched: dict[Coordinates, Table] = {at: {} for at in tables}
-    for stage, parts in stages.items():
-        choices: dict[Key, Samples | str] = {}
-        for key in (key for key in whole if key.kind != "input" and all(key in t for t in parts.values())):
-            calls = {at: table[key] for at, table in parts.items()}
-            joined = join(key, whole[key], calls, choices, known, layout)
-            if choices[key._replace(kind="output")] == "summed" and key.kind == "output":
-                problems.append(SUMMED.format(name=key.name or "the whole module"))
-            if joined is not None:
-                matched[()][key] = {0: joined[0]}
-                for at, part in joined[1].items():
-                    matched[stage, *at][key] = {0: part}
+    choices: dict[tuple[int, Key], Samples | str] = {}
+    for stage, key in ((stage, key) for stage, key in shared if key.kind != "input"):
+        output = stage, key._replace(kind="output")
+        if key.kind == "output":
+            choices[output] = choose(whole[key], calls[stage, key], known, layout)
+        choice, joined = choices.get(output, SUMS), None
+        if isinstance(choice, Samples):
+            try:
+                joined = choice.join(whole[key], calls[stage, key])
+            except (RuntimeError, IndexError, KeyError):
+                choice = choices[output] = SUMS
+        if choice == CONSTANT:
+            joined = constants(key, whole[key], calls[stage, key])
+        elif choice == SUMS and key.kind == "output":
+            joined = sums(whole[key], calls[stage, key], layout)
+            problems.append(SUMMED.format(name=key.name or "the whole module"))
+        if joined is not None:
+            matched[()][key] = {0: joined[0]}
+            for at, part in joined[1].items():
+                matched[stage, *at][key] = {0: part}
     return matched
 
 
-def find_samples(whole: Table, parts: Mapping[Coordinates, Table], layout: Layout) -> Samples | None:
-    """The samples of a stage's micro-batches, by the first module whose inputs tell them."""
-    for key in (
-        key for key in whole if key.kind == "input" and all(key in table for table in parts.values())
-    ):
-        if found := samples_of(whole[key], {at: table[key] for at, table in parts.items()}, layout):
-            return found
-    return None
+def constants(key: Key, whole: Calls, parts: Mapping[Coordinates, Calls]) -> tuple[Tensor, Parts]:
+    """What is the same in each micro-batch, once; its gradient adds up."""
+    every = [[*own.values()][: 1 if key.kind == "output" else None] for own in (whole, *parts.values())]
+    full, *own = (torch.stack(tensors).sum(0) for tensors in every)
+    return full, dict(zip(parts, own, strict=True))
 
 
-def join(
-    key: Key,
-    whole: Calls,
-    parts: Mapping[Coordinates, Calls],
-    choices: dict[Key, Samples | str],
-    known: Samples | None,
-    layout: Layout,
-) -> tuple[Tensor, Parts] | None:
-    """One tensor of each side: of outputs by their own rows or the inputs' samples; their gradients alike."""
-    output = key._replace(kind="output")
-    if key == output:
-        calls = [[*own.values()] for own in (whole, *parts.values())]
-        is_constant = all(
-            torch.equal(own[0], tensor) for own in calls for tensor in own
-        )  # rotary angles, say
-        is_constant = is_constant and may_be_copies(calls[0][0].numel() / max(calls[1][0].numel(), 1), layout)
-        found = "constant" if is_constant else samples_of(whole, parts, layout)
-        choices[output] = found or known or "summed"
-    choice = choices.setdefault(output, "summed")
-    if isinstance(choice, Samples):
-        with suppress(RuntimeError, IndexError, KeyError):
-            return choice.join(whole, parts)
-        choices[output] = "summed"
-    if choice == "constant":
-        total = (lambda own: next(iter(own.values()))) if key == output else (lambda own: sum(own.values()))
-        return total(whole), {at: total(own) for at, own in parts.items()}
-    return sums(whole, parts, layout) if key == output else None
+def choose(
+    whole: Calls, parts: Mapping[Coordinates, Calls], known: Samples | None, layout: Layout
+) -> Samples | str:
+    """How outputs are compared: by their own rows, by those of inputs, as a constant, or by sums."""
+    calls = [[*own.values()] for own in (whole, *parts.values())]
+    is_constant = all(torch.equal(own[0], tensor) for own in calls for tensor in own)  # rotary angles, say
+    if is_constant and may_be_copies(calls[0][0].numel() / max(calls[1][0].numel(), 1), layout):
+        return CONSTANT
+    return samples_of(whole, parts, layout) or known or SUMS
 
 
 def samples_of(whole: Calls, parts: Mapping[Coordinates, Calls], layout: Layout) -> Samples | None:
     """The rows that ranks have, along the first dimension where each is found once, on one replica."""
     for dim in range(next(iter(whole.values())).ndim):
         with suppress(RuntimeError, IndexError):  # shapes that do not fit
-            full, sizes = rows_of(whole.values(), dim), [tensor.shape[dim] for tensor in whole.values()]
+            full = rows_of(whole.values(), dim)
             rows = {at: rows_of(calls.values(), dim) for at, calls in parts.items()}
             like = {at: own.new_empty(len(full), *own.shape[1:]) for at, own in rows.items()}
             blocks = {"tp": sorted({1, *full.shape[1:]})}
@@ -203,7 +183,7 @@ def samples_of(whole: Calls, parts: Mapping[Coordinates, Calls], layout: Layout)
                 replicas = {at[0]: own for at, own in ids.items()}
                 every = sorted(i for calls in replicas.values() for own in calls.values() for i in own)
                 if every == [*range(len(full))] and all(ids[at] == replicas[at[0]] for at in ids):
-                    return Samples(dim, sizes, ids)
+                    return Samples(dim, ids)
     return None
 
 

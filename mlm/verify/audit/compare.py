@@ -25,7 +25,7 @@ from mlm.verify.audit.parts import (
     match_rows,
     placements,
 )
-from mlm.verify.audit.record import KINDS, Key, Record
+from mlm.verify.audit.record import KINDS, Cause, Key, Record
 from mlm.verify.verdict import FLOOR, TOLERANCES
 
 ROUNDING = 1e-10
@@ -40,8 +40,6 @@ UNMOVED = 1e-30
 """Unit of weights of which none moves on one process."""
 
 Layout = Mapping[str, int]
-Cause = tuple[str, str]
-"""A short name, and what shows it and what to do."""
 Ranks = dict[tuple[int, ...], Record]
 """Records by coordinates over AXES."""
 
@@ -89,7 +87,7 @@ class Comparison:
         self.layout, self.reference, self.ranks, self.spreads = layout, reference, ranks, spreads
         self.lr_sum, self.eps = lr_sum, eps
         self.replicas = layout["dp"] * layout["cp"]
-        self.replayed: dict[Key, Tensor] = {}
+        self.replayed: Record | None = None
         """What one process computes under hypotheses."""
         self.misread: Cause | None = None
         """The cause of samples that are not those of one process."""
@@ -106,10 +104,7 @@ class Comparison:
         }
         """Places at which ranks compute in a narrower format than one process, and that."""
         self._largest: dict[tuple[int, str], float] = {}
-        self._calls = {
-            id(record): Counter((k.step, k.kind, k.name, k.item) for k in record.tensors)
-            for record in (reference, *ranks.values())
-        }
+        self._calls = {id(r): Counter(map(whose, r.tensors)) for r in (reference, *ranks.values())}
         for key, tensor in reference.tensors.items():
             size = self._moved(key) if key.kind == "weight" else magnitude(tensor)
             self._largest[key[:2]] = max(self._largest.get(key[:2], 0.0), size)
@@ -194,8 +189,7 @@ class Comparison:
             )
             return
         record = next(record for rank, record in self.ranks.items() if rank[0] == stage)
-        call = key.step, key.kind, key.name, key.item
-        if self._calls[id(self.reference)][call] != self._calls[id(record)][call]:
+        if self._calls[id(self.reference)][whose(key)] != self._calls[id(record)][whose(key)]:
             self.skipped.append(f"{key.name} is called another number of times than on one process")
         elif (found := self._activation(key, parts, whole, limit * unit)) is None:
             shape = list(next(iter(parts.values())).shape)

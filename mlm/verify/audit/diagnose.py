@@ -1,41 +1,21 @@
 """The first place at which a layout parts, and the likely cause: what reproduces the wrong numbers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from mlm.verify.audit.compare import Comparison, Location
-from mlm.verify.audit.hypotheses import (
-    explain_loss,
-    explain_norm,
-    explain_parts,
-    explain_rounding,
-    explain_update,
-    values_of,
-)
+from mlm.verify.audit.formats import EPS
+from mlm.verify.audit.hypotheses import explain_loss, explain_norm, explain_update
 from mlm.verify.audit.parts import SPLIT_AXES, Coordinates, are_copies, difference, scale_of
 from mlm.verify.audit.patterns import Pattern, cause_of, is_close, pattern
-from mlm.verify.audit.record import KINDS, Split
+from mlm.verify.audit.record import KINDS, Cause, Split
 from mlm.verify.audit.replay import explain_part_update, explain_replay
 
 MOST_NAMES = 4
-FORWARD = (
-    "the forward pass differs; look at how weights are split (the order of the qkv rows), a sum over tp, "
-    "positions (learned or rotary positions, of tp and cp ranks too), dropout masks, the order in which "
-    "tokens come back from experts, the biases of routers, which move once a step, the capacity of experts, "
-    "which is of a whole sequence, or which samples each replica reads"
-)
-"""Of a wrong loss where no output of a module was recorded."""
-BACKWARD = (
-    "{after} is right and {others}; look at what is done to the gradient of its layer's input (f, its sum "
-    "over tp; its way to the stage before), of keys and values (its sum over cp), at a loss that a router "
-    "adds (balance, z-loss), and at how gradients are kept and summed: over dp and cp, copies (norms, shared "
-    "key-value heads) over tp, experts over the ranks that hold the same ones"
-)
-"""Of a wrong gradient there: the first in backward."""
 NEITHER = "it is no sum, mean, multiple or order of what ranks have"
 """Of a difference that no hypothesis reproduces."""
 
@@ -79,29 +59,28 @@ def diagnose(comparison: Comparison) -> Finding | None:
         return _torn(torn)
     if not (wrong := comparison.wrong):
         if rounded := explain_rounding(comparison, ()):
-            return Finding(rounded[2], "reduction", 1, 0.0, *rounded[:2])
+            return Finding(rounded.place, "reduction", 1, 0.0, rounded.name, rounded.why)
         return _dropout(comparison)
     place = wrong[0]
     if place.key.kind == "gradient" and not _has_outputs(comparison):  # backward begins with the last
         place = [p for p in wrong if p.key[:2] == place.key[:2]][-1]
-    functions = {
-        "loss": _loss,
-        "norm": _norm,
-        "gradient": _gradients,
-        "clipped": _clipped,
-        "weight": _weights,
-    }
-    names: list[str]
+    alike = [p for p in wrong if p.key[:2] == place.key[:2] and p.match.pairs]
     if not place.match.pairs:
-        cause, sentence, *names = "lost", "no rank has it; look at how layers are distributed"
+        cause = Cause("lost", "no rank has it; look at how layers are distributed", place.key.name)
     elif not all(bool(part.isfinite().all()) for part in place.match.parts.values()):
-        cause, sentence, *names = "not finite", "it is NaN or infinite, and a number on one process"
-    elif rounded := explain_rounding(comparison, [p for p in wrong if p.key[:2] == place.key[:2]]):
-        cause, sentence, *names = *rounded[:2], _list([p for p in wrong if p.key[:2] == place.key[:2]])
+        cause = Cause("not finite", "it is NaN or infinite, and a number on one process", place.key.name)
     else:
-        cause, sentence, *names = functions.get(place.key.kind, _activation)(comparison, place)
-    name = names[0] if names else place.key.name or "the whole module"
-    return Finding(name, KINDS[place.key.kind], place.key.step + 1, place.relative, cause, sentence)
+        explain = EXPLAINERS.get(place.key.kind, _explain_activation)
+        cause = explain_rounding(comparison, alike) or explain(comparison, place, alike)
+    name = place.key.name or "the whole module"
+    if place.key.kind in ("gradient", "clipped", "weight"):
+        name = _list(alike)
+        if len(alike) == sum(
+            p.key[:2] == place.key[:2] and bool(p.match.pairs) for p in comparison.locations
+        ):
+            name = "all parameters"
+    kind, step = KINDS[place.key.kind], place.key.step + 1
+    return Finding(cause.place or name, kind, step, place.relative, cause.name, cause.why)
 
 
 def unequal(place: Location) -> str | None:
@@ -124,18 +103,17 @@ def equal(place: Location) -> str | None:
 
 def _torn(torn: Sequence[Location]) -> Finding:
     """Initial weights that differ between copies, or are equal between parts."""
-    axis, names = unequal(torn[0]), _list(torn)
-    if axis is not None:
+    if axis := unequal(torn[0]):
         cause = "weights depend on the rank"
         why = f"copies on {axis} ranks differ before the first step; draw them from one seed, or broadcast"
     else:
         cause = "shards begin equal"
         why = f"every {equal(torn[0])} rank begins with the same numbers; draw the whole, and slice it"
-    return Finding(names, KINDS["initial"], 1, torn[0].relative, cause, why)
+    return Finding(_list(torn), KINDS["initial"], 1, torn[0].relative, cause, why)
 
 
-def _list(locations: Sequence[Location]) -> str:
-    names = list(dict.fromkeys(place.key.name for place in locations))
+def _list(places: Sequence[Location]) -> str:
+    names = list(dict.fromkeys(place.key.name for place in places))
     more = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
@@ -154,57 +132,90 @@ def _dropout(comparison: Comparison) -> Finding | None:
     return None
 
 
-def _activation(comparison: Comparison, place: Location) -> tuple[str, ...]:
+def explain_rounding(comparison: Comparison, wrong: Sequence[Location]) -> Cause | None:
+    """A 16-bit format of the layout alone that explains `wrong`, with its place."""
+    reduced = {at: name for record in comparison.ranks.values() for at, name in record.reductions.items()}
+    for at, name in sorted(comparison.layout_formats, key=lambda each: each[0] not in reduced):
+        is_close = all(place.match.error <= 8 * EPS[name] * place.largest for place in wrong)
+        if EPS[name] > 1e-4 and is_close and (wrong or at in reduced):
+            where, cause = at or "the whole module", "narrow format"
+            why = f"ranks compute in {name} in {where}, one process does not"
+            if at in reduced:
+                cause, why = "reduction in a narrow format", f"{why}; reduce in the format of what is summed"
+            return Cause(cause, why, where)
+    return None
+
+
+def _explain_activation(comparison: Comparison, place: Location, _: Sequence[Location]) -> Cause:
     """The cause of a wrong output or gradient of an output."""
     kind, same = place.key.kind, [p for p in comparison.locations if p.key[:2] == place.key[:2]]
     before = next((p for p, following in pairwise(same) if following is place), None)
     name = before.key.name if before is not None else "the loss" if kind == "backward" else "what is"
-    if kind == "output" and not place.key.name and (cause := _gathered(comparison, place)):
-        return cause
-    if (kind == "backward" or not place.key.name) and (cause := explain_loss(comparison, place.key.step)):
-        return cause
-    if kind == "output" and (cause := comparison.misread or explain_parts(comparison, place)):
-        return cause
-    found = None if place.match.sums else pattern(comparison, [place])
-    if found is not None and (cause := cause_of(kind, found, name)):
-        return cause
-    if before is not None and before.match.sums:  # right as addends, and taken for the sum
+    cause = None
+    if kind == "output":
+        cause = _gathered(comparison, place) or comparison.misread
+    if kind == "backward" or not place.key.name:
+        cause = cause or explain_loss(comparison, place.key.step)
+    if cause is None and not place.match.sums:
+        cause = cause_of(kind, pattern(comparison, [place]), name)
+    if cause is None and before is not None and before.match.sums:  # right as addends, and taken for the sum
         cause = cause_of(kind, Pattern("own", before.match.sums[0]))
         assert cause is not None
-        return (*cause, name)
-    if cause := explain_replay(comparison, place):
+        return cause._replace(place=name)
+    if cause := cause or explain_replay(comparison, place):
         return cause
-    ranks = _wrong_ranks(place)
-    stage = f" of stage {place.stage}" if comparison.layout["pp"] > 1 else ""
-    where = f"{name} before it is right, it is wrong on {ranks or 'all ranks'}{stage}"
-    return f"depends on the {'rank' if ranks else 'layout'}", f"{where}; {NEITHER}"
-
-
-def _wrong_ranks(place: Location) -> str:
-    """The ranks that differ, where others do not."""
     bound = place.limit * place.largest
     wrong = [at for at, pair in place.match.pairs.items() if not difference(*pair) <= bound]
-    if len(wrong) == len(place.match.pairs):
-        return ""
-    axes = [axis for axis in place.match.placement if len({at[SPLIT_AXES.index(axis)] for at in wrong}) == 1]
-    return " ".join(f"{axis} rank {wrong[0][SPLIT_AXES.index(axis)]}" for axis in axes) or "some ranks"
+    numbers = {axis: {at[SPLIT_AXES.index(axis)] for at in wrong} for axis in place.match.placement}
+    ranks = ""
+    if len(wrong) < len(place.match.pairs):
+        ranks = (
+            " ".join(f"{axis} rank {min(n)}" for axis, n in numbers.items() if len(n) == 1) or "some ranks"
+        )
+    stage = f" of stage {place.stage}" if comparison.layout["pp"] > 1 else ""
+    where = f"{name} before it is right, it is wrong on {ranks or 'all ranks'}{stage}"
+    return Cause(f"depends on the {'rank' if ranks else 'layout'}", f"{where}; {NEITHER}")
 
 
-def _loss(comparison: Comparison, place: Location) -> tuple[str, ...]:
-    head = values_of(place)
-    if cause := _gathered(comparison, place) or explain_loss(comparison, place.key.step):
-        return cause[0], f"{head}: {cause[1]}"
+def _gathered(comparison: Comparison, place: Location) -> Cause | None:
+    """The cause of a loss, or losses of tokens, that is log(tp) too large."""
+    tp, pairs = comparison.layout["tp"], place.match.pairs.values()
+    is_loss = place.key.kind == "loss" or not place.key.name
+    if is_loss and tp > 1 and all(is_close(x - y, torch.full_like(y, math.log(tp)), place) for x, y in pairs):
+        why = (
+            f"it is log({tp}) too large: a vocabulary-parallel loss received whole logits, and counts each "
+            "on every tp rank; give it this rank's logits"
+        )
+        return Cause("gathered logits in a split loss", why)
+    return None
+
+
+def _values(place: Location, cause: Cause) -> Cause:
+    """The cause, after means of what ranks have and the right one."""
+    values = dict.fromkeys(f"{float(part.double().mean()):.10g}" for part in place.match.parts.values())
+    right = float(next(iter(place.match.pairs.values()))[1].double().mean())
+    head = f"it is {', '.join(list(values)[:4])} in place of {right:.10g}"
+    return cause._replace(why=f"{head}: {cause.why}")
+
+
+def _explain_loss(comparison: Comparison, place: Location, _: Sequence[Location]) -> Cause:
     gradients = [p for p in comparison.locations if p.key[:2] == (place.key.step, "gradient")]
-    found = pattern(comparison, gradients) if any(p.is_wrong for p in gradients) else None
+    is_backward_wrong = any(p.is_wrong for p in gradients)
+    cause = _gathered(comparison, place) or explain_loss(comparison, place.key.step)
+    found = pattern(comparison, gradients) if is_backward_wrong and not cause else None
     if found is not None and found.name in ("times", "divided", "scaled"):
-        return "wrong divisor", f"{head}, and all gradients are {found.factor} times those of one process"
-    if not _has_outputs(comparison):
-        return "forward pass", f"{head}: {FORWARD}"
-    if (found := pattern(comparison, [place])) and found.name in ("times", "divided"):
-        return "wrong divisor", f"{head}, {found.factor} times as much"
-    if not any(p.is_wrong for p in gradients):
-        return "reported loss", f"{head}, and all gradients are right: only what is reported is not"
-    return "loss", f"{head}, and all outputs are right; {NEITHER}"
+        cause = Cause("wrong divisor", f"all gradients are {found.factor} times those of one process")
+    if cause is None and not _has_outputs(comparison):
+        why = (
+            "look at sums over tp and cp, the order of qkv rows, positions, dropout masks, routers and their "
+            "capacity, and which samples each replica reads"
+        )
+        cause = Cause("forward pass", why)
+    if cause is None and (found := pattern(comparison, [place])) and found.name in ("times", "divided"):
+        cause = Cause("wrong divisor", f"it is {found.factor} times as much")
+    if cause is None and not is_backward_wrong:
+        cause = Cause("reported loss", "all gradients are right: only what is reported is not")
+    return _values(place, cause or Cause("loss", f"all outputs are right; {NEITHER}"))
 
 
 def _has_outputs(comparison: Comparison) -> bool:
@@ -212,77 +223,56 @@ def _has_outputs(comparison: Comparison) -> bool:
     return any(place.key.kind == "output" for place in comparison.locations)
 
 
-def _gathered(comparison: Comparison, place: Location) -> tuple[str, str] | None:
-    """The cause of a loss, or losses of tokens, that is log(tp) too large."""
-    tp, pairs = comparison.layout["tp"], place.match.pairs.values()
-    if tp > 1 and all(is_close(part - ref, torch.full_like(ref, math.log(tp)), place) for part, ref in pairs):
-        return (
-            "gathered logits in a split loss",
-            f"it is log({tp}) too large: a vocabulary-parallel loss received whole logits, and counts each "
-            "on every tp rank; give it this rank's logits",
-        )
-    return None
-
-
-def _gradients(comparison: Comparison, place: Location) -> tuple[str, ...]:
+def _explain_gradients(comparison: Comparison, place: Location, wrong: Sequence[Location]) -> Cause:
+    if cause := explain_loss(comparison, place.key.step) or cause_of("gradient", pattern(comparison, wrong)):
+        return cause
+    if _has_outputs(comparison):
+        return Cause("wrong reduction", f"inside the model gradients are right but for a scale; {NEITHER}")
+    # by whose gradients are wrong: backward begins at the end of the model
     step = [p for p in comparison.locations if p.key[:2] == place.key[:2] and p.match.pairs]
-    wrong = [p for p in step if p.is_wrong]
-    names = "all parameters" if len(wrong) == len(step) else _list(wrong)
-    found = pattern(comparison, wrong)
-    if found is not None and found.name != "weighed" and (cause := cause_of("gradient", found)):
-        return (*cause, names)
-    if cause := explain_loss(comparison, place.key.step) or (found and cause_of("gradient", found)):
-        return (*cause, names)
-    if not _has_outputs(comparison):
-        return _along_the_model(comparison, step, wrong)
-    return "wrong reduction", f"inside the model gradients are right but for a scale; {NEITHER}", names
-
-
-def _along_the_model(
-    comparison: Comparison, step: Sequence[Location], wrong: Sequence[Location]
-) -> tuple[str, str]:
-    """The cause of wrong gradients by whose they are: backward begins at the end of the model."""
     index = step.index(wrong[-1])
     after = step[index + 1].key.name if step[index + 1 :] else "the loss"
-    if (found := pattern(comparison, wrong[-1:])) and (cause := cause_of("backward", found, after)):
-        return cause
+    if cause := cause_of("backward", pattern(comparison, wrong[-1:]), after):
+        return cause._replace(place=place.key.name)
     others = "some before it are too" if len(wrong) <= index else "all before it are wrong"
-    return "backward pass", BACKWARD.format(after=after, others=others)
+    why = (
+        f"{after} is right and {others}; look at what is done to the gradient of its layer's input over tp, "
+        "of keys and values over cp, at losses that routers add, and at the ranks whose gradients are summed"
+    )
+    return Cause("backward pass", why, place.key.name)
 
 
-def _norm(comparison: Comparison, place: Location) -> tuple[str, ...]:
-    if cause := explain_norm(comparison, place):
-        return cause
-    return "norm", f"{values_of(place)}, the gradients are right; {NEITHER}"
+def _explain_norm(comparison: Comparison, place: Location, _: Sequence[Location]) -> Cause:
+    cause = explain_norm(comparison, place)
+    return _values(place, cause or Cause("norm", f"the gradients are right; {NEITHER}"))
 
 
-def _clipped(comparison: Comparison, place: Location) -> tuple[str, ...]:
+def _explain_clipped(comparison: Comparison, place: Location, wrong: Sequence[Location]) -> Cause:
     """Gradients clipped by another norm than the one that `clip` returns, which is right."""
-    wrong = [p for p in comparison.wrong if p.key[:2] == place.key[:2]]
     scales: dict[Coordinates, float] = {}
     for p in wrong:
         for at, (part, right) in p.match.pairs.items():
             scale = scales.setdefault((p.stage, *at), scale_of(part, right))
             if not is_close(part, scale * right, p):
-                return (
-                    "clipping",
-                    f"the norm is right, the clipped gradients are not; {NEITHER}",
-                    _list(wrong),
-                )
+                return Cause("clipping", f"the norm is right, the clipped gradients are not; {NEITHER}")
     factors = ", ".join(dict.fromkeys(f"{scale:.6g}" for scale in scales.values()))
-    why = (
-        f"the norm that clip returns is right, and gradients of ranks are {factors} times what it makes them"
-    )
-    return "clipped by another norm", why, _list(wrong)
+    why = f"the norm that clip returns is right, gradients of ranks are {factors} times what it makes them"
+    return Cause("clipped by another norm", why)
 
 
-def _weights(comparison: Comparison, place: Location) -> tuple[str, ...]:
-    wrong = [p for p in comparison.wrong if p.key[:2] == place.key[:2]]
-    cause, why = (
-        explain_update(comparison, wrong)
-        or explain_part_update(comparison, wrong)
-        or ("update depends on the layout", NEITHER)
-    )
+def _explain_weights(comparison: Comparison, place: Location, wrong: Sequence[Location]) -> Cause:
+    cause = explain_update(comparison, wrong) or explain_part_update(comparison, wrong)
+    name, why, _ = cause or Cause("update depends on the layout", NEITHER)
     if axis := next(filter(None, map(unequal, wrong)), None):
-        cause, why = "replicas drift", f"copies on {axis} ranks differ ({cause}: {why})"
-    return cause, f"the gradients are right, the update is not: {why}", _list(wrong)
+        name, why = "replicas drift", f"copies on {axis} ranks differ ({name}: {why})"
+    return Cause(name, f"the gradients are right, the update is not: {why}")
+
+
+EXPLAINERS: dict[str, Callable[[Comparison, Location, Sequence[Location]], Cause]] = {
+    "loss": _explain_loss,
+    "gradient": _explain_gradients,
+    "norm": _explain_norm,
+    "clipped": _explain_clipped,
+    "weight": _explain_weights,
+}
+"""By type of tensor; outputs and their gradients have the other one."""

@@ -20,7 +20,6 @@ from importlib.util import module_from_spec, spec_from_file_location
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -166,7 +165,7 @@ def audit_layout(build: Build, layout: Layout, config: AuditConfig, dtype: torch
     if task is not None:
         with suppress(UserError):  # a module that fails on a part
             (record,) = run(ones, weights_of=source, task=task).wait().values()
-            comparison.replayed = record.tensors
+            comparison.replayed = record
             found = diagnose(comparison)
     return Outcome(
         dict(layout),
@@ -196,9 +195,8 @@ class World:
         seed: int = 0,
         task: Callable[[Recorder], None] | None = None,
     ) -> None:
-        self.build, self.layout, self.config, self.weights_of = build, layout, config, weights_of
-        self.dtype = dtype
-        self.seed, self.task = seed, task
+        self.build, self.layout, self.config, self.dtype = build, layout, config, dtype
+        self.weights_of, self.seed, self.task = weights_of, seed, task
         self.size, host = math.prod(layout.values()), os.getpid()
         self.store = TemporaryFile()  # noqa: SIM115  # the files are open as long as this
         self.files = [TemporaryFile() for _ in range(self.size)]  # noqa: SIM115
@@ -227,25 +225,21 @@ class World:
         for pid in left.values():
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        if LACKS_FLOAT64 in failed.values() and self.size == 1 and self.dtype is torch.float64:
-            raise LacksFloat64Error(self._failure(failed))
         if failed or left:
-            raise UserError(self._failure(failed))
+            is_narrow = LACKS_FLOAT64 in failed.values() and self.size == 1 and self.dtype is torch.float64
+            raise (LacksFloat64Error if is_narrow else UserError)(self._failure(failed))
         return self.records()
-
-    def _note(self, rank: int, text: str) -> None:
-        """Write what a rank does over what it did: quickly, since each collective does."""
-        os.pwrite(self.files[rank].fileno(), text.encode()[:NOTE].ljust(NOTE), 0)
-
-    def _read(self, rank: int) -> tuple[str, bytes]:
-        """A rank's newest note of its progress, and the content that it left at its end."""
-        content = path_of(self.files[rank]).read_bytes()
-        return content[:NOTE].decode(errors="replace").rstrip(" \0"), content[NOTE:]
 
     def records(self) -> Ranks:
         """Records of the ranks by their coordinates."""
         every = product(*map(range, self.layout.values()))
         return {at: Record.of_bytes(self._read(rank)[1]) for rank, at in enumerate(every)}
+
+    def _read(self, rank: int) -> tuple[str, bytes]:
+        """A rank's newest note of its progress, and the content that it left at its end."""
+        file = self.files[rank].fileno()
+        content = os.pread(file, os.fstat(file).st_size, 0)
+        return content[:NOTE].decode(errors="replace").rstrip(" \0"), content[NOTE:]
 
     def _failure(self, failed: Mapping[int, int]) -> str:
         """One line: a user's mistake, the rank that failed itself, or where each waits."""
@@ -273,30 +267,33 @@ class World:
 
     def _run_rank(self, rank: int, host: int) -> None:
         """One rank's process, from the fork to its end."""
-        note = partial(self._note, rank)
-        code = 1
+        file, code = self.files[rank].fileno(), 1
+
+        def note(text: str) -> None:  # quickly, since each collective does
+            os.pwrite(file, text.encode()[:NOTE].ljust(NOTE), 0)
+
         try:
             die_with_parent(host)
             warnings.simplefilter("ignore")
             os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{self.size}"}
             note("build")
-            content = self._record(rank, note).to_bytes()
-            note("the end")
-            code = 0
+            content, code = self._record(rank, note).to_bytes(), 0
         except UserError as error:
             content, code = str(error).encode(), error.exit_code
         except BaseException as error:
-            content, code = first_line(error).encode(), exit_code_of(error)
+            content = first_line(error).encode()
+            if is_transport_error(error):
+                code = LOST_PEER
+            elif isinstance(error, RuntimeError) and "Double" in str(error):
+                code = LACKS_FLOAT64
         finally:
-            with open(path_of(self.files[rank]), "r+b") as file:
-                file.seek(NOTE)
-                file.write(content)
+            os.pwrite(file, content, NOTE)
             os._exit(code)  # destructors could wait for a peer
 
     def _record(self, rank: int, note: Callable[[str], None]) -> Record:
         torch.set_num_threads(1)
         torch.set_default_dtype(self.dtype)
-        store = dist.FileStore(str(path_of(self.store)), self.size)
+        store = dist.FileStore(f"/proc/self/fd/{self.store.fileno()}", self.size)
         timeout = timedelta(seconds=self.config.timeout_s)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=self.size, timeout=timeout)
         mesh = init_device_mesh("cpu", tuple(self.layout.values()), mesh_dim_names=tuple(self.layout))
@@ -307,24 +304,12 @@ class World:
         recorder = Recorder(subject, note, self.seed)
         if self.weights_of is not None:
             shapes = {name: p.detach() for name, p in recorder.parameters.items()}
-            ranks, layout = self.weights_of.records(), self.weights_of.layout
-            recorder.load(assemble(shapes, ranks, layout, Key(0, "initial", "")))
+            whole = partial(assemble, shapes, self.weights_of.records(), self.weights_of.layout)
+            recorder.load(whole(Key(0, "initial", "")))
             for step in range(self.config.steps):  # so that clipping and updates are judged by themselves
-                gradients = assemble(shapes, ranks, layout, Key(step, "gradient", ""))
+                gradients = whole(Key(step, "gradient", ""))
                 recorder.updates |= {(step, name): grad for name, grad in gradients.items()}
         if self.task is not None:
             self.task(recorder)
             return recorder.record
         return recorder.run(self.config.steps)
-
-
-def exit_code_of(error: BaseException) -> int:
-    """Exit code of a rank that ends with an error, by what its world makes of it."""
-    if is_transport_error(error):
-        return LOST_PEER
-    return LACKS_FLOAT64 if isinstance(error, RuntimeError) and "Double" in str(error) else 1
-
-
-def path_of(file: IO[bytes]) -> Path:
-    """The path of an open file, in this process."""
-    return Path(f"/proc/self/fd/{file.fileno()}")

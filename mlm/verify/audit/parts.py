@@ -58,7 +58,7 @@ def groups_along(axis: str, parts: Parts, regions: Mapping[Coordinates, Hashable
     """Parts in groups of the same region on ranks along an axis; without regions, all of these ranks."""
     number, groups = SPLIT_AXES.index(axis), dict[Hashable, Parts]()
     for at, part in parts.items():
-        groups.setdefault((_aside(at, number), regions.get(at)), {})[at] = part
+        groups.setdefault((at[:number], at[number + 1 :], regions.get(at)), {})[at] = part
     return list(groups.values())
 
 
@@ -68,32 +68,27 @@ def region(whole: Tensor, placement: Placement, at: Coordinates, parts: Parts) -
     Raises RuntimeError where the shapes do not fit.
     """
     for split in (how for how in placement.values() if isinstance(how, Split)):
-        axis, dim = SPLIT_AXES.index(split.axis), split.dim % whole.ndim
-        sizes = [part.shape[dim] for c, part in sorted(parts.items()) if _aside(c, axis) == _aside(at, axis)]
-        index = part_number(at, split, parts)
-        sizes = sizes[:: len(sizes) // (split.groups or len(sizes))]
-        share = whole.shape[dim] / sum(sizes) / split.blocks
-        begin, end = (round(share * sum(sizes[:n])) for n in (index, index + 1))
+        number, count, dim = part_number(at, split, parts), part_count(split, parts), split.dim % whole.ndim
         rows = torch.arange(whole.shape[dim])
         if split.is_zigzag:
-            pieces = rows.chunk(2 * len(sizes))
-            rows = torch.cat([piece for n in range(len(sizes)) for piece in (pieces[n], pieces[-1 - n])])
-        whole = whole.index_select(dim, rows.view(split.blocks, -1)[:, begin:end].flatten())
+            pieces = rows.view(2 * count, -1)
+            rows = torch.cat([pieces[number], pieces[-1 - number]])
+        else:
+            rows = rows.view(split.blocks, count, -1)[:, number].flatten()
+        whole = whole.index_select(dim, rows)
     if whole.shape != parts[at].shape:
         raise RuntimeError("the shapes do not fit")
     return whole
 
 
+def part_count(split: Split, parts: Iterable[Coordinates]) -> int:
+    return split.groups or 1 + max(at[SPLIT_AXES.index(split.axis)] for at in parts)
+
+
 def part_number(at: Coordinates, split: Split, parts: Iterable[Coordinates]) -> int:
     """The number of a rank's part along the axis of a split."""
     axis = SPLIT_AXES.index(split.axis)
-    size = 1 + max(each[axis] for each in parts)
-    return at[axis] * (split.groups or size) // size
-
-
-def _aside(at: Coordinates, axis: int) -> Coordinates:
-    """Coordinates without one axis."""
-    return at[:axis] + at[axis + 1 :]
+    return at[axis] * part_count(split, parts) // (1 + max(each[axis] for each in parts))
 
 
 def add_over(parts: Parts, axis: str, how: How = "sum") -> Parts:
@@ -128,17 +123,14 @@ def placements(
     shape = next(iter(parts.values())).shape
     dims = [d for d in range(whole.ndim) if d >= len(shape) or shape[d] != whole.shape[d]]
     axes = [axis for axis in SPLIT_AXES if sizes[axis] > 1]
-
-    def groups_of(axis: str) -> list[int]:
-        return [g for g in range(2, sizes[axis]) if axis == "tp" and sizes[axis] % g == 0]
-
+    groups = [g for g in range(2, sizes["tp"]) if sizes["tp"] % g == 0]
     options: list[list[How]] = [
         [
             "copy",
             *(Split(d, axis, b) for b in blocks.get(axis, (1,)) for d in dims),
             *(Split(d, axis, is_zigzag=True) for d in dims if axis == "cp"),
-            *(Split(d, axis, groups=g) for g in groups_of(axis) for d in dims),
-            *(Split(d, axis, groups=g, is_sum=True) for g in groups_of(axis) for d in dims if axis in sums),
+            *(Split(d, axis, groups=g) for g in groups for d in dims if axis == "tp"),
+            *(Split(d, axis, groups=g, is_sum=True) for g in groups for d in dims if axis == "tp" in sums),
             *(["sum"] if axis in sums else []),  # type: ignore[list-item]
         ]
         for axis in axes

@@ -48,6 +48,8 @@ SQUARE = "square"
 """Type of the sum of squares of a rank's own part of a reduced gradient."""
 ADDEND = "addend"
 """Type of a parameter's gradient in one backward pass, before it is accumulated and reduced: of causes."""
+REPLAY = "replay"
+"""Type of what one process computes under a hypothesis."""
 DROPOUT = F.dropout
 
 
@@ -122,6 +124,14 @@ class Key(NamedTuple):
         return f"the {KINDS.get(self.kind, self.kind)}{of} in step {self.step + 1}"
 
 
+class Cause(NamedTuple):
+    """Why a layout parts: a short name, what shows it and what to do, and a place if that is another."""
+
+    name: str
+    why: str
+    place: str = ""
+
+
 @dataclass
 class Record:
     """Tensors that one rank computed, in the order of computation."""
@@ -135,10 +145,12 @@ class Record:
     """The narrowest format that an operation returned."""
     formats: dict[str, str] = field(default_factory=dict)
     """Formats of modules, phases and parameters that are not float64."""
-    reductions: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Formats of operands, and of reductions that are narrower, by place."""
+    reductions: dict[str, str] = field(default_factory=dict)
+    """Formats of collective sums of 16 bits, by place."""
     masks: list[tuple[str, str, str]] = field(default_factory=list)
     """Of each dropout: its module, digests of its input and of its mask."""
+    causes: list[Cause] = field(default_factory=list)
+    """Of each hypothesis, by the number of its prediction's call."""
 
     def to_bytes(self) -> bytes:
         """Encode it; what a subject recorded is never unpickled."""
@@ -158,7 +170,8 @@ class Record:
             tensors = {Key(*key): torch.from_numpy(arrays[str(number)]) for number, key in keys}
         splits = {name: s and tuple(Split(**split) for split in s) for name, s in facts.pop("splits").items()}
         offsets = {name: tuple(offset) for name, offset in facts.pop("offsets").items()}
-        return cls(tensors, splits, offsets, **facts)
+        causes = [Cause(*cause) for cause in facts.pop("causes", ())]
+        return cls(tensors, splits, offsets, causes=causes, **facts)
 
 
 class Recorder(TorchDispatchMode):

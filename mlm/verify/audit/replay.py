@@ -9,45 +9,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mlm.verify.audit.compare import Cause, Comparison, Layout, Location, magnitude
+from mlm.verify.audit.compare import Comparison, Layout, Location, magnitude
 from mlm.verify.audit.parts import difference, region
 from mlm.verify.audit.patterns import FIT
-from mlm.verify.audit.record import Key, Recorder, local
+from mlm.verify.audit.record import REPLAY, Cause, Key, Record, Recorder, local
 
-PART = "part"
-"""Type of a weight that is updated as if it were a part."""
 BLOCKS = (2, 3)
 """Of fused rows: gate and up; q, k and v."""
-CAUSES = {
-    "order": (
-        "shards permuted",
-        "rows of {of} are taken in another order: look at q, k, v or gate, up, and heads",
-    ),
-    "same": (
-        "the same part on each rank",
-        "{axis} ranks compute with the first rank's part of {of}: look at offsets of heads and parts",
-    ),
-    "count": (
-        "positions begin again",
-        "tokens of {of} count from 0 on each {axis} rank: look at masks and positions",
-    ),
-    "alone": (
-        "part taken for all",
-        "each {axis} rank computes {of} as if its part were all: look at keys and values, masks, positions, "
-        "statistics",
-    ),
-    "share": (
-        "gradients not summed",
-        "each {axis} rank has the gradient of its own outputs of {of}: sum it over {axis} in backward "
-        "(keys and values, statistics)",
-    ),
-    "layer": (
-        "another layer's function",
-        "it computes what {of} does: look at the numbers of layers on stages",
-    ),
-}
+ORDER = "rows of {} are taken in another order: look at q, k, v or gate, up, and heads"
+SAME = "tp ranks compute with the first rank's part of {}: look at offsets of heads and parts"
+COUNT = "tokens of {} count from 0 on each cp rank: look at masks and positions"
+ALONE = "each {1} rank computes {0} as if its part were all: look at keys and values, masks, statistics"
+SHARE = (
+    "each {1} rank has the gradient of its own outputs of {0}: sum it over {1} in backward (keys and values, "
+    "statistics)"
+)
+LAYER = "it computes what {} does: look at the numbers of layers on stages"
+PART = "each rank updates its part as if that were the whole parameter: look at norms and orthogonalisation"
+Hook = Callable[..., Any]
 
 
 def task_of(comparison: Comparison) -> Callable[[Recorder], None] | None:
@@ -65,16 +47,13 @@ def task_of(comparison: Comparison) -> Callable[[Recorder], None] | None:
 class Hypothesis(NamedTuple):
     """Changes of a step by which the output of a module, or its gradient, may be what ranks have."""
 
-    kind: str
-    axis: str
-    of: str
-    hooks: Sequence[Mapping[str, Callable[..., Any]]]
-    """Forward hooks by module, of each run; several runs are of one rank each."""
+    cause: Cause
     target: str
+    """The module."""
+    hooks: Sequence[Mapping[str, Hook]]
+    """Forward hooks by module, of each run; several runs are of one rank each."""
     dim: int = 0
     """Dimension in which these are put together from their first parts."""
-    weights: Mapping[str, Tensor] = {}
-    """Rows of parameters, by name."""
 
 
 class Replay:
@@ -86,44 +65,47 @@ class Replay:
         self.modules = {recorder._name(name): module for name, module in named}
         self.outputs: dict[str, Tensor] = {}
         self.rows: Tensor | None = None
-        """Positions of the rank whose part of a module is computed."""
+        """Mask of the rank whose gradients of a module are computed."""
 
     def run(self) -> None:
         """Record what hypotheses predict, under the names of their targets."""
-        tensors = self.recorder.record.tensors
+        record = self.recorder.record
         with self.recorder._dropout(lambda x, *_, **__: x):
             self.recorder._compute()
-            self.outputs = {k.name: x for k, x in tensors.items() if k.kind == "output" and k.call == 0}
+            self.outputs = {k.name: x for k, x in record.tensors.items() if k.kind == "output" and not k.call}
             self.recorder.step = -1  # of which nothing is recorded
-            for number, hypothesis in enumerate(self._hypotheses()):
-                with suppress(
-                    RuntimeError, IndexError, TypeError, ValueError
-                ):  # of a module that takes no part
-                    predicted = self._predict(hypothesis)
-                    kind = f"{hypothesis.kind} {hypothesis.axis} {hypothesis.of}"
-                    tensors[Key(0, kind, hypothesis.target, number)] = predicted
+            for hypothesis in self._hypotheses():
+                # of a module that takes no part
+                with suppress(RuntimeError, IndexError, TypeError, ValueError):
+                    runs = [self._observe(hooks, hypothesis.target) for hooks in hypothesis.hooks]
+                    firsts = [x.chunk(len(runs), hypothesis.dim)[0] for x in runs]
+                    key = Key(0, REPLAY, hypothesis.target, len(record.causes))
+                    record.tensors[key] = torch.cat(firsts, hypothesis.dim)
+                    record.causes.append(hypothesis.cause)
 
     def _hypotheses(self) -> Iterator[Hypothesis]:
-        path = self.key.name.split(".")
-        around = [name for n in range(len(path), 0, -1) if (name := ".".join(path[:n])) in self.modules]
+        name = self.key.name
         if self.key.kind == "output":
             yield from self._orders()
+            yield from self._first_parts()
             yield from self._counts()
-            for name in around:
-                for axis, dim, rows in self._parts(name):
-                    yield Hypothesis("alone", axis, name, [{name: partial(self._alone, dim, rows)}], name)
-                yield from self._layers(name)
+            for outer in self._around(name):
+                yield from self._parts("part taken for all", ALONE, outer, outer)
+                yield from self._layers(outer)
         else:
-            path = self.before.split(".")
-            around += [name for n in range(len(path), 0, -1) if (name := ".".join(path[:n])) in self.modules]
-            for name in (name for name in dict.fromkeys(around) if name != self.key.name):
-                for axis, dim, rows in self._parts(name):
-                    hook = {name: partial(self._share, dim, rows)}
-                    yield Hypothesis("share", axis, name, [hook], self.key.name)
+            for outer in dict.fromkeys([*self._around(name), *self._around(self.before)]):
+                if outer != name:
+                    yield from self._parts("gradients not summed", SHARE, outer, name)
+
+    def _around(self, name: str) -> list[str]:
+        """The module and those that hold it, the innermost first."""
+        path = name.split(".")
+        outer = [".".join(path[:n]) for n in range(len(path), 0, -1)]
+        return [each for each in outer if each in self.modules]
 
     def _orders(self) -> Iterator[Hypothesis]:
-        """Rows of the last right module in another order, or of weights as the first rank has them."""
-        tp, place = self.layout["tp"], self.key.name
+        """Rows of the last right module in another order."""
+        tp = self.layout["tp"]
         width = self.outputs[self.before].shape[-1] if self.before in self.outputs and tp > 1 else 0
         rows = torch.arange(width)
         for blocks in (n for n in BLOCKS if width and width % (n * tp) == 0):
@@ -131,14 +113,19 @@ class Replay:
             shapes = [(1, tp, blocks), *((tp, n, blocks) for n in range(2, size + 1) if size % n == 0)]
             for first, a, b in (shape for one, x, y in shapes for shape in ((one, x, y), (one, y, x))):
                 order = rows.view(first, a, b, -1).transpose(1, 2).flatten()
-                hook = {self.before: partial(_reorder, order, -1)}
-                yield Hypothesis("order", "tp", self.before, [hook], place)
+                cause = Cause("shards permuted", ORDER.format(self.before))
+                yield Hypothesis(cause, self.key.name, [{self.before: partial(_reorder, order, -1)}])
+
+    def _first_parts(self) -> Iterator[Hypothesis]:
+        """Weights of which each rank has the first rank's part."""
+        tp, place = self.layout["tp"], self.key.name
         inside = {n: p for n, p in self.recorder.parameters.items() if n.startswith(f"{place}.")}
-        whole = {n: p for n, p in inside.items() if tp > 1 and len(p) % tp == 0}
-        pairs = [(a, b) for a, b in combinations(whole, 2) if whole[a].shape == whole[b].shape]
-        for names in [*((name,) for name in whole), *pairs]:
-            same = {n: torch.arange(len(whole[n])).chunk(tp)[0].repeat(tp) for n in names}
-            yield Hypothesis("same", "tp", " and ".join(names).replace(" ", "_"), [{}], place, weights=same)
+        split = {n: p for n, p in inside.items() if tp > 1 and len(p) % tp == 0}
+        pairs = [pair for pair in combinations(split, 2) if len({split[n].shape for n in pair}) == 1]
+        for names in [*((name,) for name in split), *pairs]:
+            cause = Cause("the same part on each rank", SAME.format(" and ".join(names)))
+            hook = partial(_with_first_part, [split[n] for n in names], tp)
+            yield Hypothesis(cause, place, [{place: hook}])
 
     def _counts(self) -> Iterator[Hypothesis]:
         """Tokens of a module beside the first wrong one, counted from 0 on each rank."""
@@ -149,47 +136,35 @@ class Replay:
                 if size % cp == 0:
                     orders = [torch.arange(size).roll(-size // cp * rank) for rank in range(cp)]
                     hooks = [{name: partial(_reorder, order, dim)} for order in orders]
-                    yield Hypothesis("count", "cp", name, hooks, self.key.name, dim)
+                    cause = Cause("positions begin again", COUNT.format(name))
+                    yield Hypothesis(cause, self.key.name, hooks, dim)
 
     def _layers(self, name: str) -> Iterator[Hypothesis]:
         """Layers of other numbers with the weights of this one, in pipelines."""
         parent, _, number = name.rpartition(".")
-        for other in self.modules if number.isdigit() and self.layout["pp"] > 1 else ():
+        for other, layer in self.modules.items() if number.isdigit() and self.layout["pp"] > 1 else ():
             above, _, another = other.rpartition(".")
             if above == parent and another.isdigit() and another != number:
-                hook = {name: partial(_as_layer, self.modules[other])}
-                yield Hypothesis("layer", "pp", other, [hook], name)
+                cause = Cause("another layer's function", LAYER.format(other))
+                yield Hypothesis(cause, name, [{name: partial(_as_layer, layer)}])
 
-    def _parts(self, name: str) -> Iterator[tuple[str, int, list[Tensor]]]:
-        """Axes, dimensions and positions of ranks in them, in order or from both ends."""
+    def _parts(self, cause: str, why: str, name: str, target: str) -> Iterator[Hypothesis]:
+        """A module whose ranks have parts of the input alone, in order or from both ends."""
         shape = self.outputs[name].shape if name in self.outputs else ()
         for axis in (axis for axis in ("cp", "tp") if self.layout[axis] > 1):
             n = self.layout[axis]
             for dim, size in enumerate(shape):
-                rows = torch.arange(size)
+                rows, choices = torch.arange(size), []
                 if size > 1 and size % n == 0:
-                    yield axis, dim, list(rows.chunk(n))
+                    choices.append(list(rows.chunk(n)))
                 if axis == "cp" and size % (2 * n) == 0:
                     pieces = rows.chunk(2 * n)
-                    yield axis, dim, [torch.cat([pieces[i], pieces[-1 - i]]) for i in range(n)]
+                    choices.append([torch.cat([pieces[i], pieces[-1 - i]]) for i in range(n)])
+                for ranks in choices:
+                    hook = {name: partial(self._by_parts, dim, ranks)}
+                    yield Hypothesis(Cause(cause, why.format(name, axis)), target, [hook])
 
-    def _predict(self, hypothesis: Hypothesis) -> Tensor:
-        parameters = self.recorder.parameters
-        before = {name: parameters[name].data for name in hypothesis.weights}
-        for name, rows in hypothesis.weights.items():
-            parameters[name].data = before[name][rows]
-        try:
-            predicted = [self._observe(hooks, hypothesis.target) for hooks in hypothesis.hooks]
-        finally:
-            for name, data in before.items():
-                parameters[name].data = data
-        if len(predicted) > 1:
-            predicted = [
-                torch.cat([x.chunk(len(predicted), hypothesis.dim)[0] for x in predicted], hypothesis.dim)
-            ]
-        return predicted[0]
-
-    def _observe(self, hooks: Mapping[str, Callable[..., Any]], target: str) -> Tensor:
+    def _observe(self, hooks: Mapping[str, Hook], target: str) -> Tensor:
         """The output of a module in all micro-batches, or its gradient, in a step with these hooks."""
         found: list[Tensor] = []
 
@@ -200,9 +175,7 @@ class Replay:
             elif y.requires_grad:
                 y.register_hook(lambda grad: found.append(local(grad) if own is None else local(grad) * own))
 
-        handles = [
-            self.modules[name].register_forward_hook(hook, with_kwargs=True) for name, hook in hooks.items()
-        ]
+        handles = [self.modules[n].register_forward_hook(h, with_kwargs=True) for n, h in hooks.items()]
         handles.append(self.modules[target].register_forward_hook(watch))
         try:
             self.recorder._compute()
@@ -213,79 +186,64 @@ class Replay:
             self.recorder.subject.module.zero_grad()
         return torch.cat(found) if self.key.kind == "output" else torch.stack(found).sum(0)
 
-    def _alone(
-        self, dim: int, rows: list[Tensor], module: nn.Module, args: Any, kwargs: Any, output: Any
+    def _by_parts(
+        self, dim: int, ranks: list[Tensor], module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> Any:
-        """A module's output put together from those of each rank's part of the input."""
-        size = _first(output).shape[dim]
+        """A module's output put together from those of ranks: of their own rows of the input alone.
 
-        def take(own: Tensor, x: Any) -> Any:
-            return x.index_select(dim, own) if _has_rows(x, dim, size) else x
+        Where a gradient is wrong, they read all rows, and have no gradient in others.
+        """
+        shape, parts = _first(output).shape, list[Tensor]()
+        for own in ranks:
+            mask = torch.zeros(shape[dim], dtype=torch.bool).index_fill(0, own, True)
+            mask = mask.view([-1 if d == dim else 1 for d in range(len(shape))])
 
-        parts = [
-            module.forward(*tree_map(partial(take, own), args), **tree_map(partial(take, own), kwargs))
-            for own in rows
-        ]
-        return _replace_first(output, _join([_first(part) for part in parts], rows, dim))
+            def restrict(x: Any, own: Tensor = own, mask: Tensor = mask) -> Any:
+                if not (isinstance(x, Tensor) and x.ndim > dim and x.shape[dim] == shape[dim]):
+                    return x
+                if self.key.kind == "output":
+                    return x.index_select(dim, own)
+                return torch.where(mask, x, x.detach()) if x.is_floating_point() else x
 
-    def _share(
-        self, dim: int, rows: list[Tensor], module: nn.Module, args: Any, kwargs: Any, output: Any
-    ) -> Any:
-        """A module's output, where that of a rank's rows has no gradient in others."""
-        size, parts = _first(output).shape[dim], list[Tensor]()
-
-        def hold(own: Tensor, x: Any) -> Any:
-            return torch.where(own, x, x.detach()) if _has_rows(x, dim, size) and x.is_floating_point() else x
-
-        for own in rows:
-            mask = torch.zeros(size, dtype=torch.bool).index_fill(0, own, True)
-            self.rows = mask.view([size if d == dim else 1 for d in range(_first(output).ndim)])
-            args_, kwargs_ = (tree_map(partial(hold, self.rows), tree) for tree in (args, kwargs))
-            parts.append(_first(module.forward(*args_, **kwargs_)).index_select(dim, own))
-            self.rows = None
-        return _replace_first(output, _join(parts, rows, dim))
+            self.rows = None if self.key.kind == "output" else mask
+            part = _first(module.forward(*tree_map(restrict, args), **tree_map(restrict, kwargs)))
+            parts.append(part if self.rows is None else part.index_select(dim, own))
+        self.rows = None
+        y = torch.cat(parts, dim).index_select(dim, torch.cat(ranks).argsort())
+        return y if isinstance(output, Tensor) else type(output)((y, *output[1:]))
 
 
 def _first(tree: Any) -> Tensor:
     return next(x for x in tree_leaves(tree) if isinstance(x, Tensor))
 
 
-def _has_rows(x: Any, dim: int, size: int) -> bool:
-    return isinstance(x, Tensor) and x.ndim > dim and x.shape[dim] == size
-
-
-def _join(parts: Sequence[Tensor], rows: Sequence[Tensor], dim: int) -> Tensor:
-    return torch.cat([*parts], dim).index_select(dim, torch.cat([*rows]).argsort())
-
-
-def _replace_first(output: Any, y: Tensor) -> Any:
-    return y if isinstance(output, Tensor) else type(output)((y, *output[1:]))
-
-
 def _reorder(order: Tensor, dim: int, _module: nn.Module, _args: Any, _kwargs: Any, y: Any) -> Any:
     return y.index_select(dim, order) if isinstance(y, Tensor) else y
 
 
+def _with_first_part(
+    parameters: list[Tensor], tp: int, module: nn.Module, args: Any, kwargs: Any, _: Any
+) -> Any:
+    before = [p.data for p in parameters]
+    for p in parameters:
+        p.data = p.data.chunk(tp)[0].repeat(tp, *[1] * (p.ndim - 1))
+    output = module.forward(*args, **kwargs)
+    for p, data in zip(parameters, before, strict=True):
+        p.data = data
+    return output
+
+
 def _as_layer(other: nn.Module, module: nn.Module, args: Any, kwargs: Any, _: Any) -> Any:
     """The output of another layer with the weights of this one."""
-    pairs = [*zip(other.parameters(), module.parameters(), strict=True)]
-    before = [a.data for a, _ in pairs]
-    for a, b in pairs:
-        a.data = b.data
-    output = other.forward(*args, **kwargs)
-    for (a, _), data in zip(pairs, before, strict=True):
-        a.data = data
-    return output
+    return functional_call(other, dict(module.named_parameters()), args, kwargs)
 
 
 def explain_replay(comparison: Comparison, place: Location) -> Cause | None:
     """The hypothesis of a replay whose prediction is what ranks have."""
-    for key, predicted in comparison.replayed.items():
-        hypothesis, axis, of = (*key.kind.split(" "), "", "")[:3]
-        target = place.key[:2], key.name
-        for other in (
-            p for p in comparison.wrong if (p.key[:2], p.key.name) == target and hypothesis in CAUSES
-        ):
+    replayed = comparison.replayed or Record()
+    for key, predicted in replayed.tensors.items():
+        target = (*place.key[:2], key.name)
+        for other in (p for p in comparison.wrong if p.key[:3] == target and key.kind == REPLAY):
             parts = {at: comparison.ranks[other.stage, *at].tensors[other.key] for at in other.match.pairs}
             whole = comparison.reference.tensors[other.key]
             predicted = predicted[: len(whole)]  # of the first micro-batch, where each is compared
@@ -293,8 +251,7 @@ def explain_replay(comparison: Comparison, place: Location) -> Cause | None:
             if predicted.shape == whole.shape and bool(predicted.any()):
                 found = comparison._activation(other.key, parts, predicted, bound)
                 if found is not None and found.error <= bound:
-                    cause, why = CAUSES[hypothesis]
-                    return cause, why.format(of=of.replace("_and_", " and "), axis=axis, target=key.name)
+                    return replayed.causes[key.call]
     return None
 
 
@@ -321,7 +278,7 @@ def replay_update(recorder: Recorder, wrong: Sequence[Location]) -> None:
         optimizer.step()
         for place in places:
             updated = recorder.parameters[place.key.name].detach().clone()
-            recorder.record.tensors[place.key._replace(kind=PART, call=number)] = updated
+            recorder.record.tensors[place.key._replace(kind=REPLAY, call=number)] = updated
         for parameter, data, grad in before:
             _set_data(parameter, data.clone(), grad)
 
@@ -334,13 +291,11 @@ def _set_data(parameter: nn.Parameter, data: Tensor, grad: Tensor | None) -> Non
 
 def explain_part_update(comparison: Comparison, wrong: Sequence[Location]) -> Cause | None:
     """Updates of a rank's parts that are those of no larger parameter."""
+    replayed = (comparison.replayed or Record()).tensors
     for place in wrong:
         for number, (part, _) in enumerate(place.match.pairs.values()):
-            predicted = comparison.replayed.get(place.key._replace(kind=PART, call=number))
+            predicted = replayed.get(place.key._replace(kind=REPLAY, call=number))
             bound = max(FIT, 10 * place.limit) * place.largest
             if predicted is None or not difference(predicted, part) <= bound:
                 return None
-    return "part taken for all", (
-        "each rank updates its part as if that were the whole parameter: look at norms, orthogonalisation "
-        "and factors of matrices"
-    )
+    return Cause("part taken for all", PART)
