@@ -81,8 +81,6 @@ def compose(words: Words) -> None:
             run.mkdir(parents=True, exist_ok=True)
             run = run.parents[1] if run.name.startswith("step-") else run
             (run / "config.yaml").write_text("name: a\n")
-    if "--multirun" in words:  # the first job of the sweep
-        words = [word.partition(",")[0] for word in words if word != "--multirun"]
     is_shown = {"--help", "--version"} & {*words}
     assert main(words if is_shown else [*words, "--cfg", "job"]) == 0
 

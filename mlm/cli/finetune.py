@@ -105,9 +105,6 @@ COMMANDS = (
             mlm finetune sst2 ckpt=runs/bert data.path=glue/sst2 tp=2
             # The median of five seeds, and predictions to hand in
             mlm finetune mnli ckpt=google-bert/bert-base-uncased seeds=5 data.predict_tests=true
-            # A sweep: each job in its own folder below `out`, and a table of them at the end
-            mlm finetune --multirun rte ckpt=runs/bert optimizer.lr=1e-5,2e-5,3e-5
-                train.global_batch_size=16,32
             # Conversations, packed into sequences of 2,048 tokens
             mlm finetune chat data=conversations.jsonl ckpt=HuggingFaceTB/SmolLM2-135M-Instruct
             # A run that was stopped, with its own settings

@@ -1,71 +1,53 @@
-"""A command line whose command is known: its help, its composed config, a check, or its jobs.
+"""A command line whose command is known: its help, its composed config, a check, or its job.
 
-One job, or with --multirun one for each combination of values: compose, build, check, preflight, launch. All
-jobs are checked before the first is launched.
+Compose, build, check, preflight, launch.
 """
 
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from omegaconf import OmegaConf
 
 from mlm.cli.command import Command
 from mlm.cli.compose.arguments import Arguments, check_task, parse
 from mlm.cli.compose.command_help import command_help
 from mlm.cli.compose.composition import COMPOSE_ERRORS, Composition, compose, problem_of_composing
-from mlm.cli.compose.groups import command_groups, user_keys
+from mlm.cli.compose.groups import user_keys
 from mlm.cli.compose.overrides import Overrides, keys_of, prepare
 from mlm.cli.compose.saved import SavedValues, run_of_step, take_saved, take_saved_task
 from mlm.cli.compose.unread import unread_problems
-from mlm.cli.outcome import INTERRUPTED, KILLED, OK, print_stdout, report, speaks_for_host, version_line
+from mlm.cli.outcome import OK, print_stdout, speaks_for_host, version_line
 from mlm.config.build import build, path_problems, streams_for
 from mlm.config.fields import expand_home
 from mlm.config.imports import trusting
 from mlm.config.suggest import divisors
-from mlm.config.tree import MISSING_VALUE, flatten, leaves
+from mlm.config.tree import flatten, leaves
 from mlm.launch.devices import first_gpu
-from mlm.launch.environment import read_rank_place
 from mlm.launch.rules.layout import RANKS_PER_NODE
 from mlm.launch.stop import exiting_on_signals
 from mlm.launch.typed import record_job
 from mlm.optim.auto_precision import settle_precision
 from mlm.util.errors import ConfigError, Problem, UserError, attempt
 from mlm.util.object_store import is_stored
-from mlm.util.ownership import STDOUT
 from mlm.util.system import resolve
 
 LAUNCH = "mlm.launch.start"
-SWEEP_TABLE = "mlm.tracking.sweep"
-FILES = (".html", ".json", ".jsonl")  # an `out` that ends so is one file, any other a folder
-LONGEST_FOLDER = 120  # characters of a sweep's job folder; file systems reject names above 255 bytes
 
 
 @dataclass
 class Job:
-    """One execution of a command: the only one, or one job of a sweep."""
+    """One execution of a command."""
 
     command: Command
     arguments: Arguments
     overrides: Overrides
     saved: SavedValues | None
     """The settings of the run that is continued, None for a new one."""
-    texts: list[str]
-    """Overrides to compose."""
-    number: int = 0
-    varied: list[str] | None = None
-    """The overrides that the sweep varies; None outside a sweep."""
-    out: str | None = field(default=None, init=False)
-    """The output of a job of a sweep, once it has one of its own."""
-    start: Callable[[], int] = field(init=False)
-    """Runs a checked job of a sweep."""
 
     def note(self, line: str) -> None:
         """Print a line on stderr; one process of a host does."""
@@ -87,69 +69,24 @@ def act(command: Command, words: list[str]) -> int:
     saved = take_saved(command, arguments) or take_saved_task(command, arguments)
     if saved is None:
         check_task(command, arguments)
-    overrides = prepare(command, arguments.overrides, config_dir=folder, multirun=arguments.multirun)
-    if overrides.problems and (arguments.cfg or arguments.resolve or arguments.multirun):
+    overrides = prepare(command, arguments.overrides, config_dir=folder)
+    if overrides.problems and (arguments.cfg or arguments.resolve):
         raise ConfigError(overrides.problems)
-    if not arguments.multirun:
-        return prepare_job(Job(command, arguments, overrides, saved, overrides.texts))()
-    jobs = enumerate(overrides.jobs(command_groups(command, folder)))
-    return sweep([Job(command, arguments, overrides, None, texts, n, varied) for n, (texts, varied) in jobs])
+    return run_job(Job(command, arguments, overrides, saved))
 
 
-def sweep(jobs: Sequence[Job]) -> int:
-    """Check all jobs, then run those without problems one after another until one is stopped.
-
-    Return the first exit code that is not 0. Training runs are reported as a table; jobs of other commands
-    have their own results.
-    """
-    command, arguments = jobs[0].command, jobs[0].arguments
-    is_shown = arguments.check or arguments.cfg or arguments.resolve
-    has_table = command.out_is_run_folder and not is_shown
-    is_rank = read_rank_place(os.environ) is not None
-    rows, codes = list[dict[str, Any]](), list[int]()
-    for job in jobs:
-        codes.append(report(command, partial(_check_job, job)))
-        if codes[-1] == INTERRUPTED:
-            return INTERRUPTED
-    is_stopped = False
-    try:
-        for n, job in enumerate(jobs):
-            code = codes[n] or None  # None: not started
-            if code is None and not is_stopped:
-                code = codes[n] = report(command, job.start)
-                is_stopped = code >= KILLED
-            if has_table:
-                out = None if code is None else job.out
-                rows.append(resolve(f"{SWEEP_TABLE}:run_of")(job.varied, out, code))
-                # the ranks of a launcher might disagree on what files say
-                is_stopped |= not is_rank and rows[-1]["state"] in ("stopped", "interrupted")
-    finally:
-        if rows and speaks_for_host(os.environ):
-            resolve(f"{SWEEP_TABLE}:report_sweep")(rows)
-    return next((code for code in codes if code), OK)
-
-
-def _check_job(job: Job) -> int:
-    try:
-        job.start = prepare_job(job)
-    except UserError:  # reported below the job's name
-        _announce(job)
-        raise
-    return OK
-
-
-def prepare_job(job: Job) -> Callable[[], int]:
-    """Compose and build the run spec and report every problem; return what runs it, to its exit code.
+def run_job(job: Job) -> int:
+    """Compose and build the run spec, report every problem, and run it; return its exit code.
 
     Raises ConfigError with the problems of the typed overrides and those of the composed values.
     """
-    command, arguments = job.command, job.arguments
+    command, arguments, config_dir = job.command, job.arguments, job.arguments.config_dir
     try:
-        composition = compose(command.config, job.texts, config_dir=arguments.config_dir, saved=job.saved)
+        composition = compose(command.config, job.overrides.texts, config_dir=config_dir, saved=job.saved)
         _take_model(job, composition)
         _continue_elsewhere(job, composition)
         if arguments.cfg or arguments.resolve:
-            return partial(print_stdout, composition.to_yaml(resolve=arguments.resolve).rstrip("\n"))
+            return print_stdout(composition.to_yaml(resolve=arguments.resolve).rstrip("\n"))
         values = composition.resolved()
     except COMPOSE_ERRORS as error:
         if isinstance(error, UserError):
@@ -157,9 +94,7 @@ def prepare_job(job: Job) -> Callable[[], int]:
         raise ConfigError(job.overrides.all_problems([problem_of_composing(error)])) from None
     if line := settle_precision(values, first_gpu):
         job.note(line)
-    if job.varied is not None and "out" in values:
-        _give_own_output(job, values)
-    keys = {key for text in job.texts for key in keys_of(text)}
+    keys = {key for text in job.overrides.texts for key in keys_of(text)}
     for key, resolver in command.resolvers.items():
         if key in keys and (line := resolve(resolver)(values, keys)):
             job.note(line)
@@ -168,7 +103,7 @@ def prepare_job(job: Job) -> Callable[[], int]:
     imports = [typed.get(key) for key, leaf in leaves(command.spec).items() if leaf.shipped is not None]
     trusted = partial(trusting, imports, job.overrides.import_paths)
     with trusted():
-        written = user_keys(composition.typed.hydra.runtime.choices, arguments.config_dir)
+        written = user_keys(composition.typed.hydra.runtime.choices, config_dir)
         config = _build(job, values, keys, written)
         problems = path_problems(config)
         if command.preflight and not problems:
@@ -177,19 +112,16 @@ def prepare_job(job: Job) -> Callable[[], int]:
         if problems:
             raise ConfigError(problems)
 
-    def start() -> int:
-        _announce(job)
-        if arguments.check:
-            return print_stdout(_verdict(command, config, arguments.gpus))
-        with trusted(), streams_for(config):
-            return _execute(job, config)
-
-    return start
+    record_job([*([f"--config-dir={config_dir}"] if config_dir else []), *arguments.overrides])
+    if arguments.check:
+        return print_stdout(_verdict(command, config, arguments.gpus))
+    with trusted(), streams_for(config):
+        return _execute(job, config)
 
 
 def _take_model(job: Job, composition: Composition) -> None:
     """Replace the default model by that of `ckpt`, where the command may and the user chose none."""
-    command, keys = job.command, {text.partition("=")[0] for text in job.texts}
+    command, keys = job.command, {text.partition("=")[0] for text in job.overrides.texts}
     is_chosen = any(key.split(".")[0] in ("model", "experiment") for key in keys) or job.overrides.problems
     if command.model_of_ckpt is None or job.saved is not None or is_chosen or "ckpt" not in keys:
         return
@@ -222,38 +154,6 @@ def _continue_elsewhere(job: Job, composition: Composition) -> None:
         raise UserError(f"resume={name} out={out}: {why}; omit out=, or begin another run with ckpt=…")
     else:
         composition.tree.checkpoint.from_run = expand_home(name) if is_step else run
-
-
-def _give_own_output(job: Job, values: dict[str, Any]) -> None:
-    """Give a job of a sweep its own output, below `out` or the folder of sweeps."""
-    out, is_check, varied = values["out"], job.arguments.check, ",".join(job.varied or ())
-    if out is None and not is_check:
-        out = f"{_sweep_folder()}/{job.command.config}.json"
-    if not isinstance(out, str) or out in ("", STDOUT, MISSING_VALUE):
-        return
-    path, folder = Path(out), varied.replace("/", "_")[:LONGEST_FOLDER]
-    if folder != varied:  # a digest keeps two jobs apart
-        folder += f"-{xxhash.xxh3_64(varied.encode()).hexdigest()[:8]}"
-    if path.suffix not in FILES:
-        path /= folder
-    elif not is_check:  # a check makes no folder, and looks at the one that is there
-        path = path.parent / folder / path.name
-        with suppress(OSError):  # which the check of the path names
-            path.parent.mkdir(parents=True, exist_ok=True)
-    values["out"] = job.out = str(path)
-
-
-@cache
-def _sweep_folder() -> str:
-    return f"runs/sweeps/{time.strftime('%Y-%m-%d_%H-%M-%S')}"
-
-
-def _announce(job: Job) -> None:
-    folder = job.arguments.config_dir
-    typed = job.arguments.overrides if job.varied is None else job.texts
-    record_job([*([f"--config-dir={folder}"] if folder else []), *typed], job.varied)
-    if job.out is not None:
-        print(f"mlm {job.command.name}: job {job.number}: out={job.out}", file=sys.stderr)
 
 
 def _execute(job: Job, config: Any) -> int:

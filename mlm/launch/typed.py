@@ -29,11 +29,10 @@ def record_command_line(words: Sequence[str]) -> Iterator[None]:
             os.environ[COMMAND] = before
 
 
-def record_job(settings: Sequence[str], varied: Sequence[str] | None = None) -> None:
-    """Note the settings of the job that runs, as words; one of a sweep is named by what it varies."""
+def record_job(settings: Sequence[str]) -> None:
+    """Note the settings of the job that runs, as words."""
     if noted := _noted(os.environ):
-        job = {} if varied is None else {"job": ",".join(varied)}
-        _note({"words": noted["words"], "settings": list(settings), **job})
+        _note({"words": noted["words"], "settings": list(settings)})
 
 
 def typed_settings() -> list[str]:
@@ -42,16 +41,14 @@ def typed_settings() -> list[str]:
 
 
 def run_origin(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return command (words), job (of a sweep), folder, host and launcher of a run, for its record.
+    """Return command (words), folder, host and launcher of a run, for its record.
 
-    Command and job are left out where they are unknown, as in a program that calls the library.
+    The command is left out where it is unknown, as in a program that calls the library.
     """
     environ = os.environ if environ is None else environ
     noted, known = _noted(environ), dict[str, Any]()
     if noted:
         known["command"] = ["mlm", *noted["words"]]
-    if noted.get("job"):
-        known["job"] = noted["job"]
     with suppress(OSError):  # the working directory was deleted
         known["folder"] = os.getcwd()
     known["host"] = socket.gethostname()

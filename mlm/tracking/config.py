@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from mlm.config.fields import POSITIVE, Aliases, Bound, InputPath, OnlyIf, ResultFile
-from mlm.tracking.history import FILE_NAME, SWEEP_FILE
+from mlm.tracking.history import FILE_NAME
 from mlm.util.errors import Absent, Problem
 from mlm.util.ownership import kind_of_folder
 
@@ -79,9 +79,6 @@ def _run_problem(path: str) -> Problem | None:
             return Problem.at("runs", path, "is not a folder", fix)
         if kind_of_folder(folder) == "run" or (folder / FILE_NAME).is_file():
             return None
-        is_sweep = (folder / SWEEP_FILE).is_file()
     except OSError as error:
         return Problem.at("runs", path, f"cannot be read ({error.strerror})", fix)
-    if is_sweep:
-        return Problem.at("runs", path, "holds a sweep", f"name its runs: mlm report {folder}/*/")
     return Problem.at("runs", path, "holds no run", fix)

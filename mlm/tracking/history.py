@@ -18,8 +18,6 @@ from mlm.util.errors import UserError
 from mlm.util.files import open_bounded, open_regular, read_bounded, write_atomic
 
 FILE_NAME = "metrics.jsonl"
-SWEEP_FILE = "sweep.md"
-"""Table of a sweep, beside its runs."""
 MAX_BYTES = 1 << 30  # a million steps take 300 MB
 MOVE = "move it out of the run folder"
 

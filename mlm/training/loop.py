@@ -364,7 +364,7 @@ def user_code(config: Any) -> list[str]:
 
 
 def run_row(name: str, out: Path) -> tuple[str, str]:
-    """Name of the run, and its folder if that is another than runs/{name}: jobs of a sweep share the name."""
+    """Name of the run, and its folder if that is another than runs/{name}: runs may share a name."""
     return "run", name if out == Path("runs", name) else f"{name} in {out}"
 
 

@@ -1,7 +1,6 @@
 """The surface of the command line: commands, help, what is shown of the config."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,8 +124,7 @@ class TestHelp:
         write(tmp_path / "runs/shakespeare/config.yaml", "name: shakespeare\n")
         (tmp_path / "runs/shakespeare/checkpoints/step-00000300").mkdir(parents=True)
         write(tmp_path / "runs/race/config.yaml", "name: race\n")
-        one_of_a_sweep = re.sub(r" (-m|--multirun)(?= )|(?<=\d),[\d,e-]+", "", line)
-        words = one_of_a_sweep.removeprefix("mlm ")
+        words = line.removeprefix("mlm ")
         assert cli(words if "--cfg" in words else f"{words} --cfg job") == 0, cli.err
 
 

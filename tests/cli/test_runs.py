@@ -1,6 +1,5 @@
-"""From a sound command line to its target: spellings, the user's own YAML, sweeps, exit codes."""
+"""From a sound command line to its target: spellings, the user's own YAML, exit codes."""
 
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from mlm.cli import main
-from mlm.config.paths import CONFIG_DIR
 from mlm.util.errors import CorruptFileError, UserError
 from tests.cli.doubles import Cli, make_cli, write
 from tests.slow import thinned
@@ -93,103 +91,6 @@ class TestRuns:
         line = [sys.executable, "-m", "mlm", "plan", "schedule", "pp=4", "--cfg", "job"]
         done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True)
         assert done.stdout.startswith("pp: 4\n")
-
-
-class TestSweeps:
-    """--multirun."""
-
-    def test_each_job_gets_its_own_folder_named_by_what_varies(self, cli: Cli) -> None:
-        assert cli(f"{SOUND} -m optimizer.lr=1e-4,1e-3 train.steps=9 out=o") == 0
-        outs = [str(config.out) for config in cli.launched.configs]
-        assert outs == ["o/optimizer.lr=0.0001", "o/optimizer.lr=0.001"]
-
-    @pytest.mark.parametrize("flags", thinned(["-m --config-dir own", "--config-dir=own --multirun"], 2))
-    def test_own_yaml_is_swept(self, cli: Cli, tmp_path: Path, flags: str) -> None:
-        """Values, and choices that only the user's folder has; the folder's name is relative."""
-        write(tmp_path / "own/model/mine.yaml", "num_layers: 1\nhidden_size: 32\nnum_heads: 2\n")
-        assert cli(f"pretrain data=synthetic {flags} optimizer.lr=1e-4,1e-3 model=mine,gpt2_tiny") == 0
-        assert cli.err.count("job ") == 4
-        runs = [(c.optimizer.lr, c.model.hidden_size) for c in cli.launched.configs]
-        assert runs == [(1e-4, 32), (1e-4, 64), (1e-3, 32), (1e-3, 64)]
-
-    @pytest.mark.parametrize("tasks", thinned(["own_a,own_b", "task=glob(own_*)"], 2))
-    def test_own_tasks_are_swept(self, cli: Cli, tmp_path: Path, tasks: str) -> None:
-        for name in ("own_a", "own_b"):
-            write(tmp_path / f"own/task/{name}.yaml", (CONFIG_DIR / "task/race.yaml").read_text())
-        assert cli(f"finetune {tasks} -m --config-dir own ckpt={tmp_path} optimizer.lr=1e-4,1e-3") == 0
-        assert cli.err.count("job ") == len(cli.launched.configs) == 4
-
-    @pytest.mark.slow
-    def test_slashes_and_long_names_stay_one_folder_each(self, cli: Cli) -> None:
-        names = ",".join("x" * 200 + end for end in "ab")
-        assert cli(f"{SOUND} -m out=o dist.device=cpu data.cache=a/b,a_b log.wandb_project={names}") == 0
-        folders = {Path(c.out) for c in cli.launched.configs}
-        assert len(folders) == 4
-        assert {folder.parent for folder in folders} == {Path("o")}
-        assert all(len(folder.name) < 200 for folder in folders)
-
-    @pytest.mark.parametrize(
-        "line, name",
-        [
-            ("eval loss -m ckpt=. batch_size=1,2", "eval_loss.json"),
-            ("plan schedule -m pp=2,4 out=o/a.json", "a.json"),
-        ],
-    )
-    def test_result_files_do_not_collide(self, cli: Cli, line: str, name: str) -> None:
-        assert cli(line) == 0
-        outs = {Path(c.out) for c in cli.launched.configs}
-        assert len(outs) == 2
-        assert {out.name for out in outs} == {name}
-        assert cli.out == ""  # no table: each has its own result
-
-    def test_failed_job_decides_the_exit_code_and_stops_no_other(self, cli: Cli) -> None:
-        assert cli(f"{SOUND} -m tp=3,2 out=o") == 2
-        assert [c.parallel.tp for c in cli.launched.configs] == [2]
-        assert "tp=3 does not divide" in cli.err
-        rows = [line.split() for line in cli.out.splitlines() if "o/tp=" in line]
-        assert rows == [["3", "failed", "(exit", "code", "2)", "o/tp=3"], ["2", "finished", "o/tp=2"]]
-
-    @pytest.mark.parametrize("wrong", ["tp=2,3", "optimizer.lr=1e-3,abc", "model=gpt2_tiny,broken"])
-    def test_mistakes_of_all_jobs_are_reported_before_the_first_starts(
-        self, cli: Cli, tmp_path: Path, wrong: str
-    ) -> None:
-        write(tmp_path / "own/model/broken.yaml", "defaults: [no_such]\n")
-        reported = list[str]()
-        cli.launched.run = lambda: reported.append(cli.capsys.readouterr().err) or 0
-        assert cli(f"{SOUND} -m --config-dir own {wrong} out=o") == 2
-        (before_the_only_run,) = reported
-        assert re.search("tp=3 does not|lr=abc must be|no_such", before_the_only_run)
-
-    def test_an_interrupt_while_jobs_are_checked_starts_none(
-        self, cli: Cli, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("mlm.cli.run.path_problems", lambda _: raising(KeyboardInterrupt())())
-        assert cli(f"{SOUND} -m seed=1,2 out=o") == 130
-        assert cli.launched.configs == []
-
-    @pytest.mark.parametrize("line", [f"{SOUND} -m tp=1,2 out=o", "plan schedule -m pp=2,4 out=o/a.json"])
-    def test_an_interrupt_starts_no_further_job(self, cli: Cli, line: str) -> None:
-        cli.launched.run = raising(KeyboardInterrupt())
-        assert cli(line) == 130
-        assert len(cli.launched.configs) == 1
-        if line.startswith("pretrain"):
-            assert [line.split()[1] for line in cli.out.splitlines() if "o/tp=" in line] == ["interrupted"]
-            assert "not started" in cli.out
-
-    @pytest.mark.parametrize("check", [False, True])
-    def test_a_job_that_writes_a_file_finds_its_folder(self, cli: Cli, check: bool) -> None:
-        """The sweep makes it; `--check` makes none and finds nothing wrong."""
-        assert cli("plan layouts -m model=gpt2_tiny gpus=2,4" + " --check" * check) == 0
-        assert len(list(Path("runs").glob("sweeps/*/gpus=[24]"))) == (0 if check else 2)
-        assert len(list(Path("runs").glob("sweeps/*"))) == (0 if check else 1)
-
-    def test_misspelled_sweep_starts_nothing(self, cli: Cli) -> None:
-        assert cli(f"{SOUND} -m tp=1,2 sed=3") == 2
-        assert cli.launched.configs == []
-
-    def test_each_job_is_shown(self, cli: Cli) -> None:
-        assert cli(f"{SOUND} -m seed=1,2 --cfg job") == 0
-        assert [line for line in cli.out.splitlines() if line.startswith("seed: ")] == ["seed: 1", "seed: 2"]
 
 
 class TestExitCodes:

@@ -238,7 +238,6 @@ class TestTyped:
             (f"resume={'x' * 300}", "too long for a file system"),
             ("resume=", "empty"),
             ("resume=theirs", "holds no config.yaml"),
-            ("resume=theirs/run --multirun tp=1,2", "not as a sweep"),
             ("resume=theirs/run optimzer.lr=1", "did you mean 'optimizer.lr'?"),
             ("resume=theirs/run model=none", "no such choice"),
         ],

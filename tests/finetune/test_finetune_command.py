@@ -1,4 +1,4 @@
-"""`mlm finetune` as it is typed: several seeds, a sweep, a task of one's own, stops and kills."""
+"""`mlm finetune` as it is typed: several seeds, a task of one's own, stops and kills."""
 
 import signal
 import subprocess
@@ -108,23 +108,6 @@ def test_a_task_of_ones_own_by_csv_on_the_command_line(
     capsys.readouterr()
     assert main(["finetune", "resume=runs/reviews"]) == 0
     assert "is finished" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_sweep_has_a_folder_for_each_job(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = [
-        "race",
-        f"ckpt={folder / 'gpt2'}",
-        f"data.path={folder / 'choice'}",
-        "task.max_length=32",
-        "train.epochs=1",
-    ]
-    assert main(["finetune", "--multirun", *words, "optimizer.lr=1e-5,2e-5", "dist.device=cpu", "out=o"]) == 0
-    found = [read(path)["depends_on"]["optimizer.lr"] for path in sorted(Path("o").glob("*/result.json"))]
-    assert found == [1e-5, 2e-5]
 
 
 @pytest.mark.slow

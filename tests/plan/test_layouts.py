@@ -69,17 +69,6 @@ def test_the_last_line_runs_the_model_that_was_planned(
         assert trained["train"]["steps"] == 7
 
 
-def test_the_last_line_of_a_job_of_a_sweep_is_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for layers in ("4", "6"):
-        (tmp_path / f"model.num_layers={layers}").mkdir()
-    swept = ["-m", "model.num_layers=4,6", "tp=1", "cp=1", f"out={tmp_path}/plan.json"]
-    assert main(["plan", "layouts", "model=gpt2_tiny", "gpus=2", "train.global_batch_size=4", *swept]) == 0
-    found = re.findall(r"^mlm pretrain .*model.num_layers=(\S+)", capsys.readouterr().out, re.MULTILINE)
-    assert found == ["4", "6"]
-
-
 def test_files_hold_what_is_printed(tmp_path: Path) -> None:
     for name in ("plan.json", "plan.csv"):
         assert main([*OF_TP_2, f"out={tmp_path / name}"]) == 0

@@ -26,7 +26,6 @@ CONFIG_DIR_FLAGS = ("--config-dir", "-cd")
 SWITCHES = {
     **dict.fromkeys(HELP, "help"),
     **dict.fromkeys(VERSION, "version"),
-    **dict.fromkeys(("--multirun", "-m"), "multirun"),
     "--resolve": "resolve",
 }
 TASK_KEYS = ("task=", "task.name=", "--task")
@@ -40,7 +39,6 @@ class Arguments:
     """`key=value` and the like; a word without `=` is kept for the error, or names a section after --help."""
     help: bool = False
     version: bool = False
-    multirun: bool = False
     resolve: bool = False
     """Print the config with its interpolations filled in."""
     cfg: str | None = None
@@ -198,8 +196,7 @@ def is_flag(word: str) -> bool:
 def _with_keys(command: Command, typed: Sequence[str]) -> list[str]:
     """Overrides with the keys of positional words and of aliases. Raises UserError for a key set twice so.
 
-    Positional are words without `=`, and paths that exist: the folders of a sweep's jobs have one in their
-    names (runs/sweep/optimizer.lr=0.001).
+    Positional are words without `=`, and paths that exist, whose names may have one (runs/lr=0.001).
     """
     keys = list(command.positional)
     if command.several:

@@ -12,7 +12,6 @@ FLAGS = (
     ("--help", "this text; after it a section or key (model, tp) for all about it"),
     ("--check, --check=N", "check the settings for the GPUs of the layout, or for N, and start nothing"),
     ("--cfg job", "print the composed config and stop; --resolve fills in its interpolations"),
-    ("--multirun, -m", "run every combination of key=a,b,c, each job in its own folder"),
     ("--config-dir DIR", "add a folder of your own YAML, laid out like configs/; its choices are trusted"),
 )
 EXIT_CODES = (

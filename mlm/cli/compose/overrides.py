@@ -1,15 +1,14 @@
 """Overrides before Hydra sees them: all mistakes at once, and text taken literally."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from os.path import isfile
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, QuotedString
+from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 
 from mlm.cli.command import Command
@@ -67,26 +66,8 @@ class Overrides:
         """The problems of spelling, and those of `further` that do not follow from them."""
         return [*self.problems, *(problem for problem in further if not problem.concerns(self.doubtful))]
 
-    def jobs(self, options: dict[str, list[str]]) -> Iterator[tuple[list[str], list[str]]]:
-        """(overrides, those of them that vary, sorted) of every job of a sweep: the product of swept values.
 
-        `options` are the choices of each group, of which `glob(…)` takes some.
-        """
-        parsed = OverridesParser.create().parse_overrides(self.texts)
-        fixed = [override.input_line or "" for override in parsed if not override.is_sweep_override()]
-        swept = list[list[str]]()
-        for override in filter(Override.is_sweep_override, parsed):
-            key, value = override.key_or_group, override.value()
-            chosen = value.filter(options.get(key, [])) if isinstance(value, Glob) else None
-            names = override.sweep_string_iterator() if chosen is None else chosen
-            swept.append([f"{key}={name}" for name in names])
-        for values in product(*swept):
-            yield [*fixed, *values], sorted(text for text in values if not text.startswith("out="))
-
-
-def prepare(
-    command: Command, typed: Sequence[str], *, config_dir: str | None = None, multirun: bool = False
-) -> Overrides:
+def prepare(command: Command, typed: Sequence[str], *, config_dir: str | None = None) -> Overrides:
     # choices of the command itself where an experiment would choose for it, unless typed
     keys = {text.partition("=")[0].lstrip("+") for text in typed}
     choices = command.kept_choices if "experiment" in keys else ()
@@ -101,8 +82,8 @@ def prepare(
             continue
         problem = _spelling(command, text, options)
         if problem is None:
-            text = literal(command, text, multirun=multirun)
-            problem = _value_problem(command, text, options, config_dir, multirun=multirun)
+            text = literal(command, text)
+            problem = _value_problem(command, text, options, config_dir)
         if problem is None:
             overrides.texts.append(text)
         else:
@@ -127,7 +108,7 @@ def _spelling(command: Command, text: str, options: dict[str, list[str]]) -> Pro
         fix = f"use {name}={value or '…'}" if name in known else "--help lists the keys"
         return Problem((name,), f"{text}: a setting is typed as key=value or group=choice alone", fix)
     if key.partition(".")[0].partition("/")[0] == "hydra":
-        fix = "leave it out; sweeps are -m, own YAML is --config-dir"
+        fix = "leave it out; own YAML is --config-dir"
         return Problem((key,), f"{text}: mlm composes with Hydra and runs without it", fix)
     if key in known or key in sections(spec) or key.startswith(USER_OPTIONS):
         return None
@@ -150,26 +131,26 @@ def _intended_keys(command: Command, text: str, options: dict[str, list[str]]) -
     return GROUP_SETS.get(name) or {name}
 
 
-def literal(command: Command, text: str, *, multirun: bool) -> str:
+def literal(command: Command, text: str) -> str:
     """Quote the value of a text key, so that prompt=To be, or needs no second pair of quotes.
 
-    Hydra's own syntax stays: quoted text, null (of a text that is no path and cannot be null, a word),
-    interpolations, and sweeps under --multirun.
+    Hydra's own syntax stays: quoted text, null (of a text that is no path and cannot be null, a word), and
+    interpolations.
     """
     key, _, value = text.partition("=")
     leaf = leaves(command.spec).get(key)
     if leaf is None or leaf.type not in (str, str | None):
         return text
     null = value == "null" and (leaf.type is not str or leaf.role is not None)
-    if QUOTED.fullmatch(value) or null or "${" in value or (multirun and _parsed(text) is not None):
+    if QUOTED.fullmatch(value) or null or "${" in value:
         return text
     return f"{key}={quote(value)}"
 
 
 def _value_problem(
-    command: Command, text: str, options: dict[str, list[str]], config_dir: str | None, *, multirun: bool
+    command: Command, text: str, options: dict[str, list[str]], config_dir: str | None
 ) -> Problem | None:
-    """The problem of a value that Hydra cannot parse, of a sweep, of a choice, of the keys in a section."""
+    """The problem of a value that Hydra cannot parse, of several, of a choice, of keys in a section."""
     key, override = text.partition("=")[0], _parsed(text)
     known, is_section = leaves(command.spec), key in sections(command.spec)
     leaf = known.get(key)
@@ -180,24 +161,16 @@ def _value_problem(
             "" if leaf.default in (None, MISSING_VALUE) else f", such as '{key}={format_value(leaf.default)}'"
         )
         return Problem((key,), f"cannot read '{text}': {key} must be {describe_values(leaf)}{example}")
-    value, is_sweep = override.value(), override.is_sweep_override()
+    value = override.value()
     if leaf is not None and isinstance(value, dict) and key.rpartition(".")[2] not in OPTIONS:
         return Problem((key,), f"{text} must be {describe_values(leaf)}")
-    if is_sweep and not multirun:
-        return Problem((key,), f"{text} is a sweep: add --multirun, or quote the value")
-    if is_sweep and not (override.is_discrete_sweep() or isinstance(value, Glob)):
-        return Problem((key,), f"{text}: an interval is no list of values", f"use {key}=a,b,c")
+    if override.is_sweep_override():
+        return Problem((key,), f"{text}: more than one value", "start a run for each, or quote the value")
     if is_section and isinstance(value, dict):
         keys = (f"{key}.{_unquoted(name)}" for name in value)
         return next((unknown_key(command.spec, name) for name in keys if name not in known), None)
     if key not in options:
         return unknown_key(command.spec, key) if is_section else None
-    if isinstance(value, Glob):
-        return None
-    if isinstance(value, ChoiceSweep):
-        value = value.list
-    elif is_sweep:  # range(1,3)
-        value = [text.partition("=")[2]]
     for choice in value if isinstance(value, list) else [value]:
         if problem := _choice_problem(command, key, _unquoted(choice), options[key], config_dir):
             return problem

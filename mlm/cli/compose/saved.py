@@ -40,11 +40,6 @@ def take_saved(command: Command, arguments: Arguments) -> SavedValues | None:
     url = split_step(resume)[0]
     if resume and (problem := path_problem("resume", expand_home(url), Role.STORED)):
         raise UserError(problem)
-    if arguments.multirun:
-        raise UserError(
-            f"resume={resume}: a run continues in one folder, not as a sweep; leave --multirun out, or begin "
-            f"new runs with its weights: ckpt={resume} and another out=…"
-        )
     for text in arguments.overrides if is_stored(url) else ():
         if text.startswith(MIRROR) and text.removeprefix(MIRROR).rstrip("/") != url.rstrip("/"):
             raise UserError(
@@ -61,7 +56,7 @@ def take_saved_task(command: Command, arguments: Arguments) -> SavedValues | Non
     """
     typed = [text for text in arguments.overrides if text.startswith(f"{TASK}=")]
     file = run_config(arguments.overrides)
-    if command.config != "eval" or len(typed) != 1 or file is None or arguments.multirun:
+    if command.config != "eval" or len(typed) != 1 or file is None:
         return None
     name = typed[0].partition("=")[2]
     try:

@@ -55,8 +55,6 @@ COMMANDS = (
             mlm pretrain experiment=v1_8_3b --cfg job
             # The settings of a job of 512 GPUs, checked where there are none
             mlm pretrain experiment=v1_8_3b data.path=corpus --check=512
-            # A sweep: each job in its own folder below `out`, and a table of them at the end
-            mlm pretrain -m experiment=shakespeare optimizer.lr=3e-4,1e-3
             # Your own YAML beside the shipped one: my_configs/model/my_model.yaml
             mlm pretrain --config-dir my_configs model=my_model data=synthetic
         """,

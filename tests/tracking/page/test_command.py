@@ -61,7 +61,6 @@ def test_a_page_is_written_and_replaced(desk: Path, capsys: pytest.CaptureFixtur
         [
             (["runs=[]"], "runs=[]: no run; name a run folder: mlm report runs/shakespeare"),
             (["runs/c"], f"runs=runs/c: no such folder; {FIX}"),
-            (["runs"], "runs=runs: holds a sweep; name its runs: mlm report runs/*/"),
             (["."], f"runs=.: holds no run; {FIX}"),
             (["runs/a/config.yaml"], f"runs=runs/a/config.yaml: is not a folder; {FIX}"),
             (
@@ -99,7 +98,6 @@ def test_mistakes_are_one_line(
     desk: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str
 ) -> None:
     (desk / "mine.html").write_text("<!doctype html><title>mine</title>")
-    (desk / "runs/sweep.md").write_text("")
     for number in range(21):
         write_run(desk / "many" / str(number))
     assert main(["report", *words]) == 2
@@ -111,14 +109,14 @@ def test_mistakes_are_one_line(
 def test_what_a_pattern_of_the_shell_names_beside_runs_is_skipped(
     desk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As `mlm report runs/*` does in the folder of a sweep."""
-    (desk / "runs/multirun.yaml").write_text("a: 1")
+    """As `mlm report runs/*` does."""
+    (desk / "runs/notes.yaml").write_text("a: 1")
     (desk / "runs/empty").mkdir()
     assert main(["report", *sorted(str(path) for path in (desk / "runs").iterdir())]) == 0
     said = capsys.readouterr().err.splitlines()
     assert [line.partition(";")[0] for line in said] == [
         f"mlm report: skipped: runs={desk}/runs/empty: holds no run",
-        f"mlm report: skipped: runs={desk}/runs/multirun.yaml: is not a folder",
+        f"mlm report: skipped: runs={desk}/runs/notes.yaml: is not a folder",
     ]
     assert '"name":"a"' in (desk / "report.html").read_text().replace(" ", "")
 
