@@ -1,4 +1,4 @@
-"""Forecast that `mlm pretrain` prints before it builds the model, and that its summary compares with.
+"""Forecast that `mlm pretrain` prints before it builds the model.
 
 A small run on CPUs has a bound of its memory. The forecast of any other counts what its layers do, which
 loads the plan and a compiler: two seconds of processor time, so that it is imported only then.
@@ -10,27 +10,25 @@ from mlm.launch.devices import device_kind
 from mlm.models.shape import architecture_of, count_parameters
 from mlm.plan.hardware import CPU_RESERVED_GIB, GIB, calibrated, gib
 from mlm.runs.config import PretrainConfig
-from mlm.tracking.summary import Predicted
 from mlm.util.system import host_memory
 
 log = logging.getLogger(__name__)
 
 
-def of_run(config: PretrainConfig, ranks: int) -> tuple[list[str], Predicted | None]:
-    """Lines to print, and the forecast as a run's summary shows it; none where nothing can be said.
+def of_run(config: PretrainConfig, ranks: int) -> list[str]:
+    """Lines to print; none where nothing can be said.
 
     Never raises: a forecast must not be in the way.
     """
     try:
         if most := most_of_small(config, ranks):
-            return [f"needs {gib(most)} at most; this host has {gib(host_memory())}"], None
+            return [f"needs {gib(most)} at most; this host has {gib(host_memory())}"]
         from mlm.plan import run_forecast
 
-        found = run_forecast.forecast(config, ranks)
-        return run_forecast.summary(found), found.predicted
+        return run_forecast.summary(run_forecast.forecast(config, ranks))
     except Exception as error:
         log.debug("no forecast: %r", error)
-        return [], None
+        return []
 
 
 def most_of_small(config: PretrainConfig, ranks: int) -> float:

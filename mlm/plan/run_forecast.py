@@ -24,7 +24,6 @@ from mlm.plan.layout import PlannedLayout
 from mlm.plan.report import Row, as_row, format_seconds, spread, time_range
 from mlm.plan.search import Models
 from mlm.runs.config import PretrainConfig
-from mlm.tracking.summary import Predicted
 from mlm.util.system import host_memory
 
 GPU_QUERY = ("nvidia-smi", "--id=0", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
@@ -40,19 +39,8 @@ class Forecast:
     layout: PlannedLayout
     memory: float
     """Bytes of the fullest rank."""
-    first: float
-    """Bytes of rank 0."""
     row: Row | None
     """Its numbers as `mlm plan layouts` has them; None where the hardware's speed is unknown."""
-
-    @property
-    def predicted(self) -> Predicted:
-        """Numbers that the summary of the run shows beside the measured ones of rank 0."""
-        hardware = self.query.hardware
-        if self.row is None:
-            return Predicted(None, self.first, None, "")
-        source = "hardware=this" if hardware.is_calibrated else "a preset"
-        return Predicted(self.row["step_s"], self.first, self.row["mfu"], f"{hardware.name} ({source})")
 
 
 def forecast(config: PretrainConfig, ranks: int, hardware: HardwareConfig | None = None) -> Forecast:
@@ -67,8 +55,7 @@ def forecast(config: PretrainConfig, ranks: int, hardware: HardwareConfig | None
     models = Models(query := Query(run=config, hardware=hardware, gpus=ranks))
     is_known = getattr(hardware.peak_tflops, config.precision.dtype) is not None
     row = as_row(query, models.forecast(layout)) if is_known else None
-    worst, first = models.memory.worst(layout), models.memory.peak(layout)
-    return Forecast(query, layout, worst.total, first.total, row)
+    return Forecast(query, layout, models.memory.worst(layout).total, row)
 
 
 def hardware_here(config: PretrainConfig, local_ranks: int) -> HardwareConfig:

@@ -51,7 +51,7 @@ KINDS: dict[str, FolderType] = {
     "run": FolderType(
         "a run",
         (
-            *(RUN_SETTINGS, "tokenizer.json", "metrics.jsonl", "README.md", CHECKPOINTS),
+            *(RUN_SETTINGS, "tokenizer.json", "metrics.jsonl", CHECKPOINTS),
             *("best", "result.json", "predictions", "incidents", "profile"),
         ),
     ),

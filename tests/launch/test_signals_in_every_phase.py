@@ -37,11 +37,11 @@ class Signals:  # an import hook: repeats the signal whenever one of these modul
         if name in ("mlm.launch.stop", "hydra", "torch", "mlm.cli.pretrain.run"):
             signal_at(name)
 
-def at_the_summary(event, values):
-    if event == "os.rename" and os.path.basename(values[1]) == "README.md":
-        signal_at("README.md")
+def at_the_last_checkpoint(event, values):
+    if event == "os.rename" and os.path.basename(values[1]) == "latest":
+        signal_at("latest")
 
-sys.addaudithook(at_the_summary)
+sys.addaudithook(at_the_last_checkpoint)
 sys.meta_path.insert(0, Signals())
 runpy.run_module("mlm", run_name="__main__", alter_sys=True)
 """
@@ -51,13 +51,13 @@ def saved(out: Path) -> list[str]:
     return sorted(path.name for path in (out / "checkpoints").glob("step-*"))
 
 
-def test_signals_from_the_first_import_to_the_summary_are_one_request(tmp_path: Path) -> None:
+def test_signals_from_the_first_import_to_the_checkpoint_are_one_request(tmp_path: Path) -> None:
     words = [*RUN, f"out={tmp_path / 'run'}"]
     done = subprocess.run([sys.executable, "-c", SIGNALS_WHILE_IMPORTING, *words], capture_output=True)
     said = done.stdout.decode()
     assert done.returncode == 0, done.stderr.decode()
     assert [line for line in said.splitlines() if line.startswith("at ")] == [
-        f"at {name}" for name in ("mlm.launch.stop", "hydra", "torch", "mlm.cli.pretrain.run", "README.md")
+        f"at {name}" for name in ("mlm.launch.stop", "hydra", "torch", "mlm.cli.pretrain.run", "latest")
     ]
     assert saved(tmp_path / "run") == ["step-00000001"]
 
@@ -106,7 +106,7 @@ PHASES = {
     "compiling": "mlm.training.trainer.compile_layers",
     "validating": "mlm.training.trainer.Trainer.validate",
     "saving": "mlm.training.loop.Loop.save",
-    "finishing": "mlm.cli.pretrain.run.finish_directory",
+    "finishing": "mlm.cli.pretrain.run.print_next_commands",
 }
 
 

@@ -1,6 +1,5 @@
-"""Lines that `mlm pretrain` prints before it takes memory, and its summary beside what was measured."""
+"""Lines that `mlm pretrain` prints before it takes memory."""
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +17,6 @@ from mlm.plan.hardware import GIB, preset
 from mlm.plan.report import COMPARED, UNCOMPARED, format_seconds, spread, time_range
 from mlm.plan.run_forecast import Forecast, forecast, summary
 from mlm.runs.config import PretrainConfig
-from mlm.tracking.runs import RunRecords, read_run
-from mlm.tracking.summary import Predicted, compare_prediction
 from mlm.util.errors import UserError
 from tests.cli.test_presets import load_config
 from tests.slow import thinned
@@ -156,21 +153,3 @@ def test_pretrain_says_what_it_needs_before_it_takes_memory(
     needs, built = capsys.readouterr().err.splitlines()
     assert needs.startswith("mlm pretrain: needs 0.")
     assert built == "mlm pretrain: the model is built"
-
-
-def test_the_summary_shows_predicted_beside_measured(tmp_path: Path) -> None:
-    steps = [
-        {"step_time_s": seconds, "memory_bytes": 2 * GIB, "mfu": mfu, **{"kind": "step", "step": number}}
-        for number, (seconds, mfu) in enumerate(((9.0, 0.1), (2.0, 0.4), (2.0, 0.4)), start=1)
-    ]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
-    run = read_run(tmp_path, "a")
-    shown = compare_prediction(run, Predicted(1.6, 2.5 * GIB, 0.5, "DGX A100 80GB (a preset)"))
-    assert "Predicted for DGX A100 80GB (a preset)" in shown
-    assert "| seconds per step | 1.6 | 2 | +25% |" in shown
-    assert "| memory of rank 0, GiB | 2.50 | 2.00 | -20% |" in shown
-    assert "| MFU | 50.0% | 40.0% | -20% |" in shown
-    memory_alone = compare_prediction(run, Predicted(None, 2.5 * GIB, None, ""))
-    assert memory_alone.count("\n| ") == 3
-    empty = RunRecords("b", tmp_path)
-    assert compare_prediction(empty, Predicted(1.0, 1.0, None, "")) == compare_prediction(run, None) == ""

@@ -97,7 +97,9 @@ def test_loss_scale_is_taken_out(dtype: str) -> None:
     assert math.hypot(*norms.values()) == pytest.approx(whole, rel=1e-6)
 
 
-def test_a_run_reports_norms_where_due_and_remembers_it(tmp_path: Path) -> None:
+def test_a_run_reports_norms_where_due_and_remembers_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Beside each step's norm; a run that is resumed does so without being told again."""
     words = [*RUN, "log.every=1", "train.validate_every=0", f"out={tmp_path}"]
     assert main([*words, "train.steps=2", f"train.observers=[{{use: {USE}, every: 2}}]"]) == 0
@@ -110,8 +112,8 @@ def test_a_run_reports_norms_where_due_and_remembers_it(tmp_path: Path) -> None:
         if each["kind"] == "measured"
     }
     assert norms == pytest.approx({2: whole[2], 4: whole[4]}, rel=1e-6)
-    command = (tmp_path / "README.md").read_text().partition("```sh\n")[2].partition("\n```")[0]
-    assert "mlm pretrain resume=" in command
+    command = capsys.readouterr().out.rpartition("train on: ")[2].partition("\n")[0]
+    assert command.startswith("mlm pretrain resume=")
     assert "train.observers" not in command  # shipped code need not be typed again
 
 

@@ -272,13 +272,14 @@ def test_commands_that_read_a_run_take_the_key_of_its_family(
 
 
 @pytest.mark.slow
-def test_the_command_that_a_run_prints_names_own_code_however_it_was_started(tmp_path: Path) -> None:
-    """Saved import paths are not followed: the second attempt's summary must name them again."""
+def test_the_command_that_a_run_prints_names_own_code_however_it_was_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Saved import paths are not followed: what the second attempt prints must name them again."""
     run = tmp_path / "run"
     own = ["optimizer.kind=mine:build", "schedule.decay=mine:decay", "schedule.decay_steps=20"]
     assert pretrain(run, *own, "train.steps=1", "checkpoint.resume=false") == 0
     for _ in range(2):
-        block = (run / "README.md").read_text().partition("```sh\n")[2].partition("\n```")[0]
-        line, _ = [words for text in block.splitlines() if (words := shlex.split(text, comments=True))]
-        assert main(line[1:]) == 0
+        line = capsys.readouterr().out.rpartition("train on: ")[2].partition("\n")[0]
+        assert main(shlex.split(line)[1:]) == 0
     assert len(losses(run)) == 4

@@ -8,7 +8,6 @@ import stat
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from mlm.config.build import build, inputs_of, path_problems
 from mlm.config.fields import Role
 from mlm.config.tree import Leaf
 from mlm.corpus.build import run_build
-from mlm.tracking.summary import NextCommands, write_summary
 from mlm.util.errors import UserError
 from mlm.util.ownership import KINDS, MARKER, claim_folder, claim_problems, delete_owned, read_marker
 from mlm.util.results import write_result
@@ -422,14 +420,3 @@ def test_tilde_and_the_empty_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for command in (["pretrain"], ["data", "build"], ["ckpt", "verify", "x"]):
         assert main([*command, "out="]) == 2
     assert os.listdir() == []
-
-
-def test_readme_of_the_users_in_a_run_stays(tmp_path: Path) -> None:
-    run = claim_folder(tmp_path / "run", "run")
-    (run / "metrics.jsonl").write_text("")
-    commands = NextCommands(resume=["mlm", "pretrain"], total_steps=1)
-    first = write_summary(run, commands, header=[])
-    assert write_summary(run, replace(commands, total_steps=2), header=[]) == first
-    first.write_text("# My notes\n")
-    assert write_summary(run, commands, header=[]).name == "README.mlm.md"
-    assert first.read_text() == "# My notes\n"

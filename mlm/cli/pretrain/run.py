@@ -6,7 +6,7 @@ import operator
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,14 +14,11 @@ from typing import Any
 
 from rich.text import Text
 
-from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import BEST, CHECKPOINTS, checkpoints
-from mlm.checkpoint.native.retention import newest_good
+from mlm.checkpoint.native.folders import BEST
 from mlm.checkpoint.native.run_state import BEST_VALIDATION, INCIDENTS, LORA, TOKENIZER, VALIDATION_DUE
 from mlm.cli.pretrain.samples import PromptSampler
 from mlm.config.build import config_digest
 from mlm.config.fields import Role, expand_home, path_problem
-from mlm.config.imports import is_path
 from mlm.convert.source import open_checkpoint, open_source
 from mlm.convert.weights import fill_parameters
 from mlm.data import files_present as present
@@ -44,14 +41,12 @@ from mlm.runs.corpora import (
     validation_sets,
 )
 from mlm.runs.tokenizer import tokenizer_now, tokenizer_of
-from mlm.tracking.history import FILE_NAME, diverged_since
+from mlm.tracking.history import FILE_NAME
 from mlm.tracking.metrics import Parts, Rates
 from mlm.tracking.peak import DevicePeak, peak_flops
 from mlm.tracking.reporter import training_console
-from mlm.tracking.summary import NextCommands, write_summary
 from mlm.training.identity import changes_line
 from mlm.training.incidents.numbers import spare_samples
-from mlm.training.incidents.watcher import IncidentError
 from mlm.training.kernels import fp8_line, kernels_line
 from mlm.training.loop import (
     Loop,
@@ -66,14 +61,12 @@ from mlm.training.memory import reuse_large_blocks, torch_errors_as_user_errors
 from mlm.training.mirror import mirroring
 from mlm.training.observer import Observer
 from mlm.training.resume import claim, continue_data, resume
-from mlm.training.saver import SaveFailedError
 from mlm.training.trainer import Trainer
 from mlm.training.upcycle import dense_config, start_from_dense
 from mlm.util.errors import UserError, writing_to
 from mlm.util.files import write_atomic
 from mlm.util.ownership import RUN_SETTINGS
 
-SUMMARY = "README.md"
 MOST_EPOCHS, GOOD_EPOCHS = 20, 4  # above the first a run is warned, and the second is advised
 
 log = logging.getLogger(__name__)
@@ -89,7 +82,7 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> int:
         check_start(config.out, ctx)
         mirror = stack.enter_context(mirroring(config, ctx))
         if ctx.is_main:  # before memory is taken
-            for line in forecast.of_run(config, ctx.world_size)[0]:
+            for line in forecast.of_run(config, ctx.world_size):
                 print(f"mlm pretrain: {line}", file=sys.stderr)
         trainer: Trainer[MicroBatch] = Trainer(config, ctx)
         if config.lora.rank:
@@ -124,12 +117,11 @@ def load_base(trainer: Trainer) -> None:
 
 
 def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Path], None]) -> int:
-    """Run the loop from the trainer's state and finish the run directory. Return the exit code."""
+    """Run the loop from the trainer's state. Return the exit code."""
     config, ctx = trainer.config, trainer.ctx
     if (changed := continue_data(trainer)) and (memory := trainer.extra_state.get(INCIDENTS)):
         memory["recent"] = []  # other data may have other losses
     left = config.train.steps - trainer.step
-    works = left > 0 or VALIDATION_DUE in trainer.extra_state
     batch_size, ramp = config.train.global_batch_size, config.train.ramp_batch
     num_samples = first_of_step(trainer.consumed_samples, max(0, left), batch_size, (), ramp)
     samples = train_dataset(config, num_samples + spare_samples(trainer), trainer.history)
@@ -145,35 +137,32 @@ def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Pat
             trainer.extra_state[TOKENIZER] = tokenizer.encode()
         if left > 0:  # last, when all is checked and loaded: what is rejected, or has nothing to do, stays
             prepare_directory(config, out)
-    with (
-        summarising_failure(trainer, out, rows),
-        training_session(
-            trainer,
-            out,
-            header=rows,
-            record={
-                "config_digest": config_digest(config),
-                "layout": {**asdict(config.parallel), "dp": ctx.dp.size},
-                "resumed_from": start and str(start),
-                "corpora": trained_on(trainer.history),
-            },
-            notes=notes(trainer, start, changed),
-            warnings=[warning for warning in warnings if warning is not None],
-            peak=peak,
-            tokens_per_step=batch_size * config.data.seq_length,
-            seq_length=config.data.seq_length,
-            loss_unit=family_of(config.model.kind).loss_unit,
-            mirror=mirror,
-        ) as session,
-    ):
+    record = {
+        "config_digest": config_digest(config),
+        "layout": {**asdict(config.parallel), "dp": ctx.dp.size},
+        "resumed_from": start and str(start),
+        "corpora": trained_on(trainer.history),
+    }
+    with training_session(
+        trainer,
+        out,
+        header=rows,
+        record=record,
+        notes=notes(trainer, start, changed),
+        warnings=[warning for warning in warnings if warning is not None],
+        peak=peak,
+        tokens_per_step=batch_size * config.data.seq_length,
+        seq_length=config.data.seq_length,
+        loss_unit=family_of(config.model.kind).loss_unit,
+        mirror=mirror,
+    ) as session:
         validation = validation_sets(config, trainer.history)
-        code = 0
         if not PretrainLoop(*session, samples, validation).run():
             words = shlex.join(resume_command("pretrain", out, config))
-            code = session.note_stopped(f" Resume with:\n  {words}")
-    if ctx.is_main and (works or not (out / SUMMARY).exists()):
-        finish_directory(trainer, out, rows)
-    return code
+            return session.note_stopped(f" Resume with:\n  {words}")
+    if ctx.is_main:
+        print_next_commands(trainer, out)
+    return 0
 
 
 def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str]:
@@ -391,59 +380,18 @@ class PretrainLoop(Loop):
         )
 
 
-@contextmanager
-def summarising_failure(trainer: Trainer, out: Path, rows: list[tuple[str, str]]) -> Iterator[None]:
-    """Write the summary of a run that ends with an error of all ranks; they wait for the one that writes."""
-    try:
-        yield
-    except (IncidentError, SaveFailedError) as error:
-        failure = str(error)
-
-        def write() -> None:
-            if trainer.ctx.is_main:
-                finish_directory(trainer, out, rows, failure)
-
-        with suppress(UserError):  # what ended the run comes first
-            Ranks.of(trainer.ctx).together(write, lambda problem: UserError(str(problem)))
-        raise
-
-
-def finish_directory(
-    trainer: Trainer, out: Path, rows: list[tuple[str, str]], failure: str | None = None
-) -> None:
-    """Write the run's summary. A full disk then is no failed training."""
-    config = trainer.config
-    generates = family_of(config.model.kind).causal and (out / "tokenizer.json").exists()
-    kind, scaler = config.model.kind, trainer.scaler
+def print_next_commands(trainer: Trainer, out: Path) -> None:
+    """Print the commands that train on and draw the curves. A reader that has left ends no run."""
+    config, scaler = trainer.config, trainer.scaler
     if scaler.dynamic and 0 < trainer.step == scaler.skipped.item():
         why = "precision.initial_loss_scale=%g: all %d steps overflowed, no weight has changed; set it to %g"
         log.warning(why, config.precision.initial_loss_scale, trainer.step, scaler.scale.item())
-    try:
-        good = newest_good(out / CHECKPOINTS, diverged_since(out / FILE_NAME))
-        best = [("best checkpoint", f"`{p}`") for p in checkpoints(out / BEST / CHECKPOINTS).values()][-1:]
-        commands = NextCommands(
-            resume=resume_command("pretrain", out, config),
-            total_steps=config.train.steps,
-            decays=config.schedule.decay not in STABLE_DECAYS,
-            prompt="The" if generates else None,
-            trusted=kind.partition(":")[0] if is_path(kind) else None,
-            validation=[str(prefix) for prefix in validation_prefixes(config.data).values()],
-        )
-        summary = write_summary(
-            out,
-            commands,
-            header=rows,
-            unit=family_of(config.model.kind).loss_unit,
-            predicted=forecast.of_run(config, trainer.ctx.world_size)[1],
-            failure=failure,
-            checkpoint=[("newest good checkpoint", f"`{good}`" if good else "none"), *best],
-        )
-    except (OSError, UserError) as error:
-        why = f"{error.filename or out}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        log.warning("%s: the run is saved, its summary is not", why)
-    else:
-        line = Text(f"summary {summary}, curves: mlm report {shlex.quote(str(out))}")
-        training_console("off", out / "metrics.jsonl").print(line, soft_wrap=True)
+    steps, schedule = config.train.steps, config.schedule
+    resume = [*resume_command("pretrain", out, config), f"train.steps={2 * steps}"]
+    if schedule.decay not in STABLE_DECAYS and schedule.decay_steps is None:
+        resume.append(f"schedule.decay_steps={steps}")  # the learning rate stays where it ended
+    line = Text(f"train on: {shlex.join(resume)}\ncurves: mlm report {shlex.quote(str(out))}")
+    training_console("off", out / FILE_NAME).print(line, soft_wrap=True)
 
 
 def model_of_ckpt(ckpt: Any, out: Any) -> tuple[str, dict[str, Any]] | None:

@@ -16,12 +16,13 @@ import mlm
 from mlm.tracking.config import ReportConfig, choose_runs
 from mlm.tracking.page.html import curves_of, figure, macro, page, text
 from mlm.tracking.runs import MISSING, RunRecords, names_of, number, read_run
-from mlm.tracking.summary import MAX_ATTEMPTS
 from mlm.util.errors import escape_controls, format_value
 from mlm.util.results import target_name, write_result
 from mlm.util.terminal import Screen, format_bytes
 
 TEMPLATE = "sections.html"
+MAX_ATTEMPTS = 6
+"""Attempts that are listed with their commands: the first and the newest."""
 MAX_DIFFERENT = 200
 MAX_ROWS = 200
 """Rows of a table of incidents, checkpoints or scores, of all runs together."""

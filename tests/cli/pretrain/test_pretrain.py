@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -56,9 +57,9 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_run_leaves_config_checkpoint_metrics_tokenizer_and_summary(run: Path) -> None:
+def test_a_run_leaves_config_checkpoint_metrics_and_tokenizer(run: Path) -> None:
     names = {p.name for p in run.iterdir()}
-    assert {"config.yaml", "checkpoints", "metrics.jsonl", "tokenizer.json", "README.md"} <= names
+    assert {"config.yaml", "checkpoints", "metrics.jsonl", "tokenizer.json"} <= names
     assert (run / "checkpoints" / "latest").read_text().split()[0] == "step-00000006"
     assert [r["step"] for r in records(run, "step")] == [1, 2, 3, 4, 5, 6]
     assert [r["step"] for r in records(run, "validation")] == [3, 6]
@@ -100,14 +101,15 @@ def score_of(run: Path, folder: Path, *words: str) -> float:
     return float(json.loads((folder / "score.json").read_text())["loss"])
 
 
-def test_a_stopped_run_continues_bit_equal_with_the_command_its_summary_names(
-    corpus: Path, run: Path, tmp_path: Path
+def test_a_run_continues_bit_equal_with_the_command_that_it_prints(
+    corpus: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     stopped = [*TINY, f"data.path={corpus}", f"out={out}", "train.steps=3"]
     assert main(["pretrain", *stopped]) == 0
-    assert f"mlm pretrain resume={out}" in (out / "README.md").read_text()
-    assert main(["pretrain", f"resume={out}", "train.steps=6"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("train on: ")]
+    assert line == f"train on: mlm pretrain resume={out} train.steps=6"
+    assert main(shlex.split(line)[3:]) == 0
     assert losses(out) == losses(run)
     assert records(out, "validation")[-1]["loss"] == records(run, "validation")[-1]["loss"]
 

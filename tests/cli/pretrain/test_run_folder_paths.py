@@ -39,7 +39,7 @@ STANDS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["README.md", "config.yaml", "tokenizer.json", FILE_NAME])
+@pytest.mark.parametrize("name", ["config.yaml", "tokenizer.json", FILE_NAME])
 def test_pretrain_rejects_a_project_before_it_starts(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

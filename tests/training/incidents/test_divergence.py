@@ -118,14 +118,6 @@ def states(ctx: ParallelContext, out: str, zero: int) -> list[str]:
     return found
 
 
-def test_the_summary_of_a_failed_run_states_the_newest_good_checkpoint(sane: Path, run: Path) -> None:
-    assert str(sane / "checkpoints" / step_name(4)) in (sane / "README.md").read_text()
-    pretrain(run, *RUINED)
-    text = (run / "README.md").read_text()
-    assert "Failed: 8 of 14 steps." in text
-    assert f"| newest good checkpoint | `{run}/checkpoints/{step_name(4)}` |" in text
-
-
 def plant(monkeypatch: pytest.MonkeyPatch, step: int, change: Callable[[list[torch.Tensor]], object]) -> None:
     """Change the weights after a step's update."""
     update = Trainer.clip_and_update
