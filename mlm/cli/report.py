@@ -51,7 +51,7 @@ COMMANDS = (
         summary="show runs on one page for a browser: curves, settings, incidents, scores",
         about="""Writes one HTML page that opens from disk and loads nothing: loss, validation, gradient norm,
             learning rate, throughput and memory over steps, tokens or time, runs overlaid; the settings in
-            which they differ; samples and loads of experts; incidents, checkpoints and scores with their
+            which they differ; loads of experts; incidents, checkpoints and scores with their
             receipts. Reads run folders and changes nothing in them.""",
         examples="""
             # One run

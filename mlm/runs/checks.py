@@ -42,10 +42,9 @@ from mlm.optim.groups import patterns
 from mlm.optim.user import check_decay, check_optimizer, layout_problem
 from mlm.parallel.config import ParallelConfig
 from mlm.runs.config import PretrainConfig
-from mlm.util.errors import Problem, escape_controls, format_value
+from mlm.util.errors import Problem, format_value
 from mlm.util.ownership import CHECKPOINTS
 
-MOST_PROMPTS = 64
 MOST_PADDING = 1 << 16  # rows that a saved model.vocab_multiple may add to the token table
 
 
@@ -246,7 +245,6 @@ EXACT_COVERS: dict[str, tuple[Any, ...]] = {
     "fuse_accumulation": (None, False),
     "precision.dtype": ("bf16", "fp32", "fp64", "fp16", "tf32"),
     "train.ramp_batch": (None,),
-    "train.sample_prompts": ((),),
     "data.reset_attention": (False,),
     "data.reset_positions": (False,),
 }
@@ -366,22 +364,6 @@ def context_problem(cp: int, model: ModelConfig, data: DataConfig) -> Problem | 
     return None
 
 
-def _prompts_can_be_continued(config: PretrainConfig, _: Launch) -> Problem | None:
-    prompts, key = config.train.sample_prompts, "train.sample_prompts"
-    if not prompts:
-        return None
-    if not family_of(config.model.kind).causal:
-        why = f"model.kind={config.model.kind} does not read from left to right"
-        return Problem((key, "model.kind"), f"{key}: {why}", f"remove {key}")
-    if len(prompts) > MOST_PROMPTS:
-        return Problem((key,), f"{key}: {len(prompts)} prompts; {MOST_PROMPTS} is the limit", "choose some")
-    for number, prompt in enumerate(prompts, start=1):
-        if not prompt or problem_of(prompt) or any("\ud800" <= c <= "\udfff" for c in prompt):
-            why = f"prompt {number} ({escape_controls(prompt[:40])}) is empty, or no text of a configuration"
-            return Problem((key,), f"{key}: {why}", "use UTF-8 without control characters and ${")
-    return None
-
-
 def _adapters_have_a_base(config: PretrainConfig, _: Launch) -> Problem | None:
     if not config.lora.rank or config.ckpt is not None:
         return None
@@ -443,7 +425,6 @@ SETTINGS_RULES = (
     exact_covers,
     budget_is_compiled,
     lambda config, _: context_problem(config.parallel.cp, config.model, config.data),
-    _prompts_can_be_continued,
 )
 """Conditions of the settings alone."""
 PRETRAIN_RULES = (

@@ -24,8 +24,6 @@ from mlm.optim.config import EmaConfig, OptimizerConfig, PrecisionConfig, Schedu
 from mlm.parallel.config import ParallelConfig
 from mlm.tracking.config import LogConfig
 
-SAMPLE_TOKENS = Bound(lambda x: 0 < x <= 4096, "1 to 4096")
-TEMPERATURE = Bound(lambda x: 0 <= x <= 100, "0 to 100")
 AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math"]
 
 
@@ -63,14 +61,6 @@ class TrainConfig:
     ckpt=RUN/best name them, resume=RUN continues from the newest."""
     patience: Annotated[int, NOT_NEGATIVE, OnlyIf("validate_every"), Aliases("early_stopping_patience")] = 0
     """Stop after this many validations without a lower loss; 0 trains all steps."""
-    sample_prompts: Annotated[tuple[str, ...], OnlyIf("validate_every")] = ()
-    """Texts that the model continues at each validation, at most 64: sample_prompts=["The","ROMEO:"]. What it
-    writes is in metrics.jsonl and in `mlm report`. Of models that read from left to right."""
-    sample_tokens: Annotated[int, SAMPLE_TOKENS, OnlyIf("sample_prompts")] = 40
-    """New tokens of each prompt, at most 4096. A pass each, as of a validation's micro-batch."""
-    sample_temperature: Annotated[float, TEMPERATURE, OnlyIf("sample_prompts")] = 0.0
-    """Draws below 1 prefer the probable tokens, above 1 the improbable; 0 takes the most probable one. Draws
-    are a function of `seed`, and do not change the training."""
     observers: Annotated[tuple[ObserverEntry, ...], ImportPath()] = ()
     """Observers by import path, alone or with fields, which its class takes by name:
     observers=[my_module:Mine,{use: mlm.training.gradient_norms:GradientNorms, every: 10}]. Each is an

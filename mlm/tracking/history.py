@@ -1,6 +1,6 @@
 """metrics.jsonl: one history of a run over all its attempts.
 
-One JSON object per line, each with `kind` (run, step, measured, validation, sample, scores, saved,
+One JSON object per line, each with `kind` (run, step, measured, validation, scores, saved,
 save_failed, failed, incident, rewound, diverged, ranks, experts) and `time` (Unix seconds). Numbers that are
 not finite are null: JSON has no NaN.
 """

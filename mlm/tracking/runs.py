@@ -25,7 +25,7 @@ Column = NDArray[np.float64]
 RESULT = "result.json"  # of finetuning
 MISSING = "–"
 MAX_LISTED = 500
-"""Incidents, checkpoints, samples and attempts of a run that are kept; the newest."""
+"""Incidents, checkpoints and attempts of a run that are kept; the newest."""
 MAX_PROBLEMS = 5
 """Files of a run that are named as damaged."""
 LARGEST = float(1 << 53)
@@ -104,8 +104,6 @@ class RunRecords:
     saves: "deque[dict[str, Any]]" = field(default_factory=newest_list)
     loads: "deque[dict[str, Any]]" = field(default_factory=lambda: deque(maxlen=1))
     """Loads of experts; the newest."""
-    samples: "deque[dict[str, Any]]" = field(default_factory=newest_list)
-    """Continuations of prompts at validations."""
     best: dict[str, Any] = field(default_factory=dict)
     """Scores of the best checkpoint of finetuning; empty without one."""
     failure: str = ""
@@ -270,8 +268,6 @@ def add_record(run: RunRecords, record: dict[str, Any]) -> None:
     if kind in ("run", "rewound"):
         for rows in run.rows.values():
             rows.drop_after(step_of(record))
-        keep = (sample for sample in run.samples if step_of(sample) <= step_of(record))
-        run.samples = deque(keep, maxlen=MAX_LISTED)
     if record.get("is_best") is True:
         run.best = record
     if kind in ("step", "measured", "validation", "scores"):
@@ -285,7 +281,7 @@ def add_record(run: RunRecords, record: dict[str, Any]) -> None:
             run.rows.setdefault(table, Rows()).add({**numbers, "time": run.seconds})
     lists = {
         **{"incident": run.incidents, "rewound": run.incidents, "saved": run.saves, "save_failed": run.saves},
-        **{"sample": run.samples, "experts": run.loads},
+        "experts": run.loads,
     }
     if kind in lists:
         lists[kind].append(record)

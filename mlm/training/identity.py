@@ -52,7 +52,6 @@ FREE = (
     *_keys("check.", "every ranks_every slow_factor expert_steps expert_share"),
     *_keys("", "ema.validate train.keep_best train.patience"),
     *_keys("train.", "validate_every validate_batches observers"),
-    *_keys("train.", "sample_prompts sample_tokens sample_temperature"),
     *_keys("checkpoint.", "save_every keep_last keep_every resume asynchronous mirror from_mirror from_step"),
     "checkpoint.from_run",
     *_keys("log.", "every live tensorboard wandb_project"),

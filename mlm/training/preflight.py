@@ -10,7 +10,7 @@ from mlm.config.build import protected_from
 from mlm.launch.environment import read_rank_place
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import corpus_problems, validation_prefixes
-from mlm.runs.tokenizer import corpus_tokenizer_errors, tokenizer_of, vocabulary_problem
+from mlm.runs.tokenizer import corpus_tokenizer_errors
 from mlm.tracking.config import missing_extras
 from mlm.util.errors import Problem, UserError
 from mlm.util.extras import load_extra
@@ -18,15 +18,13 @@ from mlm.util.lock import LOCK, single_writer
 from mlm.util.ownership import CHECKPOINTS, claim_problems, file_type_name
 from mlm.util.system import resolve
 
-PROMPTS = "train.sample_prompts"
-
 
 def preflight(config: PretrainConfig) -> list[str]:
     """Return the problems that reading the named files shows; called before any rank starts."""
     problems = [*missing_extras(config.log), *corpus_problems(config)]
     if not problems and (problem := validation_problem(config)):
         problems = [problem]
-    problems = problems or corpus_tokenizer_errors(config.data) or prompt_problems(config)
+    problems = problems or corpus_tokenizer_errors(config.data)
     return problems or run_start_problems(config)
 
 
@@ -88,23 +86,3 @@ def _holds_saves(folder: Path) -> bool:
         return False
     except OSError:
         return True  # whoever reads it says why it cannot
-
-
-def prompt_problems(config: PretrainConfig) -> list[str]:
-    """Problems of the prompts that the run's tokenizer shows. Raises UserError."""
-    prompts, length = config.train.sample_prompts, config.data.seq_length
-    if not prompts:
-        return []
-    tokenizer = tokenizer_of(config.data)
-    if tokenizer is None:
-        why = f"data.kind={config.data.kind}: no tokenizer is known"
-        fix = f"set data.tokenizer=…/tokenizer.json, or remove {PROMPTS}"
-        return [Problem((PROMPTS, "data.tokenizer"), f"{PROMPTS}: {why}", fix)]
-    name = str(config.data.tokenizer or "tokenizer.json of the corpus")
-    problems = [vocabulary_problem(name, tokenizer, config.model, key="data.tokenizer")]
-    for number, prompt in enumerate(prompts, start=1):
-        count = len(tokenizer.encode(prompt))
-        if count > length:
-            why = f"prompt {number} has {count} tokens, more than data.seq_length={length}"
-            problems.append(Problem((PROMPTS, "data.seq_length"), f"{PROMPTS}: {why}", "shorten it"))
-    return [problem for problem in problems if problem is not None]

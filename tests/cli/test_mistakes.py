@@ -135,10 +135,6 @@ def test_mistake_in_a_command_is_one_line(cli: Cli, tmp_path: Path, line: str, m
                 "cannot read 'optimizer.betas=(0.9,0.95)': optimizer.betas must be a list of 2 numbers, such "
                 "as 'optimizer.betas=[0.9,0.999]'",
             ),
-            (
-                "train.sample_prompts=once",
-                "train.sample_prompts=once must be a list of texts; use 'train.sample_prompts=[once]'",
-            ),
             ("pipeline=1f2b", "pipeline=1f2b must be 1f1b, gpipe or zb_h1; did you mean pipeline=1f1b?"),
             ("model.num_heads=10000000019", "model.num_heads=10000000019 must be at most 1048576"),
             ("out=null", "out=null: names no path; name one, or ./null if it is called so"),

@@ -16,7 +16,6 @@ from rich.text import Text
 
 from mlm.checkpoint.native.folders import BEST
 from mlm.checkpoint.native.run_state import BEST_VALIDATION, INCIDENTS, LORA, TOKENIZER, VALIDATION_DUE
-from mlm.cli.pretrain.samples import PromptSampler
 from mlm.config.build import config_digest
 from mlm.config.fields import Role, expand_home, path_problem
 from mlm.convert.source import open_checkpoint, open_source
@@ -59,7 +58,6 @@ from mlm.training.loop import (
 )
 from mlm.training.memory import reuse_large_blocks, torch_errors_as_user_errors
 from mlm.training.mirror import mirroring
-from mlm.training.observer import Observer
 from mlm.training.resume import claim, continue_data, resume
 from mlm.training.trainer import Trainer
 from mlm.training.upcycle import dense_config, start_from_dense
@@ -289,11 +287,6 @@ class PretrainLoop(Loop):
     validation: Sequence[ValidationSet]
     last_validation: float | None = field(default=None, init=False)
     """Mean validation loss of the last validation, nats per token; of the average with ema.validate."""
-
-    def further_observers(self) -> list[Observer]:
-        config = self.trainer.config
-        tokenizer = tokenizer_of(config.data) if config.train.sample_prompts else None
-        return [] if tokenizer is None else [PromptSampler(self.trainer, self.reporter, tokenizer)]
 
     @property
     def validate_every(self) -> int:

@@ -71,7 +71,6 @@ def make_page(runs: Sequence[RunRecords], *, reload_s: float | None = None) -> b
     sections = [
         ("runs", "Runs", macro(TEMPLATE, "runs", runs, written, reload_s)),
         ("curves", "Curves", curves),
-        ("samples", "Samples", macro(TEMPLATE, "samples", runs, newest(runs, "samples"))),
         ("settings", "Settings", settings_section(runs)),
         ("experts", "Loads of experts", draw_loads(runs)),
         ("scores", "Scores", scores_section(runs)),

@@ -227,13 +227,6 @@ REFUSALS: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
         lambda made, out: [*begin(out, "new", "model.vocab_size=100"), f"data.path={made / 'a'}"],
         "model.vocab_size",
     ),
-    "long prompt": (
-        lambda made, out: [
-            *begin(out, "new", f"train.sample_prompts=[{'1234 ' * 60}]", "train.validate_every=1"),
-            f"data.path={made / 'a'}",
-        ],
-        "more than data.seq_length=32",
-    ),
     "file of the user": (with_file, "which mlm did not write"),
     "finetuning elsewhere": (
         lambda made, out: finetuned(made, out, f"out={out / 'new'}"),
