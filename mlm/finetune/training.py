@@ -235,11 +235,10 @@ class FinetuneLoop(Loop):
 
     def score(self) -> None:
         trainer, task, scorer = self.trainer, self.config.task, self.scorer
-        shown = trainer.ctx.is_main and self.config.log.live == "off"  # a live panel has the terminal
         scores: Scores = {}
         for tokenized in self.material.validations:
             split = tokenized.split
-            scores[split.name], predictions = scorer.score(tokenized, shown=shown)
+            scores[split.name], predictions = scorer.score(tokenized, shown=trainer.ctx.is_main)
             if warning := one_label_warning(task, split, predictions):
                 self.reporter.problem(warning)
         kept, self.progress = self.progress, replace(self.progress)

@@ -235,8 +235,6 @@ class StopRequest:
 
     def __init__(self, *, announce: bool = False) -> None:
         self._announce = announce
-        self.show: Callable[[str], bool] = lambda text: False
-        """Shows the announcement where a panel would overwrite stderr; False if it cannot."""
         self.last_step: Callable[[], str] = lambda: "the step"
         """Words for the step after which a stop requested now takes effect. Called in signal handlers."""
         self.number: signal.Signals | None = None
@@ -259,7 +257,7 @@ class StopRequest:
         if self.number is None:
             self.number = number
             text = f"{self.reason}: finishing {self.last_step()}, then saving; Ctrl-C again stops at once"
-            if self._announce and not self.show(text):
+            if self._announce:
                 _say(f"mlm: {text}")
 
     def __enter__(self) -> "StopRequest":

@@ -29,7 +29,7 @@ from mlm.plan.report import (
 )
 from mlm.plan.search import LayoutForecast, Models, SearchResult, search
 from mlm.runs.config import PretrainConfig
-from mlm.tracking.panel import format_count
+from mlm.tracking.display import format_count
 from mlm.util.errors import UserError, format_settings
 
 PLAN_KEYS = {HOISTED, "out", *leaves(SearchedLayoutConfig)}

@@ -1,1 +1,1 @@
-"""Records of a run: metrics, terminal panel, summaries, the page of a run."""
+"""Records of a run: metrics, printed lines, the page of a run."""

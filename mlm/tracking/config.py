@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from mlm.config.fields import POSITIVE, Aliases, Bound, InputPath, OnlyIf, ResultFile
 from mlm.tracking.history import FILE_NAME
@@ -21,8 +21,6 @@ class LogConfig:
 
     every: Annotated[int, POSITIVE, Aliases("log_interval", "logging_steps")] = 10
     """Steps between logged lines; numbers leave the device only then."""
-    live: Literal["auto", "on", "off"] = "auto"
-    """Live panel: auto shows it on a terminal, plain lines elsewhere."""
     tensorboard: bool = False
     """Write TensorBoard events below out/tensorboard (needs the extra `mlm[tensorboard]`)."""
     wandb_project: str | None = None

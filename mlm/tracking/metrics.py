@@ -120,13 +120,6 @@ class Sink:
     def problem(self, text: str) -> None:
         """Take a line about a problem."""
 
-    def announce(self, text: str) -> bool:
-        """Show that a signal requested a stop; False if it cannot. Called inside signal handlers."""
-        return False
-
-    def advance(self, step: int) -> None:
-        """Note that `step` steps are issued; their numbers stay on the device."""
-
     def micro_batch(self, number: int, count: int) -> None:
         """Note that micro-batch `number` of the `count` of the step in progress is at its backward pass."""
 

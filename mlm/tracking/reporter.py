@@ -18,9 +18,9 @@ from rich.console import Console
 
 import mlm
 from mlm.tracking.config import LogConfig, missing_extras
+from mlm.tracking.display import Display
 from mlm.tracking.history import FILE_NAME, MetricsFile
 from mlm.tracking.metrics import NO_PARTS, Parts, Sink, StepMetrics, flatten_metrics, name_parts
-from mlm.tracking.panel import LivePanel, PlainLines
 from mlm.util.errors import UserError
 from mlm.util.system import LastingStream
 from mlm.util.terminal import Screen
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class Reporter(Sink):
     """Reports a run to metrics.jsonl, the terminal and the trackers, between `with` and its end.
 
-    On ranks other than the main one every method returns at once. However the block ends, the terminal is
-    left as it was and every file is closed.
+    On ranks other than the main one every method returns at once. However the block ends, every file is
+    closed.
 
     `header` holds rows for the terminal (run, model, layout, …); `run` the JSON values of the record of kind
     "run" (config digest, layout, …). `start_step` steps are done already.
@@ -56,6 +56,7 @@ class Reporter(Sink):
         self.sinks: list[Sink] = []
         self.stack = ExitStack()
         self.done = start_step
+        """Steps that are done, set by the training loop."""
         for name in PASSED_ON:
             setattr(self, name, partial(self._call_each, name))
         if not is_main:
@@ -67,18 +68,8 @@ class Reporter(Sink):
         trackers: list[Sink] = [TensorBoard(out / "tensorboard", start_step)] if config.tensorboard else []
         if config.wandb_project:
             trackers.append(WeightsAndBiases(out, config.wandb_project))
-        console = console or training_console(config.live, out / FILE_NAME)
-        can_draw = console.is_terminal and not console.is_dumb_terminal
-        is_live = config.live == "on" or (config.live == "auto" and can_draw)
-        display = (LivePanel if is_live else PlainLines)(
-            console,
-            title=dict(header).get("run", out.name),
-            header=header,
-            start_step=start_step,
-            total_steps=total_steps,
-            clock=clock,
-        )
-        # The display starts last and stops first: a tracker that fails to start finds a plain terminal.
+        console = console or training_console(out / FILE_NAME)
+        display = Display(console, header=header, start_step=start_step, total_steps=total_steps, clock=clock)
         self.sinks = [MetricsFile(out / FILE_NAME, start_step, warn=display.problem), *trackers, display]
 
     def __enter__(self) -> Self:
@@ -99,31 +90,22 @@ class Reporter(Sink):
         for sink in self.sinks:
             getattr(sink, name)(*arguments, **keywords)
 
-    def announce(self, text: str) -> bool:
-        """Show that a stop was requested; False if no display can. Safe inside a signal handler."""
-        return sum(sink.announce(text) for sink in self.sinks) > 0
-
     def measured(self, step: int, values: Mapping[str, float | torch.Tensor]) -> None:
         """Report numbers by name; waits for the device where they are tensors of one element."""
         if self.sinks:
             numbers = {name: float(value) for name, value in values.items()}
             self._call_each("measured", step, numbers)
 
-    def advance(self, step: int) -> None:
-        self.done = step
-        self._call_each("advance", step)
 
-
-OWN = ("start", "announce", "measured", "advance", "close")
+OWN = ("start", "measured", "close")
 PASSED_ON = tuple(name for name in vars(Sink) if name[0] != "_" and name not in OWN)
 """Reports that each sink takes as they are."""
 
 
-def training_console(live: str, metrics: Path) -> Console:
+def training_console(metrics: Path) -> Console:
     """Return a console on standard output whose loss does not end the run."""
     stream = LastingStream(sys.stdout, f"training continues, its numbers are in {metrics}")
-    options = {"force_terminal": True} if live == "on" else {}
-    return Screen(file=cast(TextIO, stream), **options)
+    return Screen(file=cast(TextIO, stream))
 
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:

@@ -54,7 +54,7 @@ FREE = (
     *_keys("train.", "validate_every validate_batches observers"),
     *_keys("checkpoint.", "save_every keep_last keep_every resume asynchronous mirror from_mirror from_step"),
     "checkpoint.from_run",
-    *_keys("log.", "every live tensorboard wandb_project"),
+    *_keys("log.", "every tensorboard wandb_project"),
     *_keys("dist.", "device backend timeout_s checkpoint_timeout_s threads_per_rank master_port peak_tflops"),
 )
 """Keys that no number of the run depends on."""

@@ -244,7 +244,7 @@ class StepLogger(Observer):
 
     def after_step(self, outcome: StepOutcome) -> None:
         self.loop.count()
-        self.loop.reporter.advance(self.loop.trainer.step)
+        self.loop.reporter.done = self.loop.trainer.step
         if self.loop.is_log_due():
             self.log(outcome)
 
@@ -333,7 +333,6 @@ def training_session(
         run={**record, **run_origin(), "loss_unit": loss_unit},
     )
     with StopRequest(announce=ctx.is_main) as stop, reporter, Saver(trainer, out, reporter, mirror) as saver:
-        stop.show = reporter.announce
         for note in notes:
             reporter.note(note)
         for warning in warnings:

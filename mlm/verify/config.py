@@ -77,7 +77,7 @@ class VerifyResumeConfig(PretrainConfig):
             "schedule": replace(self.schedule, **ends),  # type: ignore[arg-type]
             "train": replace(self.train, steps=last_step, validate_every=0),
             "checkpoint": replace(self.checkpoint, **saves),  # type: ignore[arg-type]
-            "log": LogConfig(every=1, live="off"),
+            "log": LogConfig(every=1),
         }
         return PretrainConfig(**common | changed)
 

@@ -36,7 +36,7 @@ class Job:
 
 
 PRETRAIN = (
-    "pretrain data=synthetic train.validate_every=0 schedule.warmup_steps=2 log.every=5 log.live=off "
+    "pretrain data=synthetic train.validate_every=0 schedule.warmup_steps=2 log.every=5 "
     "train.global_batch_size=16 train.micro_batch_size=8"
 )
 SMALL, LARGE = "model=gpt2_tiny data.seq_length=128", "model=gpt2_124m"

@@ -154,7 +154,7 @@ def finetuning(folder: Path, kind: str = "classification", **changes: Any) -> Fi
         "optimizer": OptimizerConfig(lr=1e-3),
         "schedule": FinetuneScheduleConfig(warmup=0.2),
         "precision": PrecisionConfig(dtype="fp64"),
-        "log": LogConfig(every=1, live="off"),
+        "log": LogConfig(every=1),
     }
     return FinetuneConfig(
         **values | {"train": FinetuneTrainConfig(**train), "data": FinetuneDataConfig(**data)} | changes

@@ -150,7 +150,7 @@ def pretraining(folder: Path, out: Path, **changes: Any) -> PretrainConfig:
         "precision": PrecisionConfig(dtype="fp64"),
         "data": DataConfig(kind="synthetic", seq_length=16),
         "train": TrainConfig(steps=3, global_batch_size=4, micro_batch_size=2, validate_every=0),
-        "log": LogConfig(every=1, live="off"),
+        "log": LogConfig(every=1),
     }
     return PretrainConfig(**values | changes)
 

@@ -175,7 +175,7 @@ def test_command_trains_on_one_file_and_evaluates_what_it_held_out(
 ) -> None:
     file, out = shutil.copy(folder / "chat/train.jsonl", tmp_path / "talks.jsonl"), tmp_path / "out"
     words = [f"ckpt={folder / 'llama'}", "task.held_out=0.2", "train.epochs=1", "dist.device=cpu"]
-    words += ["train.global_batch_size=8", "log.live=off", "optimizer.lr=1e-2"]
+    words += ["train.global_batch_size=8", "optimizer.lr=1e-2"]
     assert main(["finetune", "chat", f"data={file}", f"out={out}", *words]) == 0
     printed = capsys.readouterr().out
     assert f"{file}: 16 of 20 conversations are train" in printed

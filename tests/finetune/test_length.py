@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def finetune(folder: Path, out: Path, *words: str) -> int:
-    fixed = [f"data={folder / 'chat'}", f"ckpt={folder / 'llama'}", "dist.device=cpu", "log.live=off"]
+    fixed = [f"data={folder / 'chat'}", f"ckpt={folder / 'llama'}", "dist.device=cpu"]
     return main(["finetune", "chat", f"out={out}", *fixed, *words])
 
 

@@ -244,15 +244,6 @@ def test_a_hang_up_that_nohup_ignores_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_panel_shows_the_announcement_in_place_of_stderr(capfd: pytest.CaptureFixture[str]) -> None:
-    drawn: list[str] = []
-    stop = StopRequest(announce=True)
-    stop.show = lambda text: not drawn.append(text)  # type: ignore[func-returns-value]
-    stop.request(signal.SIGINT)
-    assert drawn == ["Ctrl-C: finishing the step, then saving; Ctrl-C again stops at once"]
-    assert capfd.readouterr().err == ""
-
-
 def test_outside_the_main_thread_only_explicit_requests_count() -> None:
     seen = []
 

@@ -13,12 +13,12 @@ from mlm.tracking.config import LogConfig
 from mlm.tracking.metrics import ExpertLoads, StepMetrics, flatten_metrics
 from mlm.tracking.reporter import WeightsAndBiases
 from mlm.util.errors import UserError
-from tests.tracking.reporting import read_metrics, reporter, shown, step_metrics, terminal
+from tests.tracking.reporting import read_metrics, reporter, step_metrics
 
 
 def test_a_run_writes_one_record_per_report(tmp_path: Path) -> None:
     with reporter(tmp_path) as report:
-        report.advance(10)
+        report.done = 10
         report.step(step_metrics(10))
         report.validation(10, 4.5, 90.0)
         report.saved(10, tmp_path / "checkpoints" / "step-00000010", 1.25, 0.5)
@@ -82,9 +82,9 @@ def test_the_error_that_ends_a_run_is_its_last_record(
 
     def train() -> None:
         with reporter(tmp_path) as report:
-            report.advance(10)
+            report.done = 10
             report.step(step_metrics(10))
-            report.advance(13)
+            report.done = 13
             raise error
 
     with pytest.raises(type(error)):
@@ -103,39 +103,8 @@ def test_other_ranks_write_and_say_nothing(tmp_path: Path, capfd: pytest.Capture
         report.validation(10, 4.5, 90.0)
         report.note("hello")
         report.saved(10, out, 1.0, 0.0)
-        report.advance(11)
     assert not out.exists()
     assert capfd.readouterr() == ("", "")
-
-
-def test_the_panel_shows_only_on_a_terminal_and_unless_it_is_off(tmp_path: Path) -> None:
-    for is_terminal, config in ((True, LogConfig()), (False, LogConfig()), (True, LogConfig(live="off"))):
-        console = terminal(is_terminal=is_terminal)
-        with reporter(tmp_path, console, config=config) as report:
-            report.step(step_metrics(10))
-        assert ("╭" in shown(console)) == (is_terminal and config.live == "auto")
-
-
-def test_a_crash_gives_the_terminal_back(tmp_path: Path) -> None:
-    console = terminal(is_terminal=True)
-    stdout = sys.stdout
-
-    def crash() -> None:
-        with reporter(tmp_path, console):
-            assert sys.stdout is not stdout  # the panel catches stray prints
-            raise RuntimeError("boom")
-
-    with pytest.raises(RuntimeError, match="boom"):
-        crash()
-    assert sys.stdout is stdout
-    assert shown(console).rfind("\x1b[?25h") > shown(console).rfind("\x1b[?25l")  # the cursor shows
-
-
-def test_the_cursor_shows_while_the_panel_lives(tmp_path: Path) -> None:
-    """So a kill -9, which nothing can clean up after, leaves the terminal usable."""
-    console = terminal(is_terminal=True)
-    with reporter(tmp_path, console):
-        assert shown(console).rfind("\x1b[?25h") > shown(console).rfind("\x1b[?25l")
 
 
 @pytest.mark.parametrize(

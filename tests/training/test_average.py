@@ -30,7 +30,7 @@ from tests.training.test_trainer import SEQ, VOCAB, config, steps_of
 DECAY, STEPS = 0.9, 4
 TINY = """
     model=gpt2_tiny data=synthetic data.seq_length=32 train.global_batch_size=4 train.micro_batch_size=4
-    schedule=constant log.every=1 log.live=off dist.device=cpu ema.decay=0.5
+    schedule=constant log.every=1 dist.device=cpu ema.decay=0.5
 """.split()  # noqa: SIM905
 
 

@@ -66,7 +66,7 @@ class Recorder(Observer):
 
 RUN = [
     *("pretrain", "model=gpt2_tiny", "data=synthetic", "data.seq_length=8", "train.global_batch_size=4"),
-    *("train.micro_batch_size=2", "dist.device=cpu", "dist.peak_tflops=1", "log.live=off"),
+    *("train.micro_batch_size=2", "dist.device=cpu", "dist.peak_tflops=1"),
 ]
 
 

@@ -58,7 +58,7 @@ def reached(tmp_path_factory: pytest.TempPathFactory) -> set[Stop]:
     threading.setprofile(note)
     sys.setprofile(note)
     try:
-        assert main([*words, "checkpoint.save_every=1", "log.live=off", "dist.peak_tflops=1"]) == 0
+        assert main([*words, "checkpoint.save_every=1", "dist.peak_tflops=1"]) == 0
         mlm.load(out)
     finally:
         sys.setprofile(before)

@@ -384,7 +384,7 @@ def print_next_commands(trainer: Trainer, out: Path) -> None:
     if schedule.decay not in STABLE_DECAYS and schedule.decay_steps is None:
         resume.append(f"schedule.decay_steps={steps}")  # the learning rate stays where it ended
     line = Text(f"train on: {shlex.join(resume)}\ncurves: mlm report {shlex.quote(str(out))}")
-    training_console("off", out / FILE_NAME).print(line, soft_wrap=True)
+    training_console(out / FILE_NAME).print(line, soft_wrap=True)
 
 
 def model_of_ckpt(ckpt: Any, out: Any) -> tuple[str, dict[str, Any]] | None:

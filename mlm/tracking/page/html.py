@@ -22,7 +22,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from mlm.tracking.panel import duration
+from mlm.tracking.display import duration
 from mlm.tracking.runs import LARGEST, MISSING, Column, RunRecords, number, when
 from mlm.util.errors import escape_controls, format_value
 from mlm.util.results import HTML_MARK

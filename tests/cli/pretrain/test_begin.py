@@ -20,7 +20,7 @@ from tests.training.records import losses, records
 
 TINY = """
     model=gpt2_tiny model.vocab_size=400 data.seq_length=32 train.global_batch_size=4 train.micro_batch_size=4
-    train.steps=1 train.validate_every=0 schedule=constant optimizer.lr=1e-3 log.every=1 log.live=off
+    train.steps=1 train.validate_every=0 schedule=constant optimizer.lr=1e-3 log.every=1
     dist.device=cpu checkpoint.save_every=2 checkpoint.keep_every=2
 """.split()  # noqa: SIM905
 
@@ -175,7 +175,7 @@ def with_file(made: Path, out: Path) -> list[str]:
 def finetuned(made: Path, out: Path, *words: str) -> list[str]:
     chats, llama = write_chats(out), write_llama(out / "llama")
     sizes = ["train.epochs=1", "train.global_batch_size=8", "task.max_length=48", "dist.device=cpu"]
-    run = ["finetune", "chat", f"data={chats}", f"ckpt={llama}", *sizes, "log.live=off"]
+    run = ["finetune", "chat", f"data={chats}", f"ckpt={llama}", *sizes]
     assert main([*run, f"out={out / 'run'}"]) == 0
     return ["finetune", f"resume={out / 'run'}", *words]
 

@@ -68,7 +68,6 @@ def typed(corpus: Path, *more: str) -> list[str]:
         "train.micro_batch_size=2",
         "train.validate_batches=2",
         "schedule=constant",
-        "log.live=off",
         *([] if any("data." in word for word in more) else [f"data.path={corpus}"]),
         *more,
     ]

@@ -18,7 +18,7 @@ from tests.training.records import records
 TINY = """
     model=gpt2_tiny model.vocab_size=64 data.seq_length=16 train.steps=20 train.global_batch_size=4
     train.micro_batch_size=4 train.validate_every=1 train.validate_batches=8 schedule=constant
-    optimizer.lr=1e-2 log.every=1 log.live=off dist.device=cpu train.keep_best=true train.patience=2
+    optimizer.lr=1e-2 log.every=1 dist.device=cpu train.keep_best=true train.patience=2
     checkpoint.save_every=1
 """.split()  # noqa: SIM905
 

@@ -14,7 +14,7 @@ from tests.convert.megatron.written import VOCAB, arguments, gpt2_state, random_
 
 SHORT = [
     *("train.steps=1", "train.global_batch_size=2", "train.micro_batch_size=2", "train.validate_batches=1"),
-    *("schedule=constant", "schedule.warmup_steps=0", "log.live=off", "dist.device=cpu"),
+    *("schedule=constant", "schedule.warmup_steps=0", "dist.device=cpu"),
     "dist.peak_tflops=1",
 ]
 

@@ -52,7 +52,7 @@ def settings(folder: Path, out: str, **changes: object) -> PretrainConfig:
         schedule=ScheduleConfig(decay="constant", warmup_steps=0),
         precision=PrecisionConfig(dtype="fp32"),
         train=TrainConfig(steps=STEPS, global_batch_size=BATCH, micro_batch_size=2, validate_every=0),
-        log=LogConfig(every=1, live="off"),
+        log=LogConfig(every=1),
     )
     return replace(config, **changes)  # type: ignore[arg-type]
 
@@ -89,7 +89,7 @@ def test_run_that_names_no_model_takes_the_folder_s(
     shutil.copytree(folder / "llama", llama)
     words = [f"ckpt={llama}", f"data.path={folder / 'corpus'}", "data.seq_length=16"]
     words += ["train.steps=1", "train.global_batch_size=2", "train.micro_batch_size=2", "dist.device=cpu"]
-    words += ["schedule.warmup_steps=0", "log.live=off", "train.validate_every=0"]
+    words += ["schedule.warmup_steps=0", "train.validate_every=0"]
     assert main(["pretrain", *words, f"out={tmp_path / 'out'}"]) == 0
     said = capsys.readouterr()
     assert "llama, 2 layers, hidden size 32, 4 heads" in said.err

@@ -15,7 +15,7 @@ RUN = [
     *("model=gpt2_tiny", "model.vocab_size=64", "model.num_layers=2", "data.seq_length=8"),
     *("data.kind=tests.training.incidents.bad_data:build", "train.steps=14", "train.global_batch_size=4"),
     *("train.micro_batch_size=2", "train.validate_every=0", "schedule.warmup_steps=1", "optimizer.lr=1e-2"),
-    *("dist.device=cpu", "dist.threads_per_rank=1", "dist.peak_tflops=1", "log.every=1", "log.live=off"),
+    *("dist.device=cpu", "dist.threads_per_rank=1", "dist.peak_tflops=1", "log.every=1"),
     *("checkpoint.save_every=4", "checkpoint.keep_every=2", "checkpoint.asynchronous=false"),
     *("incident.window=8", "incident.threshold=1000"),
 ]

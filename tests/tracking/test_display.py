@@ -1,15 +1,12 @@
-"""Displays: plain lines that a program can split, and a panel that fits."""
+"""The lines of a run, which a program can split."""
 
-import io
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from mlm.tracking.config import LogConfig
+from mlm.tracking.display import Display, duration, format_count, format_significant
 from mlm.tracking.metrics import ExpertLoads
-from mlm.tracking.panel import LivePanel, PlainLines, duration, format_count, format_significant
 from mlm.tracking.reporter import training_console
 from tests.tracking.reporting import Clock, read_metrics, reporter, shown, step_metrics, terminal
 
@@ -65,31 +62,6 @@ def test_a_note_is_printed_as_it_is(tmp_path: Path) -> None:
     assert shown(console) == "saved [bold]runs/a-long-name/step-00000010[/bold] (1.2 s)\n"
 
 
-def panel_text(width: int = 100, **changed: object) -> str:
-    """The panel after step 30 of 100 in 60 s, validated at 20."""
-    clock, console = Clock(), terminal(is_terminal=True, width=width)
-    panel = LivePanel(console, title="try", header=[], start_step=0, total_steps=100, clock=clock)
-    panel.step(step_metrics(10))
-    clock.now += 60
-    panel.validation(20, 3.5, 33.1155, {"wiki": 3.25})
-    panel.step(step_metrics(30, **changed))
-    with console.capture() as capture:
-        console.print(panel.render())
-    return capture.get()
-
-
-def test_the_panel_shows_every_number() -> None:
-    text = panel_text(loss_scale=65536.0)
-    numbers = (
-        *("step 30/100", "30%", "loss 4.2500", "lr 3.000e-04", "gradient norm 0.7500", "tokens seen 30k"),
-        *("tokens/s 2,000", "step time 500.0 ms", "TFLOP/s 0.1230", "MFU 42.0%", "memory 1.50 GiB"),
-        *("loss 3.5000 · perplexity 33.12 · step 20", "wiki 3.2500", "loss scale 2^16", "elapsed 0:01:00"),
-        "loss nats per token · TFLOP/s and MFU per device · memory of rank 0",
-        "left 0:03:30",  # 20 steps took 60 s, 70 remain
-    )
-    assert [number for number in numbers if number not in text] == []
-
-
 def test_a_plain_line_names_the_loss_of_every_corpus(tmp_path: Path) -> None:
     console = terminal(width=40)
     with reporter(tmp_path, console, header=[]) as report:
@@ -100,20 +72,11 @@ def test_a_plain_line_names_the_loss_of_every_corpus(tmp_path: Path) -> None:
     assert list(single) == ["step", "validation_loss", "validation_ppl"]
 
 
-@pytest.mark.parametrize("width", [30, 60, 100, 250])
-def test_the_panel_leaves_room_for_an_echoed_control_c(width: int) -> None:
-    """A ^C typed behind the panel must not wrap: the next drawing would be a line off."""
-    assert max(map(len, panel_text(width).splitlines())) <= width - 4
-
-
 LOADS = ExpertLoads({1: [3, 1, 0, 0], 2: [1, 1, 1, 1]}, {1: [2, 0, 0, 0], 2: [0] * 4})
 
 
-def test_both_displays_show_the_balance_of_experts(tmp_path: Path) -> None:
-    """Largest over mean: the panel of each layer, a plain line of the least even one."""
-    text = panel_text(loads=LOADS)
-    assert "largest over mean expert, by layer 3.00 · 1.00" in text
-    assert "choices dropped 25.00%" in text
+def test_the_balance_of_experts_is_shown(tmp_path: Path) -> None:
+    """Largest over mean: a line shows the least even layer, a record all."""
     (line,) = lines_of(tmp_path, {"loads": LOADS})
     assert (pairs(line)["imbalance"], pairs(line)["dropped"]) == ("3.00", "25.00%")
     (record,) = (each for each in read_metrics(tmp_path) if each["kind"] == "step")
@@ -122,28 +85,9 @@ def test_both_displays_show_the_balance_of_experts(tmp_path: Path) -> None:
     assert record["dropped"] == 0.25
 
 
-def test_micro_batches_show_that_a_first_or_slow_step_runs() -> None:
-    console = terminal(is_terminal=True)
-    panel = LivePanel(console, title="try", header=[], start_step=0, total_steps=100, clock=Clock())
-
-    def drawn() -> str:
-        with console.capture() as capture:
-            console.print(panel.render())
-        return capture.get()
-
-    panel.micro_batch(3, 64)
-    assert "in progress step 1, micro-batch 3 of 64" in drawn()
-    panel.advance(1)
-    panel.step(step_metrics(1))
-    panel.micro_batch(3, 64)
-    assert "micro-batch" not in drawn()
-    panel.step(step_metrics(1, step_time_s=134.0))
-    assert "in progress step 2, micro-batch 3 of 64" in drawn()
-
-
 def test_a_log_names_micro_batches_ever_more_rarely_until_the_first_step() -> None:
     console, clock = terminal(), Clock()
-    lines = PlainLines(console, title="try", header=[], start_step=0, total_steps=100, clock=clock)
+    lines = Display(console, header=[], start_step=0, total_steps=100, clock=clock)
     for second in range(61):
         clock.now = 100.0 + second
         lines.micro_batch(second, 64)
@@ -153,18 +97,6 @@ def test_a_log_names_micro_batches_ever_more_rarely_until_the_first_step() -> No
     *early, step = map(pairs, shown(console).splitlines())
     assert [line["elapsed"] for line in early] == ["0:00:10", "0:00:20", "0:00:40"]
     assert (early[0]["step"], early[0]["micro_batch"], step["step"]) == ("1/100", "10/64", "1/100")
-
-
-def test_a_stop_that_was_asked_for_is_a_row_of_the_panel(tmp_path: Path) -> None:
-    console = terminal(is_terminal=True)
-    with reporter(tmp_path, console, config=LogConfig(live="on")) as report:
-        assert report.announce("Ctrl-C: finishing the step")
-        (panel,) = (sink for sink in report.sinks if isinstance(sink, LivePanel))
-        with console.capture() as capture:
-            console.print(panel.render())
-    assert "Ctrl-C: finishing the step" in capture.get()
-    with reporter(tmp_path / "plain", terminal()) as report:
-        assert not report.announce("plain lines leave it to stderr")
 
 
 def test_a_failed_save_is_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,20 +110,6 @@ def test_a_failed_save_is_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert last == "mlm: SAVING FAILED at step 100: No space left on device"  # of 100: nothing continues
 
 
-@pytest.mark.parametrize("same_terminal", [True, False])
-def test_a_problem_is_above_the_panel_and_on_a_stderr_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_terminal: bool
-) -> None:
-    errors = io.StringIO()
-    monkeypatch.setattr(errors, "isatty", lambda: same_terminal)
-    monkeypatch.setattr(sys, "stderr", errors)
-    console = terminal(is_terminal=True)
-    with reporter(tmp_path, console) as report:
-        report.problem("the disk is full")
-    assert shown(console).count("mlm: the disk is full") == 1
-    assert errors.getvalue() == ("" if same_terminal else "mlm: the disk is full\n")
-
-
 def test_training_outlives_the_reader_of_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,7 +118,7 @@ def test_training_outlives_the_reader_of_its_output(
     os.close(read)
     with open(write, "w") as pipe:
         monkeypatch.setattr("sys.stdout", pipe)
-        made = training_console("auto", tmp_path / "metrics.jsonl")
+        made = training_console(tmp_path / "metrics.jsonl")
         with reporter(tmp_path, made) as report:
             for step in (10, 20):
                 report.step(step_metrics(step))
@@ -238,10 +156,3 @@ def test_units_of_plain_lines_follow_the_header_once(tmp_path: Path) -> None:
     (units,) = [line for line in shown(console).splitlines() if line.startswith("units ")]
     assert "loss per example" in units
     assert "ETA time left, h:mm:ss" in units
-
-
-@pytest.mark.parametrize("width", [44, 60, 80, 120])
-def test_no_number_of_the_panel_is_truncated(width: int) -> None:
-    text = panel_text(width, tokens=3 * 10**11, tokens_per_s=1234567.8, grad_norm=12345.6)
-    assert "…" not in text
-    assert "step 20" in text
