@@ -45,8 +45,6 @@ class Command:
     returns a line to print, or None."""
     out_is_run_folder: bool = False
     """True if `out` is a run folder, where failing ranks may leave their logs."""
-    tidy: str | None = None
-    """module:function(config), called when its ranks have ended, also where they were killed."""
     has_runs: bool = False
     """True if it writes run folders, which `resume=` continues."""
     summary: str

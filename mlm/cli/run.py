@@ -165,12 +165,8 @@ def _execute(job: Job, config: Any) -> int:
     if command.forecast and speaks_for_host(os.environ):
         for line in resolve(command.forecast)(config, resolve(f"{LAUNCH}:launch_facts")(config.dist)):
             job.note(line)
-    try:
-        out = Path(config.out) if command.out_is_run_folder else None
-        return int(resolve(f"{LAUNCH}:run_job")(command.target, config, out=out))
-    finally:
-        if command.tidy:
-            resolve(command.tidy)(config)
+    out = Path(config.out) if command.out_is_run_folder else None
+    return int(resolve(f"{LAUNCH}:run_job")(command.target, config, out=out))
 
 
 def _verdict(command: Command, config: Any, gpus: int | None) -> str:

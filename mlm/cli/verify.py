@@ -112,9 +112,8 @@ COMMANDS = (
         target="mlm.launch.doctor.run:run",
         check=checked_by(RANK_RULES, (devices_exist, lambda config, _: folder_problem(config.out))),
         forecast="mlm.launch.doctor.run:lines",
-        tidy="mlm.launch.doctor.folder:tidy",
         summary="check hosts, disks, GPUs and the network of a layout before a run",
-        about="""Looks on every rank at versions, device and driver, memory, disk, limits, /dev/shm, host
+        about="""Looks on every rank at versions, device, memory, disk, limits, /dev/shm, host
             names and variables; tries whether the folder is shared, renames, locks and is fast; and compares
             collectives over each axis with exact numbers and times them. Prints a table with a remedy for
             each problem. Ends with 0, or 1 if a check failed. Starts its ranks as `mlm pretrain` does:
@@ -128,7 +127,7 @@ COMMANDS = (
             torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500
                 --no-python mlm doctor tp=8
         """,
-        keys="out timeout_s tp cp pp dp ep expert_tp dist.device dist.backend dist.timeout_s",
+        keys="out tp cp pp dp ep expert_tp dist.device dist.backend dist.timeout_s",
     ),
     Command(
         name="replay",

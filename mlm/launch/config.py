@@ -38,7 +38,5 @@ class DoctorConfig:
     out: ResultFile | None = None
     """JSON file for the result. The disk that it is on is the one that is checked; null checks that of the
     working folder."""
-    timeout_s: Annotated[float, SECONDS] = 60.0
-    """Seconds in which all ranks must come to each check; those that do not are named."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     dist: DistConfig = field(default_factory=DistConfig)

@@ -1,26 +1,15 @@
-"""Findings of ranks, one row of a table for all of them, and the exchange that names silent ranks."""
+"""Findings of ranks, and one row of a table for all of them."""
 
-import json
 import platform
-import socket
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch.distributed import Store, TCPStore
 
 import mlm
-from mlm.checkpoint.native.exchange import Ranks
-from mlm.launch.network import LOOPBACK, no_connection
-from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.watch import Watch, name_ranks
-from mlm.util.errors import CheckFailedError
+from mlm.parallel.watch import name_ranks
 
-GRACE_S = 5.0
-"""Seconds that the others get to read the last values, and rank 0 to answer after its own wait."""
 SAME_VERSIONS = "install the same version on every host"
 Status = Literal["ok", "warn", "fail"]
 SEVERITY: tuple[Status, ...] = ("ok", "warn", "fail")
@@ -95,79 +84,3 @@ def ranks_with_hosts(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     where = list(dict.fromkeys(hosts[rank] for rank in ranks))
     shown = ", ".join(where[:3]) + (", …" if len(where) > 3 else "")
     return f"{name_ranks(ranks)} (host{'s' * (len(where) > 1)} {shown})"
-
-
-class Control:
-    """The ranks of one examination, over a key-value store that rank 0 serves on a free port.
-
-    Args:
-        store: reached by all ranks; None for one rank.
-        timeout_s: seconds that all ranks get to come to an exchange.
-    """
-
-    def __init__(self, store: Store | None, rank: int, world_size: int, timeout_s: float) -> None:
-        self.store, self.rank, self.world_size, self.timeout_s = store, rank, world_size, timeout_s
-        self.hosts = [socket.gethostname()] * world_size
-        self.watch = Watch(rank)
-        self._count = 0
-
-    @classmethod
-    def of(cls, ctx: ParallelContext, address: str, timeout_s: float) -> "Control":
-        """Open the store. Collective. Raises CheckFailedError if a rank cannot reach it."""
-        if ctx.world_size == 1:
-            return cls(None, 0, 1, timeout_s)
-        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False) if ctx.is_main else None
-        port = int(Ranks.of(ctx).broadcast(store.port if store is not None else 0))
-        if store is None:
-            wait_s = min(timeout_s, 10.0)
-            if reason := no_connection(address, port, wait_s):
-                raise CheckFailedError(
-                    f"rank {ctx.rank} (host {socket.gethostname()}) cannot connect to rank 0 at {address} "
-                    f"port {port} within {wait_s:g} s ({reason}): open all ports between the hosts"
-                )
-            store = TCPStore(address, port, is_master=False, wait_for_workers=False)
-        control = cls(store, ctx.rank, ctx.world_size, timeout_s)
-        control.watch = ctx.watch
-        control.hosts = control.all_gather("the first exchange", socket.gethostname())
-        return control
-
-    def all_gather(self, check: str, value: Any) -> list[Any]:
-        """Return every rank's JSON value, on every rank. Collective.
-
-        Raises, on all ranks that answer, CheckFailedError naming the ranks that do not within `timeout_s`;
-        LostPeer where rank 0 has ended. If rank 0 hangs, the watchdog ends this rank.
-        """
-        if self.store is None:
-            return [value]
-        self._count += 1
-        keys = [f"{self._count}/{rank}" for rank in range(self.world_size)]
-        with self.watch.waiting(check, "world", tuple(range(self.world_size)), self.timeout_s + GRACE_S):
-            self.store.set(keys[self.rank], json.dumps(value))
-            silent = self._wait_for(keys, self.timeout_s)
-            if not silent:
-                return [json.loads(answer) for answer in self.store.multi_get(keys)]
-        raise CheckFailedError(
-            f"{ranks_with_hosts(silent, self.hosts)}: no answer for {self.timeout_s:g} s (timeout_s) at "
-            f"{check}: hung or dead; look there (dmesg, nvidia-smi, the disk of out), or start without "
-            "that host"
-        )
-
-    def _wait_for(self, keys: Sequence[str], timeout_s: float) -> list[int]:
-        """Return the ranks whose key is not written after `timeout_s`. Store.wait prints C++ stacks."""
-        assert self.store is not None
-        end = time.monotonic() + timeout_s
-        while not self.store.check(list(keys)):
-            if time.monotonic() > end:
-                return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            time.sleep(0.005)
-        return []
-
-    def close(self) -> None:
-        """Let rank 0, with which the store ends, wait until all have read from it. Collective."""
-        if self.store is None:
-            return
-        keys = [f"closed/{rank}" for rank in range(self.world_size)]
-        with suppress(RuntimeError):
-            self.store.set(keys[self.rank], "")
-            if self.rank == 0:
-                self._wait_for(keys, GRACE_S)

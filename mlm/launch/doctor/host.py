@@ -3,8 +3,7 @@
 import os
 import resource
 import socket
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -137,42 +136,4 @@ def check_device(device: torch.device) -> list[Finding]:
     text = f"{format_bytes(free)} of {format_bytes(total)} free"
     remedy = "end the programs that nvidia-smi lists on it, or choose GPUs by CUDA_VISIBLE_DEVICES"
     is_used = free < 0.9 * total  # by another program
-    uuid = torch.cuda.get_device_properties(device).uuid
-    return [finding("GPU memory", text, remedy, warns=is_used), *judge_gpu(query_gpu(str(uuid)))]
-
-
-FIELDS = (
-    *("driver_version", "clocks.max.sm", "clocks_throttle_reasons.active"),
-    "ecc.errors.uncorrected.volatile.total",
-)
-SLOWED = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
-"""Bits of nvidia-smi's reasons for lower clocks that name a defect; a power cap and idleness do not."""
-
-
-def query_gpu(uuid: str) -> list[str] | None:
-    """Return FIELDS of a GPU by nvidia-smi; None where it cannot be asked."""
-    query = f"--query-gpu={','.join(FIELDS)}"
-    command = ["nvidia-smi", f"--id=GPU-{uuid}", query, "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20.0, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    values = [value.strip() for value in done.stdout.split(",")]
-    return values if len(values) == len(FIELDS) else None
-
-
-def judge_gpu(values: Sequence[str] | None) -> list[Finding]:
-    """Judge driver, clocks and memory errors by FIELDS."""
-    if values is None:
-        return [Finding("driver", "warn", "nvidia-smi gives no answer", "install it with the driver")]
-    driver, most, reasons, errors = values
-    bits = int(reasons, 16) if reasons.startswith("0x") else 0
-    slowed = list(dict.fromkeys(why for bit, why in SLOWED.items() if bits & bit))
-    text = f"{most} MHz at most" + (f", slowed by {', '.join(slowed)}" if slowed else "")
-    remedy = "look at nvidia-smi -q -d PERFORMANCE, and at fans and power; leave out this host meanwhile"
-    findings = [Finding("driver", "ok", driver), finding("clocks", text, remedy, warns=bool(slowed))]
-    if errors.isdecimal():
-        text = f"{errors} uncorrected since the driver's start"
-        remedy = "reset or replace the GPU; leave out this host meanwhile"
-        findings.append(finding("GPU errors", text, remedy, fails=int(errors) > 0))
-    return findings
+    return [finding("GPU memory", text, remedy, warns=is_used)]

@@ -1,18 +1,19 @@
 """`mlm doctor`: every check on every rank, one table."""
 
 import os
+import socket
 import sys
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from mlm.checkpoint.native.exchange import Ranks
 from mlm.config.build import to_dict
 from mlm.launch.config import DoctorConfig
 from mlm.launch.doctor import host
 from mlm.launch.doctor.findings import (
     SAME_VERSIONS,
-    Control,
     Finding,
     different_versions,
     finding,
@@ -20,9 +21,8 @@ from mlm.launch.doctor.findings import (
     versions,
 )
 from mlm.launch.doctor.folder import check_folder, folder_of
-from mlm.launch.doctor.traffic import check_traffic, judge
+from mlm.launch.doctor.traffic import judge, measure
 from mlm.launch.environment import read_rank_place
-from mlm.launch.network import LOOPBACK
 from mlm.launch.rules.layout import Launch
 from mlm.launch.start import choose_world_size
 from mlm.parallel.mesh import ParallelContext
@@ -41,7 +41,7 @@ def lines(config: DoctorConfig, facts: Launch) -> list[str]:
 def run(config: DoctorConfig, ctx: ParallelContext) -> None:
     """Check; rank 0 prints the table and writes `out`. Every rank calls this.
 
-    Raises CheckFailedError if a check failed.
+    Raises CheckFailedError if a check failed. A rank that hangs is named after dist.timeout_s.
     """
 
     def note(text: str) -> None:
@@ -49,11 +49,9 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
             print(f"mlm doctor: {text}", file=sys.stderr, flush=True)
 
     place = read_rank_place(os.environ) if ctx.world_size > 1 else None
-    control = Control.of(ctx, place.master_addr if place is not None else LOOPBACK, config.timeout_s)
-    folder = folder_of(config)
+    ranks, folder, on_gpu = Ranks.of(ctx), folder_of(config), ctx.device.type == "cuda"
     note(f"{ctx.world_size} ranks are connected; looking at hosts and {folder}")
     ranks_here = 1 if place is None else place.local_world_size
-    on_gpu = ctx.device.type == "cuda"
     findings = [
         *host.check_device(ctx.device),
         host.memory(available_memory(), ranks_here),
@@ -63,25 +61,22 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
         host.shared_memory(on_gpu),
         host.names(place, os.environ),
         *host.environment(os.environ, ranks_here),
-        *check_folder(folder, control),
+        *check_folder(folder, ctx, is_first_of_host=place is None or place.local_rank == 0),
     ]
     device = f"CPU, {available_cores()} cores, {torch.get_num_threads()} threads a rank"
     facts = {"versions": versions(), "device": torch.cuda.get_device_name(ctx.device) if on_gpu else device}
-    answers = control.all_gather("the host", [facts, [asdict(found) for found in findings]])
-    note("comparing and timing collectives over each axis")
-    traffic = check_traffic(ctx, control, config.timeout_s)
+    note("timing collectives over each axis, and comparing their numbers")
+    traffic = measure(ctx)
+    answers = ranks.all_gather([socket.gethostname(), facts, list(map(asdict, findings)), traffic])
+    hosts, all_facts, found, all_traffic = map(list, zip(*answers, strict=True))
     by_rank = [
-        [*(Finding(**found) for found in own), *communication]
-        for (_, own), communication in zip(answers, judge(traffic), strict=True)
+        [*(Finding(**fields) for fields in of_host), *of_links]
+        for of_host, of_links in zip(found, judge(all_traffic), strict=True)
     ]
-    all_facts = [facts for facts, _ in answers]
-    by_rank[0] = [*check_equal(all_facts, control.hosts), *by_rank[0]]
-    rows = rows_of(by_rank, control.hosts)
-    problem = report(config, control.hosts, all_facts, rows, traffic) if ctx.is_main else ""
-    problem = control.all_gather("the report", problem)[0]
-    control.close()
-    if problem:
-        raise CheckFailedError(problem)
+    by_rank[0] = [*check_equal(all_facts, hosts), *by_rank[0]]
+    problem = report(config, hosts, all_facts, rows_of(by_rank, hosts), all_traffic) if ctx.is_main else ""
+    if problem := ranks.broadcast(problem):
+        raise CheckFailedError(str(problem))
 
 
 def check_equal(facts: list[dict[str, Any]], hosts: list[str]) -> list[Finding]:

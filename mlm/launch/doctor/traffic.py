@@ -4,14 +4,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as WaitTimeoutError
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mlm.launch.doctor.findings import Control, Finding, finding
+from mlm.launch.doctor.findings import Finding, finding
 from mlm.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -88,8 +86,6 @@ def bandwidth(axis: Axis, device: torch.device) -> float:
 
 def measure(ctx: ParallelContext) -> dict[str, Any]:
     """Return for each axis its ranks, wrong operations and bytes a second, as JSON values. Collective."""
-    if ctx.device.type == "cuda":
-        torch.cuda.set_device(ctx.device)  # of this thread
     axes = (ctx.tp, ctx.cp, ctx.dp, ctx.pp, ctx.experts.ep, ctx.experts.replicas)
     # each with the device whose memory it communicates
     return {
@@ -103,34 +99,10 @@ def measure(ctx: ParallelContext) -> dict[str, Any]:
     }
 
 
-def check_traffic(ctx: ParallelContext, control: Control, timeout_s: float) -> list[dict[str, Any]]:
-    """Return what every rank measured, in rank order. Collective; raises CheckFailedError.
-
-    A thread communicates, so that this one can still report when a communication hangs.
-    """
-    if ctx.world_size == 1:
-        return [{}]
-    pool = ThreadPoolExecutor(1)
-    work = pool.submit(measure, ctx)
-    try:
-        measured: dict[str, Any] = work.result(timeout_s)
-    except WaitTimeoutError:
-        waits = [f"{wait.op} over {wait.axis}" for wait in ctx.watch.waits.values()]
-        measured = {"stuck": waits[-1] if waits else "a communication of the device"}
-    except RuntimeError as error:  # a lost peer
-        measured = {"stuck": str(error).splitlines()[0]}
-    pool.shutdown(wait=False)
-    return control.all_gather("communication", measured)
-
-
 def judge(measured: Sequence[dict[str, Any]]) -> list[list[Finding]]:
     """Return each rank's findings, from what all measured."""
     findings_of_ranks: list[list[Finding]] = []
     for axes in measured:
-        if "stuck" in axes:
-            stuck = Finding("communication", "fail", f"stuck in {axes['stuck']}", REMEDY)
-            findings_of_ranks.append([stuck])
-            continue
         findings = []
         for axis, own in axes.items():
             wrong = ", ".join(own["wrong"])

@@ -81,7 +81,7 @@ def test_ranks_with_other_versions_are_named() -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["timeout_s=1e300"], "timeout_s=1e+300 must be"),
+        (["dist.timeout_s=1e300"], "dist.timeout_s=1e+300 must be"),
         (["out=nowhere/doctor.json"], "out=nowhere/doctor.json: nowhere is no folder that can be written"),
         (["tp=2", "vp=2", "pp=1"], "vp=2"),
     ],
@@ -133,7 +133,7 @@ def test_a_reader_that_leaves_early_ends_no_rank(tmp_path: Path) -> None:
     os.close(reader)
     try:
         job = subprocess.run(
-            [sys.executable, "-m", "mlm", "doctor", *CPU, "tp=2", "timeout_s=5", "out=doctor.json"],
+            [sys.executable, "-m", "mlm", "doctor", *CPU, "tp=2", "dist.timeout_s=5", "out=doctor.json"],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             cwd=tmp_path,
             stdout=writer,

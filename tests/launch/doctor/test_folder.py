@@ -2,24 +2,21 @@
 
 import errno
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlm.cli import main
 from mlm.launch.doctor import folder as folders
-from mlm.launch.doctor.findings import Control, Finding, rows_of
-from mlm.launch.doctor.folder import DISK, LOCKS, SHARED, SPEED, check_folder
+from mlm.launch.doctor.findings import Finding, rows_of
+from mlm.launch.doctor.folder import LOCKS, RENAMED, SHARED, SPEED, check_folder
+from mlm.parallel.mesh import CPU, ParallelContext
 from mlm.util.lock import Lock, LockError
 from tests.launch.doctor.trials import on_threads
-from tests.util.test_lock import HOLD_FOLDER
 
-FINE = {SHARED: "ok", DISK: "ok", SPEED: "ok", LOCKS: "ok"}
+FINE = {SHARED: "ok", RENAMED: "ok", SPEED: "ok", LOCKS: "ok"}
 
 
 @pytest.fixture(autouse=True)
@@ -29,63 +26,51 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "SLOW_SPEED", 0.0)  # whatever the disk of the tests does
 
 
+def checked(monkeypatch: pytest.MonkeyPatch, *folders_of_ranks: Path) -> list[list[Finding]]:
+    """Findings of each rank, in its folder; all are the first of their host."""
+
+    def work(ctx: Any) -> list[Finding]:
+        return check_folder(folders_of_ranks[ctx.rank], ctx, is_first_of_host=True)
+
+    return on_threads(monkeypatch, work, len(folders_of_ranks))
+
+
+def alone(folder: Path) -> list[Finding]:
+    return check_folder(folder, ParallelContext(device=CPU), is_first_of_host=True)
+
+
 def statuses(found: list[Finding]) -> dict[str, str]:
     return {finding.check: finding.status for finding in found}
 
 
-def test_a_folder_of_one_disk_is_fine_and_left_as_it_was(tmp_path: Path) -> None:
-    found = on_threads(lambda control: check_folder(tmp_path, control))
-    assert [statuses(each) for each in found] == [FINE] * 3
-    assert statuses(check_folder(tmp_path, Control(None, 0, 1, 1.0))) == FINE
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture
-def trial(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
-    """A trial in tmp_path that another process holds."""
-    command = [sys.executable, "-c", HOLD_FOLDER, str(tmp_path / f".mlm-doctor-{'d' * 32}")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def test_a_killed_command_leaves_no_trial(
-    tmp_path: Path, trial: "subprocess.Popen[str]", monkeypatch: pytest.MonkeyPatch
+def test_a_folder_of_one_disk_is_fine_and_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when Ctrl-C kills the ranks of `mlm doctor tp=2`, which the launcher waits for."""
-
-    def killed(*_: object, **__: object) -> int:
-        trial.kill()
-        trial.wait()
-        return 130
-
-    monkeypatch.setattr("mlm.launch.start.run_job", killed)
-    assert main(["doctor", "dist.device=cpu", "tp=2", f"out={tmp_path / 'doctor.json'}"]) == 130
+    assert statuses(alone(tmp_path)) == FINE
+    assert list(map(statuses, checked(monkeypatch, *[tmp_path] * 3))) == [FINE] * 3
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_not_shared_names_the_rank_that_does_not_see_it(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_shared_names_the_rank_that_does_not_see_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
-    names = ("one", "one", "other")
-    found = on_threads(lambda control: check_folder(tmp_path / names[control.rank], control))
+    found = checked(monkeypatch, *(tmp_path / name for name in ("one", "one", "other")))
     row = next(row for row in rows_of(found, ["h0", "h1", "h2"]) if row.check == SHARED)
     assert (row.status, row.ranks) == ("fail", (2,))
     assert "rank 2 (host h2)" in row.result
-    assert "does not show what rank 0 wrote" in row.result
+    assert row.remedy.startswith("name a folder on a file system that all hosts mount")
 
 
 def test_a_rank_whose_files_rank_0_does_not_see_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = folders.write_atomic
-    lost = lambda path, content: None if path.name == "rank-1" else write(path, content)  # noqa: E731
+    lost = lambda path, content: None if path.name == ".mlm-doctor-1" else write(path, content)  # noqa: E731
     monkeypatch.setattr(folders, "write_atomic", lost)
-    found = on_threads(lambda control: check_folder(tmp_path, control))
-    assert "does not show what rank 1 wrote" in found[0][0].result
+    found = checked(monkeypatch, *[tmp_path] * 3)
+    assert "does not see what rank 1 wrote" in found[0][0].result
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
@@ -96,7 +81,7 @@ def test_a_folder_that_cannot_be_written_is_found(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(folders, "write_atomic", full)
-    (found,) = check_folder(tmp_path, Control(None, 0, 1, 1.0))
+    (found,) = alone(tmp_path)
     assert (found.check, found.status) == (SHARED, "fail")
     assert os.strerror(number) in found.result
 
@@ -110,26 +95,9 @@ def test_a_disk_on_which_a_replaced_file_stays_old_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folders, "write_atomic", forgetful(folders.write_atomic))
-    found = on_threads(lambda control: check_folder(tmp_path, control))
-    assert [statuses(each)[DISK] for each in found] == ["fail"] * 3
+    found = checked(monkeypatch, *[tmp_path] * 3)
+    assert [statuses(each)[RENAMED] for each in found] == ["fail"] * 3
     assert "keeps its old content" in found[1][1].result
-
-
-def test_a_disk_that_cannot_push_files_out_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = folders.write_atomic
-
-    def unsynced(path: Path, content: bytes) -> None:
-        if content == b"again":
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        write(path, content)
-
-    monkeypatch.setattr(folders, "write_atomic", unsynced)
-    assert statuses(check_folder(tmp_path, Control(None, 0, 1, 1.0)))[DISK] == "fail"
-
-
-def test_a_slow_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "SLOW_S", 0.0)
-    assert statuses(check_folder(tmp_path, Control(None, 0, 1, 1.0)))[DISK] == "warn"
 
 
 def test_a_disk_that_writes_slowly_is_a_warning_with_what_it_means(
@@ -138,7 +106,7 @@ def test_a_disk_that_writes_slowly_is_a_warning_with_what_it_means(
     sync = os.fsync
     monkeypatch.setattr(folders, "SLOW_SPEED", 50e6)
     monkeypatch.setattr(os, "fsync", lambda descriptor: (sync(descriptor), time.sleep(0.1)))
-    found = next(one for one in check_folder(tmp_path, Control(None, 0, 1, 1.0)) if one.check == SPEED)
+    found = next(one for one in alone(tmp_path) if one.check == SPEED)
     assert found.status == "warn"
     assert "MB/s: a checkpoint of a billion parameters takes" in found.result
     assert "checkpoint.save_every" in found.remedy
@@ -155,7 +123,7 @@ def test_a_disk_that_fills_up_while_it_is_written_is_found(
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    found = check_folder(tmp_path, Control(None, 0, 1, 1.0))
+    found = alone(tmp_path)
     assert statuses(found)[SPEED] == "fail"
     assert list(tmp_path.iterdir()) == []
 
@@ -176,6 +144,6 @@ def test_locks_that_do_not_exclude_are_found(
     take: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Lock, "take", take)
-    found = on_threads(lambda control: check_folder(tmp_path, control))
+    found = checked(monkeypatch, *[tmp_path] * 3)
     (mine,) = (one for one in found[1] if one.check == LOCKS)
     assert (mine.status, mine.result) == ("fail", said)

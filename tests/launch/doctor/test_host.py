@@ -12,8 +12,8 @@ import pytest
 
 from mlm.launch import network
 from mlm.launch.doctor import host
-from mlm.launch.doctor.findings import Finding, Status, rows_of
-from mlm.launch.doctor.host import GIB, MIB, environment, judge_gpu
+from mlm.launch.doctor.findings import Finding, Status, different_versions, rows_of
+from mlm.launch.doctor.host import GIB, MIB, environment
 from mlm.launch.environment import RankPlace
 from mlm.util import system
 
@@ -132,20 +132,6 @@ def test_more_ranks_than_cores_are_not_told_to_set_the_one_thread_that_they_have
     assert re.fullmatch(r"start \d+ ranks or fewer on this host", found.remedy)
 
 
-@pytest.mark.parametrize(
-    ("values", "worst"),
-    [
-        (None, {"driver": "warn"}),
-        (["570.1", "1980", "0x01", "0"], {"driver": "ok", "clocks": "ok", "GPU errors": "ok"}),
-        (["570.1", "1980", "0x20", "0"], {"driver": "ok", "clocks": "warn", "GPU errors": "ok"}),
-        (["570.1", "1980", "0x04", "2"], {"driver": "ok", "clocks": "ok", "GPU errors": "fail"}),
-        (["570.1", "1980", "[N/A]", "[N/A]"], {"driver": "ok", "clocks": "ok"}),
-    ],
-)
-def test_a_gpu_is_judged_by_what_nvidia_smi_says(values: list[str] | None, worst: dict[str, str]) -> None:
-    assert {found.check: found.status for found in judge_gpu(values)} == worst
-
-
 def test_a_row_is_the_worst_of_the_ranks_and_names_them() -> None:
     found: list[Status] = ["ok", "fail", "warn", "fail"]
     each = [[Finding("disk", status, f"{n}", "free it")] for n, status in enumerate(found)]
@@ -157,3 +143,10 @@ def test_a_row_is_the_worst_of_the_ranks_and_names_them() -> None:
 def test_a_row_of_ranks_that_are_fine_needs_no_remedy() -> None:
     (row,) = rows_of([[Finding("disk", "ok", "9 GB", "free it")]] * 2, ["a", "b"])
     assert (row.result, row.remedy, row.ranks) == ("9 GB", "", ())
+
+
+def test_versions_that_differ_name_both_and_the_hosts() -> None:
+    ours = {"mlm": "1", "torch": "2.11", "python": "3.12"}
+    assert different_versions(["a", "b"], [ours, ours]) == ""
+    found = different_versions(["a", "b", "b"], [ours, {**ours, "torch": "2.12"}, {**ours, "torch": "2.12"}])
+    assert found == "torch 2.12 on ranks 1, 2 (host b), 2.11 on rank 0 (host a)"

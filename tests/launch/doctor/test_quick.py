@@ -21,21 +21,21 @@ def full(*_: object) -> None:
 
 def said(ctx: ParallelContext, folder: Path, fault: str = "") -> tuple[str, float]:
     """The error of a start and its seconds; rank 1 has the fault."""
-    before, waits, trial = folders.versions, folders.SEEN_S, folders.trial_file
+    before, waits, write = folders.versions, folders.SEEN_S, folders.write_atomic
     folders.SEEN_S = 0.2
     if ctx.rank == 1 and fault in ("local", "missing"):
         folder = folder / fault
     if ctx.rank == 1 and fault == "version":
         folders.versions = lambda: {**versions(), "torch": "1.0"}
     if ctx.rank == 1 and fault == "full":
-        folders.trial_file = full
+        folders.write_atomic = full
     begin, found = time.monotonic(), ""
     try:
         check_start(str(folder), ctx)
     except UserError as error:
         found = str(error)
     finally:
-        folders.versions, folders.SEEN_S, folders.trial_file = before, waits, trial
+        folders.versions, folders.SEEN_S, folders.write_atomic = before, waits, write
     return found.removeprefix(f"out={folder}: "), time.monotonic() - begin
 
 
