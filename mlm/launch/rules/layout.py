@@ -1,7 +1,7 @@
 """Rules of a layout: conditions between ranks (tp, cp, pp, vp, dp), schedule, ZeRO, batches and model.
 
 A rule reads settings by their keys as typed (`tp`, `model.num_heads`) and returns what is wrong, if anything;
-nearest.py finds the nearest settings that fix it. Letters: p = pp, v = vp, d = dp, m micro-batches per
+nearest.py finds the nearest value that fixes it. Letters: p = pp, v = vp, d = dp, m micro-batches per
 replica.
 """
 
@@ -71,11 +71,11 @@ class Violation:
     can_start_here: bool = True
     """False if no change of the layout helps on this host."""
 
-    def fix(self, settings: str, *, alone: bool) -> str:
-        """The fix by `settings`; `alone` if these suffice however other problems are fixed."""
+    def fix(self, change: str) -> str:
+        """The fix by a change of settings, or by another launch."""
         if self.start and not self.can_start_here:
             return self.start
-        return f"{f'{self.start}, or here ' if self.start else ''}use {settings}{self.note if alone else ''}"
+        return f"{f'{self.start}, or here ' if self.start else ''}{change}{self.note}"
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class LayoutRule:
     """Keys that a fix changes, the likeliest first."""
     violation: Callable[[LayoutValues, Launch], Violation | None]
     local_only: bool = False
-    """True if starting elsewhere fixes it too: the fixes of other problems need not keep it when broken."""
+    """True if starting elsewhere fixes it too: the fixes of other problems need not fix it."""
 
 
 Broken = Violation | str | None

@@ -119,7 +119,7 @@ def test_problem_names_value_and_remedy(overrides: str, problem: str) -> None:
             "tp=4",
             6,
             "tp=4 * pp=1 = 4 does not divide the 6 ranks started; "
-            "use tp=2 train.global_batch_size=504, or start a multiple of 4 ranks",
+            "change tp, cp, pp, or start a multiple of 4 ranks",
         ),
         (
             "tp=2 pp=3",
@@ -173,7 +173,7 @@ def test_too_few_ranks_here_do_not_shrink_the_other_remedies() -> None:
     problems = problems_of("tp=4", "pp=12", "zero=3", "dp=8", local_devices=8)
     assert [problem.split("; ")[1].split(", or here ")[-1] for problem in problems] == [
         "use zero=2",
-        "use pp=2 dp=1 zero=2",
+        "change dp, cp, tp, pp",
     ]
 
 
