@@ -1,7 +1,6 @@
-"""`mlm replay`: the step of an incident once more, on any layout."""
+"""`mlm replay`: the step of an incident once more, on one process."""
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -9,15 +8,15 @@ from typing import Any
 
 import torch
 
-from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import CHECKPOINTS, find_saves
 from mlm.checkpoint.native.run_state import LINEAGE, Lineage, Save
 from mlm.config.build import from_dict
 from mlm.data.sampler import MicroBatch
+from mlm.launch.process import run_rank
 from mlm.launch.rules.checks import problems_of
 from mlm.launch.rules.layout import TRAIN_RULES, Launch
-from mlm.launch.start import run_job
 from mlm.optim.clip import gradient_norm
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.runs.checks import USER_CODE_RULES, saved_problems
 from mlm.runs.config import PretrainConfig
@@ -39,14 +38,12 @@ REMEDY = "name a folder of out/incidents"
 
 
 def run(config: ReplayConfig) -> None:
-    """Replay an incident on its ranks. Raises UserError."""
+    """Replay an incident. Raises UserError."""
     folder, record = read_incident(config.incident)
     spec = replay_settings(config, folder, record)
     if problems := problems_of(spec, Launch(None, None), TRAIN_RULES, USER_CODE_RULES):
         raise ConfigError(problems)
-    code = run_job("mlm.training.incidents.replay:replay", spec, out=None)
-    if code:
-        sys.exit(code)
+    run_rank("mlm.training.incidents.replay:replay", spec)
 
 
 def read_incident(path: str) -> tuple[Path, dict[str, Any]]:
@@ -78,25 +75,25 @@ def replay_settings(config: ReplayConfig, folder: Path, record: dict[str, Any]) 
     if record.get("finetuning"):
         raise UserError(
             f"incident={config.incident}: is of finetuning, whose rows `mlm replay` does not read; its "
-            "README.md names the row, and samples-00000.npz holds its tokens"
+            "README.md names the row"
         )
     try:
         saved = from_dict(PretrainConfig, dict(record["config"]))
-        layout: dict[str, Any] = {key: int(record["layout"][key]) for key in ("tp", "pp", "dp")}
         if problems := saved_problems(saved):
             raise ValueError(problems[0])
-        # what `replay` reads later, on every rank
+        # what `replay` reads later
         int(record["step"]), recorded_numbers(record), find_starts(record)
         decode(record["memory"], saved.incident.window)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(f"{folder}: its record is damaged ({error}); take another incident") from error
-    parallel = replace(saved.parallel, **{**layout, **config.layout()})
+    recompute = saved.parallel.recompute
     settings: dict[str, Any] = {field.name: getattr(saved, field.name) for field in fields(PretrainConfig)}
     settings |= {
         "out": str(folder.parent.parent),
-        "parallel": parallel,
+        "parallel": ParallelConfig(dp=1, recompute="none" if recompute == "budget" else recompute),
         "dist": config.dist,
-        "compile": saved.compile if parallel == replace(saved.parallel, **layout) else False,
+        "compile": False,
+        "cuda_graphs": False,
         "profile": False,
     }
     return ReplayRun(**settings, folder=str(folder), second_precision=config.precision)
@@ -113,7 +110,7 @@ class SkipSteps(Observer):
 
 
 def replay(config: ReplayRun, ctx: ParallelContext) -> None:
-    """Compute the step on every rank; rank 0 prints what is found. Raises UserError."""
+    """Compute the step and print what is found. Raises UserError."""
     if ctx.device.type == "cpu":
         reuse_large_blocks()
     _, record = read_incident(config.folder)
@@ -121,9 +118,7 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
     trainer: Trainer[MicroBatch] = Trainer(config, ctx)
     state = decode(record["memory"], config.incident.window)
     start = load_ancestor(trainer, record)
-    say = print if ctx.is_main else lambda *words: None
-    layout = replace(config.parallel, dp=ctx.dp.size).described
-    say(f"step {step} of {config.out}, replayed from {start or 'initial weights'} on {layout}")
+    print(f"step {step} of {config.out}, replayed from {start or 'initial weights'}")
 
     # Train up to the step, without the samples and updates that the run left out.
     trainer.excluded_samples, size = state.ranges, config.train.global_batch_size
@@ -135,7 +130,7 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
             trainer.train_step(next(batches_of_steps))
         batches = next(batches_of_steps)
     for line in compare_with_record(record, *compute(trainer, batches)):
-        say(line)
+        print(line)
 
     if config.second_precision.dtype != config.precision.dtype:
         second = replace(config, precision=config.second_precision, compile=False)
@@ -144,17 +139,16 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
             for target, source in zip(other.shards, trainer.shards, strict=True):
                 target.parameter.copy_(source.parameter)
         numbers, places = compute(other, batches)
-        say(f"precision={second.precision.dtype}: {numbers}")
+        print(f"precision={second.precision.dtype}: {numbers}")
         for line in describe_places(places):
-            say(f"  {line}")
+            print(f"  {line}")
 
 
 def load_ancestor(trainer: Trainer, record: dict[str, Any]) -> Path | None:
-    """Load the newest whole save that an incident descends from; None for initial weights. Collective."""
-    ranks, config, root = Ranks.of(trainer.ctx), trainer.config, Path(trainer.config.out, CHECKPOINTS)
+    """Load the newest whole save that an incident descends from; None for initial weights."""
+    config, root = trainer.config, Path(trainer.config.out, CHECKPOINTS)
     saves, may_begin = find_starts(record)
-    paths = ranks.broadcast([str(path) for path in find_saves(root, saves)] if ranks.is_main else None)
-    path, step = load_first_whole(trainer, paths), int(record["step"])
+    path, step = load_first_whole(trainer, list(map(str, find_saves(root, saves)))), int(record["step"])
     reads_corpus = config.data.kind == "indexed" and step > 1
     if path is None and (config.ckpt is not None or not may_begin or reads_corpus):
         raise UserError(
@@ -178,7 +172,7 @@ def find_starts(record: dict[str, Any]) -> tuple[list[Save], bool]:
 
 
 def compute(trainer: Trainer, batches: Sequence[Any]) -> tuple[StepNumbers, Places]:
-    """Compute loss, gradient norm and places of a step. Collective."""
+    """Compute loss, gradient norm and places of a step."""
     parts, places = StepProbe(trainer).run(batches)
     norm = gradient_norm(trainer.shards, trainer.ctx) / trainer.scaler.scale
     return shared_numbers(trainer, parts, norm), places

@@ -1,10 +1,9 @@
 """Judges every step of a run, records incidents and acts upon them.
 
-The folder of an incident, out/incidents/step-00001234, is of JSON and arrays; nothing is ever unpickled:
+The folder of an incident is out/incidents/step-00001234:
 
     incident.json      settings, versions, numbers, samples, the first place, the last checkpoint
     README.md          the same in a few lines
-    samples-00000.npz  tokens of the micro-batches of each data-parallel rank
 """
 
 import math
@@ -14,9 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,8 +42,6 @@ from mlm.util.files import dump_json, write_atomic
 
 FOLDER, FILE, REPORT = "incidents", "incident.json", "README.md"
 FORMAT = 1
-MAX_TOKENS = 1 << 22
-"""Tokens of a rank that an incident keeps: 32 MiB of int64."""
 DEFERRING = ("cuda",)
 """Devices that apply an update while the host reads the step's numbers."""
 MILD = frozenset(("loss_outlier", "gradient_outlier", "slow_rank", "idle_expert", "collapsed_router"))
@@ -298,7 +294,7 @@ class Incidents(Observer):
     def write(
         self, reasons: IncidentReasons, details: dict[str, Any], numbers: StepNumbers | None = None
     ) -> Path | None:
-        """Write the folder of an incident, each rank its part; None if there is no place. Collective.
+        """Write the folder of an incident; None if there is no place. Collective.
 
         `numbers` are of a step before its update, None for an incident of the state after it.
         """
@@ -321,8 +317,6 @@ class Incidents(Observer):
             if rows := sorted({row for local in ranks.all_gather(local_rows) for row in local}):
                 record["rows"] = rows
         try:
-            if numbers is not None and not (ctx.tp.rank or ctx.cp.rank or ctx.pp.rank):
-                write_samples(folder / f"samples-{ctx.dp.rank:05d}.npz", self.batches)
             if ctx.is_main:
                 content = cast(Mapping[str, Any], replace_nonfinite({**record, **details}))
                 write_atomic(folder / FILE, dump_json(content))
@@ -412,24 +406,6 @@ def make_folder(root: Path, step: int) -> str | None:
         except OSError:
             break
     return None
-
-
-def write_samples(path: Path, batches: Sequence[Any]) -> None:
-    """Write the tokens of micro-batches, and their rows of a training split where known. Raises OSError."""
-    arrays: dict[str, Any] = {"first_samples": np.array([batch.first_sample for batch in batches])}
-    kept = 0
-    for number, batch in enumerate(batches):
-        kept += batch.tokens.numel()
-        if kept > MAX_TOKENS:
-            break
-        arrays[f"{number}.tokens"] = batch.tokens.cpu().numpy()
-        if rows := getattr(batch, "examples", ()):
-            arrays[f"{number}.rows"] = np.array(rows)
-
-    def save(file: BinaryIO) -> None:
-        np.savez(file, **arrays)
-
-    write_atomic(path, save)
 
 
 def find_newest_good(trainer: Trainer, since: int | None) -> Path | None:

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -72,7 +71,7 @@ def incidents(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", slow_but({1}, ["classification", "choice"]))
-def test_the_row_that_spoils_a_step_is_named_and_its_tokens_are_kept(
+def test_the_row_that_spoils_a_step_is_named(
     kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(training, "Trainer", Spoiled)
@@ -86,8 +85,6 @@ def test_the_row_that_spoils_a_step_is_named_and_its_tokens_are_kept(
         assert BAD in each["rows"]
         assert each["samples"] is None
     first = next(iter(sorted(tmp_path.glob("incidents/*"))))
-    arrays = np.load(first / "samples-00000.npz")
-    assert BAD in np.concatenate([arrays[name] for name in arrays if name.endswith(".rows")])
     assert [record["action"] for record in records(tmp_path, "incident")] == ["log", "log"]
     assert main(["replay", str(first)]) == 2
     assert "is of finetuning, whose rows `mlm replay` does not read" in capsys.readouterr().err
