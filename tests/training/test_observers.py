@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.cli import main
 from mlm.config.build import from_dict
-from mlm.config.fields import POSITIVE
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.runs.config import PretrainConfig
 from mlm.tracking.reporter import Reporter
@@ -88,8 +87,12 @@ def test_a_custom_observer_sees_each_point_of_a_step_in_order(tmp_path: Path) ->
 class Counts(Observer):
     """Counts steps."""
 
-    every: Annotated[int, POSITIVE]
+    every: int
     name: str = "steps"
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every={self.every}")
 
     def on_run_start(self, trainer: Trainer[Any], reporter: Reporter) -> None:
         self.trainer, self.reporter = trainer, reporter
@@ -119,16 +122,7 @@ def test_an_observer_takes_fields_and_a_resumed_run_has_them(
 
 @pytest.mark.parametrize(
     ("fields", "problem"),
-    [
-        ("every: ten", "every=ten must be a whole number; correct every"),
-        ("every: true", "every=true must be a whole number; correct every"),
-        ("every: 0", "every=0 must be greater than 0; correct every"),
-        ("every: 1, nam: a", "nam=a is no field of it; did you mean name?"),
-        (
-            "name: a",
-            f"its field every is required; write train.observers=[{{use: {__name__}:Counts, every: …}}]",
-        ),
-    ],
+    [("every: 0", "ValueError: every=0"), ("every: 1, nam: a", "'nam'"), ("name: a", "'every'")],
 )
 def test_a_wrong_field_is_one_line_before_ranks_start(
     fields: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -136,7 +130,8 @@ def test_a_wrong_field_is_one_line_before_ranks_start(
     entry = f"train.observers=[{{use: {__name__}:Counts, {fields}}}]"
     assert main([*RUN, "train.steps=1", f"out={tmp_path / 'run'}", entry]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"mlm pretrain: train.observers={__name__}:Counts: {problem}"
+    assert line.startswith(f"mlm pretrain: train.observers={__name__}:Counts: building it fails (")
+    assert problem in line
     assert not (tmp_path / "run").exists()
 
 
