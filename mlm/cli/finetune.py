@@ -42,13 +42,6 @@ def _chat_template_exists(config: Any, _: Launch) -> Problem | None:
         return None  # reported where they are read
 
 
-def _incidents_are_followed(config: FinetuneConfig, _: Launch) -> Problem | None:
-    if config.incident.action != "rewind":
-        return None
-    why = "finetuning reads every row once an epoch, and leaves none out"
-    return Problem.at("incident.action", "rewind", why, "use incident.action=skip, log or stop")
-
-
 def _checked_by(layout_rules: Iterable[LayoutRule], rules: Iterable[Rule]) -> Callable[..., list[Problem]]:
     """Return the check of a command by these rules, and of its task."""
     check = checked_by(layout_rules, rules)
@@ -74,7 +67,6 @@ check_finetune = _checked_by(
         optimizer_fits_layout,
         four_bits_fit,
         budget_is_compiled,
-        _incidents_are_followed,
         lr_falls,
         *RULES,
     ),

@@ -99,10 +99,9 @@ class CheckpointConfig:
 class IncidentConfig:
     """Steps that go wrong, which leave a folder in out/incidents that `mlm replay` reads."""
 
-    action: Literal["log", "skip", "rewind", "stop"] = "log"
-    """Action after an incident: log only reports it; skip leaves out the update; rewind returns to the last
-    good checkpoint, from the same incident to the one before, and leaves out the samples of the step; stop
-    ends the run. Updates by gradients that are not finite are always left out."""
+    action: Literal["log", "skip", "stop"] = "log"
+    """Action after an incident: log only reports it; skip leaves out the update; stop ends the run. Updates
+    by gradients that are not finite are always left out."""
     threshold: Annotated[float, FALSE_ALARM] = 1e6
     """Steps in which a clean run reaches a loss or gradient norm once, by the tail of recent steps: such a
     number is an incident. 0 looks for numbers that are not finite only; between 0 and 1 each high number is
@@ -115,8 +114,6 @@ class IncidentConfig:
     keep: Annotated[int, NOT_NEGATIVE] = 16
     """Most incidents recorded in a run folder; later ones are a line in the log. Outliers, slow ranks and
     uneven loads may take half of the places, the others are for numbers not finite and bits that differ."""
-    rewinds: Annotated[int, NOT_NEGATIVE, OnlyIf("action", "rewind")] = 8
-    """Most returns to a checkpoint; further incidents end the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -111,9 +111,6 @@ class Sink:
     def event(self, kind: str, fields: Mapping[str, object]) -> None:
         """Take what else happened."""
 
-    def rewound(self, step: int) -> None:
-        """Forget the steps after `step`: they are trained again."""
-
     def note(self, text: str) -> None:
         """Take a line for the user."""
 

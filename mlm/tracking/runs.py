@@ -100,7 +100,6 @@ class RunRecords:
     rows: dict[str, Rows] = field(default_factory=dict)
     """Numbers by type of record; scores of finetuning by their split."""
     incidents: "deque[dict[str, Any]]" = field(default_factory=newest_list)
-    """Incidents and returns to a checkpoint."""
     saves: "deque[dict[str, Any]]" = field(default_factory=newest_list)
     loads: "deque[dict[str, Any]]" = field(default_factory=lambda: deque(maxlen=1))
     """Loads of experts; the newest."""
@@ -265,7 +264,7 @@ def add_record(run: RunRecords, record: dict[str, Any]) -> None:
         run.failure = ""
     if kind == "failed":
         run.failure = escape_controls(str(record.get("error")))[:500]
-    if kind in ("run", "rewound"):
+    if kind == "run":
         for rows in run.rows.values():
             rows.drop_after(step_of(record))
     if record.get("is_best") is True:
@@ -280,7 +279,7 @@ def add_record(run: RunRecords, record: dict[str, Any]) -> None:
         if len(run.rows) < 16 or table in run.rows:
             run.rows.setdefault(table, Rows()).add({**numbers, "time": run.seconds})
     lists = {
-        **{"incident": run.incidents, "rewound": run.incidents, "saved": run.saves, "save_failed": run.saves},
+        **{"incident": run.incidents, "saved": run.saves, "save_failed": run.saves},
         "experts": run.loads,
     }
     if kind in lists:

@@ -31,7 +31,7 @@ from mlm.training.incidents.experts import ExpertWatch
 from mlm.training.incidents.timing import PROFILED_RANKS, Profiler, SlowRanks
 from mlm.training.incidents.watcher import Incidents
 from mlm.training.named_observers import SHIPPED, named_observers
-from mlm.training.observer import Observer, Observers, RewindRequested, StepOutcome
+from mlm.training.observer import Observer, Observers, StepOutcome
 from mlm.training.saver import SaveFailedError, Saver
 from mlm.training.state import save_best
 from mlm.training.trainer import StopAgreed, StopVote, Trainer
@@ -70,14 +70,8 @@ class Loop(ABC):
         self.stop.last_step = self.last_step
         trainer.observers = observers = Observers(self.observers())
         try:
-            while True:
-                observers.on_run_start(trainer, self.reporter)
-                try:
-                    is_finished = self.run_steps()
-                    break
-                except RewindRequested as request:
-                    self.throughput.pause()
-                    request.rewind()
+            observers.on_run_start(trainer, self.reporter)
+            is_finished = self.run_steps()
             observers.on_run_end()
         finally:
             trainer.observers = Observers()
@@ -119,7 +113,6 @@ class Loop(ABC):
         trainer, reporter, saver = self.trainer, self.reporter, self.saver
         config, out = trainer.config, saver.out
         self.incidents = incidents = Incidents(trainer, out, reporter, saver)
-        # incidents first, as a step that they return from is not reported
         watching: list[Observer] = [incidents, self.vote]
         if trainer.ctx.world_size > 1:
             watching.append(SlowRanks(trainer, incidents.report))

@@ -11,9 +11,7 @@ from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import (
     CHECKPOINTS,
     candidates,
-    checkpoint_problem,
     locate,
-    step_directory_name,
     step_of,
 )
 from mlm.checkpoint.native.retention import checkpoint_doubt
@@ -185,28 +183,6 @@ def resume(trainer: Trainer) -> Path | None:
     if path is not None and ctx.is_main and (doubt := checkpoint_doubt(path)):
         log.warning("%s is doubtful: %s; mlm ckpt rollback goes back to the newest good one", path, doubt)
     return path
-
-
-def rewind(trainer: Trainer, before: int | None = None) -> Path | None:
-    """Load the run's newest good checkpoint into a trainer that has taken steps since, and return its path.
-
-    None without one of a step below `before`. Collective. Raises as `resume`.
-    """
-    ranks = Ranks.of(trainer.ctx)
-    paths = rewind_candidates(trainer.config, before) if ranks.is_main else []
-    return load_first_whole(trainer, ranks.broadcast(list(map(str, paths))))
-
-
-def rewind_candidates(config: PretrainConfig, before: int | None) -> list[Path]:
-    """Return the run's checkpoints of steps below `before` (None: all), the best first; good ones if any."""
-    paths = [
-        path
-        for path in candidates(checkpoints_folder(config))
-        if before is None or int(step_directory_name(path).removeprefix("step-")) < before
-    ]
-    return [
-        path for path in paths if checkpoint_problem(path) is None and checkpoint_doubt(path) is None
-    ] or paths
 
 
 def load_first_whole(trainer: Trainer, paths: Sequence[str]) -> Path | None:

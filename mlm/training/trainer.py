@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mlm.data.blend_history import BlendSegments
-from mlm.data.sampler import Dataset, Loader, MicroBatch, Ranges, batch_at, first_of_step
+from mlm.data.sampler import Dataset, Loader, MicroBatch, batch_at
 from mlm.models.backbone import Transformer
 from mlm.models.config import KINDS
 from mlm.models.exact import exact_axes, make_exact
@@ -121,7 +121,6 @@ class Trainer(Generic[B]):
         consumed_samples: samples read so far by the whole job.
         newest_samples: samples of the newest step.
         history: corpora that the samples were read from; empty for synthetic data.
-        excluded_samples: sample numbers that incidents exclude from the run.
         is_finite: False if the newest step was not: its state is not worth a checkpoint.
         wrong_since: first of the newest steps that may have gone wrong; None if the newest is sound. No good
             checkpoint from before it is deleted.
@@ -191,7 +190,6 @@ class Trainer(Generic[B]):
         self.consumed_samples = 0
         self.newest_samples = range(0)
         self.history: BlendSegments = ()
-        self.excluded_samples: Ranges = ()
         self.is_finite = True
         self.wrong_since: int | None = None
         self.observers = Observers()
@@ -329,15 +327,13 @@ class Trainer(Generic[B]):
             rank=ctx.dp.rank,
             size=ctx.dp.size,
             pin_memory=ctx.device.type == "cuda",
-            excluded_samples=self.excluded_samples,
             ramp=train.ramp_batch,
         )
 
     @property
     def next_samples(self) -> range:
-        whole, ramp = self.config.train.global_batch_size, self.config.train.ramp_batch
-        first = first_of_step(self.consumed_samples, 0, whole, self.excluded_samples, ramp)
-        return range(first, first + batch_at(first, whole, ramp)[0])
+        first, train = self.consumed_samples, self.config.train
+        return range(first, first + batch_at(first, train.global_batch_size, train.ramp_batch)[0])
 
     def dropout(self, batch: B) -> DropoutStream | None:
         """The dropout masks of a micro-batch; None where the model has no dropout."""

@@ -51,7 +51,7 @@ def steady(case: Case, kind: str, precision: str) -> None:
 def watcher_of(case: Case, trainer: Trainer[MicroBatch]) -> Incidents:
     """The observer of `mlm pretrain` that judges each step; nobody reads what it reports."""
     quiet: Callable[..., None] = lambda *_: None  # noqa: E731
-    reporter = SimpleNamespace(problem=quiet, note=quiet, event=quiet, rewound=quiet)
+    reporter = SimpleNamespace(problem=quiet, note=quiet, event=quiet)
     watched = case.scratch / "watched"
     incidents = Incidents(trainer, watched, reporter, SimpleNamespace())  # type: ignore[arg-type]
     trainer.observers = Observers([incidents])

@@ -39,7 +39,6 @@ WITHOUT_OTHERS = {
     "zero_reduce",  # zero
     *(key for key in leaves(FinetuneConfig) if key.startswith("optimizer.muon.")),  # optimizer.kind
     *(f"precision.{name}" for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "cast")),
-    "incident.rewinds",  # incident.action
 }
 """Keys of `mlm finetune` that its defaults of another key leave unread."""
 

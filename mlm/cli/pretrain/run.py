@@ -44,7 +44,6 @@ from mlm.tracking.metrics import Parts, Rates
 from mlm.tracking.peak import DevicePeak, peak_flops
 from mlm.tracking.reporter import training_console
 from mlm.training.identity import changes_line
-from mlm.training.incidents.numbers import spare_samples
 from mlm.training.kernels import fp8_line, kernels_line
 from mlm.training.loop import (
     Loop,
@@ -112,8 +111,8 @@ def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Pat
         memory["recent"] = []  # other data may have other losses
     left = config.train.steps - trainer.step
     batch_size, ramp = config.train.global_batch_size, config.train.ramp_batch
-    num_samples = first_of_step(trainer.consumed_samples, max(0, left), batch_size, (), ramp)
-    samples = train_dataset(config, num_samples + spare_samples(trainer), trainer.history)
+    num_samples = first_of_step(trainer.consumed_samples, max(0, left), batch_size, ramp)
+    samples = train_dataset(config, num_samples, trainer.history)
     peak = peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops)
     rows = header(trainer, out, peak, samples)
     warnings = [
@@ -295,9 +294,7 @@ class PretrainLoop(Loop):
         self.throughput.count(len(self.trainer.newest_samples) * self.trainer.config.data.seq_length)
 
     def tokens(self) -> int:
-        consumed = self.trainer.consumed_samples
-        unread = sum(count for first, count in self.trainer.excluded_samples if first < consumed)
-        return (consumed - unread) * self.trainer.config.data.seq_length
+        return self.trainer.consumed_samples * self.trainer.config.data.seq_length
 
     def parts(self, means: Sequence[float], rates: Rates | None = None) -> Parts:
         """The parts of the objective by name; nothing where the loss is all there is."""

@@ -1,5 +1,6 @@
 """The end of a run that has gone wrong: where numbers are not finite, since when, and the way back."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -8,15 +9,17 @@ from typing import NoReturn
 import torch
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import point_latest, step_of
+from mlm.checkpoint.native.folders import BEST, CHECKPOINTS, point_latest, step_of
 from mlm.checkpoint.native.format import TensorEntry, read_manifest_head
 from mlm.checkpoint.native.norms import largest_jump, norm, not_finite_problem, with_norms
+from mlm.checkpoint.native.retention import newest_good
 from mlm.checkpoint.native.save_load import CheckpointError, stored_tensors
 from mlm.optim.schedule import learning_rate
 from mlm.training.incidents.probe import StepProbe, describe_place
-from mlm.training.incidents.watcher import IncidentError, Incidents, describe_way_back, find_newest_good
+from mlm.training.incidents.watcher import IncidentError, Incidents
 from mlm.training.observer import Observer, StepOutcome
 from mlm.training.state import owned_shards
+from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 
 FINITE = "all activations and gradients of this step are finite, if not the sum of the gradients' squares"
@@ -106,3 +109,28 @@ def describe_weights(norms: Sequence[Mapping[str, float]], good: Path | None) ->
     name, times = jump
     growth = f"{times:.3g} times that in {good and good.name}"
     return f"the weights are finite, but the norm of {name} is {growth}"
+
+
+def find_newest_good(trainer: Trainer, since: int | None) -> Path | None:
+    """Return the newest good checkpoint before step `since` (None: of all), or the best one. Collective."""
+    ranks, good, out = Ranks.of(trainer.ctx), None, Path(trainer.config.out)
+    for root in (out / CHECKPOINTS, out / BEST / CHECKPOINTS) if ranks.is_main else ():
+        with suppress(UserError, OSError):
+            good = good or newest_good(root, since)
+    name = ranks.broadcast(good and str(good))
+    return Path(name) if name else None
+
+
+def describe_way_back(out: str, good: Path | None, advice: str, *, is_latest: bool = False) -> str:
+    """Return the newest good checkpoint and what continues from it, in words.
+
+    `is_latest` is True if `latest` names it.
+    """
+    if good is None:
+        return f"No good checkpoint is left: start again with another out=… and {advice}"
+    if good.parent.parent.name == BEST:
+        return f"The best checkpoint is good, {good}: to train on, start with another out=… and {advice}"
+    if is_latest:
+        return f"Newest good checkpoint: {good}. latest names it: resume with {advice}"
+    command = ["mlm", "ckpt", "rollback", out, str(step_of(good))]
+    return f"Newest good checkpoint: {good}. Go back with `{shlex.join(command)}`, then resume with {advice}"

@@ -7,9 +7,7 @@ The folder of an incident is out/incidents/step-00001234:
 """
 
 import math
-import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -19,10 +17,8 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import BEST, CHECKPOINTS, step_name, step_of
-from mlm.checkpoint.native.retention import newest_good
+from mlm.checkpoint.native.folders import step_name
 from mlm.checkpoint.native.run_state import FINETUNING, INCIDENTS, LINEAGE
-from mlm.checkpoint.native.save_load import CheckpointError
 from mlm.config.build import to_dict
 from mlm.launch.doctor.findings import versions
 from mlm.optim.adamw import can_defer
@@ -33,8 +29,7 @@ from mlm.tracking.reporter import Reporter
 from mlm.training.incidents.comparisons import SecondPass, compute_again, replica_differences
 from mlm.training.incidents.numbers import StepNumbers, decode, exceeds_limits, shared_numbers, sum_numbers
 from mlm.training.incidents.probe import WEIGHT, StepProbe, describe_places
-from mlm.training.observer import DeferredCheck, Observer, RewindRequested, StepOutcome
-from mlm.training.resume import rewind, rewind_candidates
+from mlm.training.observer import DeferredCheck, Observer, StepOutcome
 from mlm.training.saver import Saver
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
@@ -49,7 +44,6 @@ MILD = frozenset(("loss_outlier", "gradient_outlier", "slow_rank", "idle_expert"
 OUTCOMES = {
     "log": "training continues",
     "skip": "its update is left out",
-    "rewind": "training returns to a checkpoint",
     "stop": "training stops",
     "computed again": "the update is that of the second pass",
 }
@@ -90,10 +84,9 @@ class Incidents(Observer):
         self.trainer, self.reporter, self.saver = trainer, reporter, saver
         self.settings, self.checks = trainer.config.incident, trainer.config.check
         self.root = out / FOLDER
-        self.load_state()
+        self.state = decode(trainer.extra_state.get(INCIDENTS), self.settings.window)
+        self.note_doubt()
         self.batches: Sequence[Any] = ()
-        self.rewinds = False
-        """True if the newest step asks for a rewind."""
         self.differences: list[str] = []
         """Tensors and counters that are not equal on all replicas, in words."""
         self.end: StepNumbers | None = None
@@ -103,12 +96,6 @@ class Incidents(Observer):
         self.defers = trainer.ctx.device.type in DEFERRING and can_defer(
             trainer.optimizer, trainer.shards[0].parameter.dtype
         )
-
-    def load_state(self) -> None:
-        """Take the state of incidents from the trainer, which a checkpoint may have filled."""
-        self.state = decode(self.trainer.extra_state.get(INCIDENTS), self.settings.window)
-        self.trainer.excluded_samples = self.state.ranges
-        self.note_doubt()
 
     def before_save(self) -> None:
         self.check_replicas()
@@ -220,10 +207,11 @@ class Incidents(Observer):
 
         `again` is a normal second pass: then no sample is to blame, and none is left out.
         """
-        action, step, details = self.action(), self.trainer.step + 1, dict[str, Any]()
+        action: str = self.settings.action
+        step, details = self.trainer.step + 1, dict[str, Any]()
         if again is not None:
             reasons.add("transient", again.line("normal" if numbers.are_finite else "finite"))
-            action = "stop" if self.settings.action == "stop" else "computed again"
+            action = "stop" if action == "stop" else "computed again"
             details = {"second_pass": again.encode()}
         elif self.has_place(reasons):
             _, places = StepProbe(self.trainer).run(self.batches)
@@ -232,45 +220,16 @@ class Incidents(Observer):
                 details = dict(places)
         folder = self.write(reasons, details, numbers)
         text = f"step {step}: incident: {reasons.text(folder)}"
-        ends = "exhausted" in reasons.kinds and action != "rewind"  # DivergenceStop ends the run
+        ends = "exhausted" in reasons.kinds  # DivergenceStop ends the run
         self.reporter.problem(f"{text} ({OUTCOMES['stop' if ends else action]})")
         if action == "stop":
-            text += f"; stopped as incident.action={self.settings.action} asks"
-            if self.differences:
-                raise IncidentError(text + OTHER_HOST)
-            raise IncidentError(text + (self.explain_no_rewind() if self.settings.action == "rewind" else ""))
+            text += "; stopped as incident.action=stop asks"
+            raise IncidentError(text + (OTHER_HOST if self.differences else ""))
         if action == "skip":
             self.state.steps.append(step)
-        self.rewinds = action == "rewind"
-        if not self.rewinds:
-            record = {"loss": numbers.loss, "grad_norm": numbers.norm, "action": action}
-            self.record_event(reasons, {"at": step, **record}, folder)
-        return action not in ("log", "computed again")
-
-    def action(self) -> str:
-        """Return what is done: as asked, or as far as it can be."""
-        asked = self.settings.action
-        if asked != "rewind":
-            return asked
-        trainer, before = self.trainer, self.state.rewind_below(self.trainer.step + 1)
-        if self.differences:
-            return "stop"
-        is_left = bool(rewind_candidates(trainer.config, before)) if trainer.ctx.is_main else False
-        if not Ranks.of(trainer.ctx).any_of([is_left])[0]:
-            return "skip" if before is None else "stop"
-        return "rewind" if self.state.rewinds < self.settings.rewinds else "stop"
-
-    def explain_no_rewind(self) -> str:
-        """Return why training returns to no checkpoint any more, and the way back. Collective."""
-        most, config = self.settings.rewinds, self.trainer.config
-        why = (
-            f"no checkpoint before step {self.state.rewind_below(self.trainer.step + 1)} is left to return to"
-        )
-        if self.state.rewinds >= most:
-            why = f"training has returned incident.rewinds={most} times"
-        good = find_newest_good(self.trainer, self.state.doubt or None)
-        advice = "a lower optimizer.lr or incident.action=skip"
-        return f": {why}. {describe_way_back(config.out, good, advice)}"
+        record = {"loss": numbers.loss, "grad_norm": numbers.norm, "action": action}
+        self.record_event(reasons, {"at": step, **record}, folder)
+        return action == "skip"
 
     def report(self, kind: str, line: str, details: dict[str, Any] | None = None) -> str:
         """Record an incident of the state after a step, and return its line. Collective."""
@@ -347,10 +306,8 @@ class Incidents(Observer):
         }
 
     def after_step(self, outcome: StepOutcome) -> None:
-        """Rewind if the step asked for it; compare replicas where due. Collective."""
+        """Compare replicas where due. Collective."""
         self.trainer.ctx.watch.traffic = None
-        if self.rewinds:
-            raise RewindRequested(self.rewind)
         if self.checks.every and self.trainer.step % self.checks.every == 0:
             self.check_replicas()
 
@@ -368,30 +325,8 @@ class Incidents(Observer):
         self.compare_replicas()
         if self.differences:
             text = self.report("replicas_differ", f"silent corruption: {'; '.join(self.differences)}")
-            if self.settings.action in ("stop", "rewind"):
+            if self.settings.action == "stop":
                 raise IncidentError(text + OTHER_HOST)
-
-    def rewind(self) -> None:
-        """Return to the last good checkpoint and leave out the samples of the incident. Collective.
-
-        From the same incident it goes one checkpoint further back.
-        """
-        trainer, before, samples = self.trainer, self.state, self.trainer.newest_samples
-        failed, self.rewinds = trainer.step, False
-        with suppress(CheckpointError):  # a failed save was reported
-            self.saver.finish()
-        path = rewind(trainer, before.rewind_below(failed))
-        assert path is not None, "action() has looked"
-        self.load_state()
-        # The checkpoint knows nothing of incidents after it.
-        self.state.leave_out(*before.ranges, (samples.start, len(samples)))
-        self.state.rewinds, self.state.last_rewind = before.rewinds + 1, (failed, trainer.step)
-        trainer.excluded_samples = self.state.ranges
-        self.reporter.rewound(trainer.step)
-        excluded = f"samples {samples.start} to {samples.stop - 1} are left out"
-        self.reporter.problem(f"returned from step {failed} to {path}; {excluded}")
-        event = {"step": trainer.step, "from": failed, "left_out": [samples.start, len(samples)]}
-        self.reporter.event("rewound", event)
 
 
 def make_folder(root: Path, step: int) -> str | None:
@@ -406,28 +341,3 @@ def make_folder(root: Path, step: int) -> str | None:
         except OSError:
             break
     return None
-
-
-def find_newest_good(trainer: Trainer, since: int | None) -> Path | None:
-    """Return the newest good checkpoint before step `since` (None: of all), or the best one. Collective."""
-    ranks, good, out = Ranks.of(trainer.ctx), None, Path(trainer.config.out)
-    for root in (out / CHECKPOINTS, out / BEST / CHECKPOINTS) if ranks.is_main else ():
-        with suppress(UserError, OSError):
-            good = good or newest_good(root, since)
-    name = ranks.broadcast(good and str(good))
-    return Path(name) if name else None
-
-
-def describe_way_back(out: str, good: Path | None, advice: str, *, is_latest: bool = False) -> str:
-    """Return the newest good checkpoint and what continues from it, in words.
-
-    `is_latest` is True if `latest` names it.
-    """
-    if good is None:
-        return f"No good checkpoint is left: start again with another out=… and {advice}"
-    if good.parent.parent.name == BEST:
-        return f"The best checkpoint is good, {good}: to train on, start with another out=… and {advice}"
-    if is_latest:
-        return f"Newest good checkpoint: {good}. latest names it: resume with {advice}"
-    command = ["mlm", "ckpt", "rollback", out, str(step_of(good))]
-    return f"Newest good checkpoint: {good}. Go back with `{shlex.join(command)}`, then resume with {advice}"

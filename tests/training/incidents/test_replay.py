@@ -89,17 +89,6 @@ def test_a_replay_of_several_ranks_finds_the_same_sample(
     assert f"precision=fp64: loss {loss:.4f}"[:-1] in said
 
 
-@pytest.mark.slow
-def test_a_replay_of_a_rewound_run_leaves_out_the_same_samples(tmp_path: Path, capsys: Said) -> None:
-    """A later incident of a run that has returned to a checkpoint before."""
-    out = tmp_path / "run"
-    assert pretrain(out, "incident.action=rewind", "check.every=13", "incident.threshold=1000") == 0
-    found = sorted(path.name for path in (out / "incidents").iterdir())
-    assert found[0] == f"step-{STEP:08d}"
-    assert main(["replay", str(out / "incidents" / found[-1]), "dist.threads_per_rank=1"]) == 0
-    assert "(equal bit for bit)" in capsys.readouterr().out
-
-
 def replayed(out: Path, capsys: Said) -> str:
     """The first line of a replay with equal bits, or its error."""
     capsys.readouterr()
