@@ -1,24 +1,18 @@
 """The end of a run that has gone wrong: where numbers are not finite, since when, and the way back."""
 
 import shlex
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import BEST, CHECKPOINTS, point_latest, step_of
-from mlm.checkpoint.native.format import TensorEntry, read_manifest_head
-from mlm.checkpoint.native.norms import largest_jump, norm, not_finite_problem, with_norms
 from mlm.checkpoint.native.retention import newest_good
-from mlm.checkpoint.native.save_load import CheckpointError, stored_tensors
+from mlm.checkpoint.native.save_load import CheckpointError
 from mlm.optim.schedule import learning_rate
 from mlm.training.incidents.probe import StepProbe, describe_place
 from mlm.training.incidents.watcher import IncidentError, Incidents
 from mlm.training.observer import Observer, StepOutcome
-from mlm.training.state import owned_shards
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 
@@ -55,7 +49,7 @@ class DivergenceStop(Observer):
         advice = "another host" if state.differ else f"a lower optimizer.lr, a higher {self.warmup_key}"
         if state.first_nonfinite_step and trainer.scaler.dynamic:
             advice += " or precision=bf16"
-        diagnosis, is_latest = self.diagnosis(good), False
+        diagnosis, is_latest = self.diagnosis(), False
         if good is not None and trainer.ctx.is_main and (state.first_nonfinite_step or state.high):
             with suppress(UserError, OSError):
                 point_latest(good.parent, step_of(good))
@@ -64,7 +58,7 @@ class DivergenceStop(Observer):
         way_back = describe_way_back(trainer.config.out, good, advice, is_latest=is_latest)
         raise IncidentError(f"{diagnosis}. {way_back}")
 
-    def diagnosis(self, good: Path | None) -> str:
+    def diagnosis(self) -> str:
         """Return a line on the cause and the step it began at. Collective."""
         trainer, config, state = self.trainer, self.trainer.config, self.incidents.state
         where = f"the run ends with {self.incidents.end}"
@@ -82,33 +76,7 @@ class DivergenceStop(Observer):
             cause = f"losses are above {state.ceilings[1]:.4g}, far from the best,"
         lr = learning_rate(state.doubt, config.optimizer, config.schedule, config.train.steps)
         text = f"step {trainer.step}: {cause} since step {state.doubt}, where the learning rate was {lr:.4g}"
-        return f"{text}; {where}; {self.describe_state(good)}"
-
-    def describe_state(self, good: Path | None) -> str:
-        """State of weights and moments in words: not finite, or grown since `good`. Collective."""
-        ranks, owned = Ranks.of(self.trainer.ctx), stored_tensors(owned_shards(self.trainer))
-        norms = ranks.gather({name: norm(x) for name, x in owned.items()})  # only the main rank has all
-        return str(ranks.broadcast(describe_weights(norms, good) if ranks.is_main else None))
-
-
-def describe_weights(norms: Sequence[Mapping[str, float]], good: Path | None) -> str:
-    """State of weights and moments in words, from the norms of their parts on all ranks."""
-    try:
-        entries = {} if good is None else read_manifest_head(good).tensors
-    except (UserError, OSError):
-        entries = {}
-    names = sorted({name for part in norms for name in part})
-    blank = TensorEntry((), torch.float32)
-    before = {name: entry.norm for name, entry in entries.items()}
-    now = with_norms({name: entries.get(name, blank) for name in names}, norms, before)
-    if problem := not_finite_problem(now):
-        return problem
-    jump = largest_jump(now)
-    if jump is None:
-        return "the weights are finite"
-    name, times = jump
-    growth = f"{times:.3g} times that in {good and good.name}"
-    return f"the weights are finite, but the norm of {name} is {growth}"
+        return f"{text}; {where}"
 
 
 def find_newest_good(trainer: Trainer, since: int | None) -> Path | None:

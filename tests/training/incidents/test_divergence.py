@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,17 +11,13 @@ import torch
 
 from mlm.checkpoint.native.folders import latest_name, step_name
 from mlm.cli import main
-from mlm.parallel.mesh import ParallelContext, shape_context
-from mlm.training.incidents.divergence import DivergenceStop
+from mlm.parallel.mesh import shape_context
 from mlm.training.incidents.watcher import describe_way_back, find_newest_good
 from mlm.training.observer import Observer, StepOutcome
 from mlm.training.trainer import Trainer
-from tests.ranks import run_on_ranks
 from tests.slow import slow_but
 from tests.training.incidents.runs import losses, pretrain
 from tests.training.records import records
-from tests.training.saving import save
-from tests.training.test_trainer import config
 
 Output = pytest.CaptureFixture[str]
 
@@ -94,28 +89,6 @@ def test_it_stops_after_the_patience_and_says_why_and_how_to_go_back(run: Path, 
     assert latest(run) == step_name(4)
     (record,) = records(run, "diverged")
     assert (record["step"], record["since"], record["good"]) == (8, 6, step_name(4))
-
-
-@pytest.mark.parametrize("zero", [0, 2])
-def test_all_ranks_state_the_same_of_weights_that_are_ruined(zero: int, tmp_path: Path) -> None:
-    first, second = run_on_ranks(states, str(tmp_path), zero, dp=2)
-    assert first == second
-    assert "but the norm of model.layers.0.mlp.up.weight is 1e+06 times" in first[0]
-    assert first[1] == "weights not finite: model.layers.0.mlp.up.weight"
-
-
-def states(ctx: ParallelContext, out: str, zero: int) -> list[str]:
-    """What a rank states of weights that have grown since a checkpoint, and of those that are not finite."""
-    spec = config()
-    trainer: Trainer = Trainer(replace(spec, parallel=replace(spec.parallel, zero=zero)), ctx)
-    good, stop = save(trainer, Path(out)), DivergenceStop(SimpleNamespace(trainer=trainer, reporter=None), "")
-    weights = [s.parameter.data for s in trainer.shards if s.name == "layers.0.mlp.up.weight"]
-    found = []
-    for factor in (1e6, float("nan")):
-        for weight in weights:
-            weight.mul_(factor)
-        found.append(stop.describe_state(good))
-    return found
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, step: int, change: Callable[[list[torch.Tensor]], object]) -> None:
