@@ -148,8 +148,6 @@ COMMANDS = (
             mlm data inspect corpus
             # A foreign pair
             mlm data inspect wiki_text_document tokenizer=gpt2 samples=10
-            # A document whole
-            mlm data inspect corpus/train document=17
         """,
         positional=("path",),
     ),

@@ -16,7 +16,6 @@ from mlm.corpus.recombine import merge_corpora, split_corpus
 from mlm.corpus.train_tokenizer import texts_of, train_bpe, train_wordpiece
 from mlm.corpus.verify import verify_corpus
 from mlm.data.corpus_files import corpora_at, eod_of, tokenizer_beside
-from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import FILES, Tokenizer
 from mlm.util.errors import CheckFailedError, Problem, UserError
@@ -107,9 +106,6 @@ def run_split(config: DataSplitConfig) -> None:
 def run_inspect(config: DataInspectConfig) -> None:
     """Print tables, write out. Raises UserError, CorruptFileError for a damaged pair."""
     folder, prefixes = corpora_at(config.path)
-    if config.document is not None or config.token is not None:
-        run_document(config, folder, prefixes[0])
-        return
     receipt = read_receipt(folder)
     tokenizer, note = tokenizer_for(config, folder)
     eod_id = eod_of(receipt, tokenizer)
@@ -118,29 +114,6 @@ def run_inspect(config: DataInspectConfig) -> None:
         result = {"task": "data inspect", "path": config.path, "corpora": corpora, "receipt": receipt}
         write_result(config.out, result)
     print_tables(config, corpora, note)
-
-
-def run_document(config: DataInspectConfig, folder: Path, prefix: Path) -> None:
-    """Show one document whole. Raises UserError."""
-    corpus, (tokenizer, _) = IndexedDataset(prefix), tokenizer_for(config, folder)
-    key, number = ("document", config.document) if config.token is None else ("token", config.token)
-    assert number is not None
-    count = corpus.num_documents if key == "document" else corpus.num_tokens
-    if not 0 <= number < count:
-        raise UserError(f"{key}={number}: {corpus.prefix} holds {count} {key}s; use 0 to {count - 1}")
-    number = number if key == "document" else corpus.document_of(number)
-    ids = [int(token) for token in corpus.document(number)]
-    known = tokenizer is not None and all(0 <= token < tokenizer.vocab_size for token in ids)
-    text = tokenizer.decode(ids) if tokenizer is not None and known else None
-    if config.out is not None:
-        facts = {"document": number, "tokens": len(ids), "ids": ids, "text": text}
-        write_result(config.out, {"task": "data inspect", "path": str(prefix), **facts})
-    out = console()
-    out.print(f"{prefix} · document {number:,} · {len(ids):,} tokens")
-    shown = text if text is not None else " ".join(map(str, ids))
-    for line in shown.split("\n"):
-        escaped = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
-        out.print(escaped, markup=False, highlight=False, soft_wrap=True)
 
 
 def tokenizer_for(config: DataInspectConfig, folder: Path) -> tuple[Tokenizer | None, str | None]:

@@ -63,12 +63,8 @@ class DataInspectConfig:
     """Corpus folder, or prefix of a .bin/.idx pair."""
     tokenizer: InputPath | None = None
     """Tokenizer to decode samples with; null takes tokenizer.json beside the corpus, if there is one."""
-    samples: Annotated[int, NOT_NEGATIVE, OnlyIf("token", None)] = 3
+    samples: Annotated[int, NOT_NEGATIVE] = 3
     """Documents to decode, spread over the corpus; 0 decodes none."""
-    document: int | None = None
-    """Number of a document to show whole; path is then a prefix, or a folder's train part is taken."""
-    token: Annotated[int | None, OnlyIf("document", None)] = None
-    """As `document`, by the number of one of its tokens."""
     out: ResultFile | None = None
     """JSON file for the same facts; null writes none."""
 
