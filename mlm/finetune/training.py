@@ -332,7 +332,6 @@ def finetune(
             record={
                 "config_digest": config_digest(config),
                 "resumed_from": resumed_from and str(resumed_from),
-                "less_is_better": sorted(kind.errors),
             },
             notes=[*notes, *changed, *material.notes()],
             warnings=few_steps_warnings(steps),

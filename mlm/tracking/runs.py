@@ -103,8 +103,6 @@ class RunRecords:
     saves: "deque[dict[str, Any]]" = field(default_factory=newest_list)
     loads: "deque[dict[str, Any]]" = field(default_factory=lambda: deque(maxlen=1))
     """Loads of experts; the newest."""
-    best: dict[str, Any] = field(default_factory=dict)
-    """Scores of the best checkpoint of finetuning; empty without one."""
     failure: str = ""
     """The error that ended the newest attempt."""
     is_held: bool = False
@@ -267,8 +265,6 @@ def add_record(run: RunRecords, record: dict[str, Any]) -> None:
     if kind == "run":
         for rows in run.rows.values():
             rows.drop_after(step_of(record))
-    if record.get("is_best") is True:
-        run.best = record
     if kind in ("step", "measured", "validation", "scores"):
         table = f"scores/{record.get('split')}"[:80] if kind == "scores" else kind
         numbers = {
