@@ -83,7 +83,7 @@ def test_a_forecast_of_a_trillion_parameters_takes_seconds(
     monkeypatch.setattr(run_forecast, "hardware_here", lambda *_: hardware)
     assert family_of(config.model.kind).causal  # the run imports its family anyway
     begin = time.process_time()
-    found, _ = of_run(config, 3072)
+    found = of_run(config, 3072)
     assert time.process_time() - begin < 10
     assert len(found) == 2
 
@@ -91,12 +91,12 @@ def test_a_forecast_of_a_trillion_parameters_takes_seconds(
 def test_failures_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("pretrain", TINY)
     assert isinstance(config, PretrainConfig)
-    assert len(of_run(config, 1)[0]) == 1
+    assert len(of_run(config, 1)) == 1
     own = replace(config, model=replace(config.model, kind="my_package.my_family:FAMILY"))
-    assert of_run(own, 1) == ([], None)
+    assert of_run(own, 1) == []
     monkeypatch.setattr(run_forecast, "forecast", lambda *_, **__: 1 / 0)
     monkeypatch.setattr(module, "most_of_small", lambda *_: 0.0)
-    assert of_run(config, 1) == ([], None)
+    assert of_run(config, 1) == []
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_claim_adopts_a_folder_with_nothing_in_the_way(elsewhere: Path) -> None:
     assert (folder / "train.log").read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", ["README.md", "metrics.jsonl", "checkpoints/a"])
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "checkpoints/a"])
 def test_claim_rejects_a_folder_whose_files_it_would_replace(elsewhere: Path, name: str) -> None:
     file = elsewhere / "proj" / name
     file.parent.mkdir(parents=True)

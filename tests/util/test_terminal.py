@@ -47,7 +47,7 @@ def test_no_escape_code_is_written_to_a_pipe_even_in_a_notebook(
         screens = {
             "table": console,
             "error table": lambda: Screen(stderr=True),
-            "training": lambda: training_console("off", Path("metrics.jsonl")),
+            "training": lambda: training_console(Path("metrics.jsonl")),
         }
         screens[piece]().print(made)
     written = capsys.readouterr()

@@ -172,8 +172,8 @@ def test_first_remedy_of_too_many_ranks_is_to_launch_them(local_devices: int | N
 def test_too_few_ranks_here_do_not_shrink_the_other_remedies() -> None:
     problems = problems_of("tp=4", "pp=12", "zero=3", "dp=8", local_devices=8)
     assert [problem.split("; ")[1].split(", or here ")[-1] for problem in problems] == [
-        "use zero=2",
         "change dp, cp, tp, pp",
+        "use zero=2",
     ]
 
 
