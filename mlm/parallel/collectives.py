@@ -7,7 +7,6 @@ all-gather along the sequence in f's place and a reduce-scatter in g's: `gather_
 between host and device that nobody waits for.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,8 +49,6 @@ class Pending:
             if self.held is not None and self.held is not self.out:
                 self.out.copy_(self.held)
                 self.held = None
-            if not self.op.startswith("send"):
-                record(self.out, self.axis, is_sent=False)
             if self.out.is_cuda:  # the stream waits, not this thread: only an event shows when it is over
                 event = torch.cuda.Event()
                 event.record()
@@ -66,17 +63,6 @@ def _watched(op: str, axis: Axis, ranks: tuple[int, ...] = ()) -> Wait:
 
 
 @torch.no_grad()
-def record(x: Tensor, axis: Axis, *, is_sent: bool) -> None:
-    """Add a message to `Watch.traffic`, which tells later where a number came from. Reads nothing back."""
-    traffic = axis.watch.traffic
-    if traffic is None or len(traffic) >= 1 << 15 or torch.compiler.is_compiling():
-        return
-    if x.is_floating_point() and x.element_size() > 1 and x.numel():
-        sample = x if x.numel() <= 1 << 12 else x.reshape(-1)[::61]  # some of every row
-        traffic.append((is_sent, torch.linalg.vector_norm(sample, math.inf)))
-
-
-@torch.no_grad()
 def for_transport(x: Tensor, axis: Axis) -> Tensor:
     """`x`, or a copy of it in host memory where the axis's transport reads no other."""
     return x.to("cpu", copy=True) if axis.through_host else x
@@ -86,7 +72,6 @@ def start_all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.R
     """Begin to reduce `x` over the axis in place."""
     if axis.group is None:
         return Pending("all_reduce", axis, x, None)
-    record(x, axis, is_sent=True)
     held = for_transport(x, axis)
     with _watched("all_reduce", axis):
         if axis.swaps and op == dist.ReduceOp.SUM:
@@ -133,7 +118,6 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
     out = x.new_empty((axis.size, *x.shape)) if out is None else out
     if axis.group is None:
         return Pending("all_gather", axis, out.copy_(x), None)
-    record(x, axis, is_sent=True)
     held, given = for_transport(out, axis), for_transport(x.contiguous(), axis)
     with _watched("all_gather", axis):
         if axis.swaps and (swap := _start_message(given, axis, held[1 - axis.rank], Tensor.copy_)):
@@ -150,7 +134,6 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if out is None else out
     if axis.group is None:
         return Pending("reduce_scatter", axis, out.copy_(x[: len(out)]), None)
-    record(x, axis, is_sent=True)
     held, given = for_transport(out, axis), for_transport(x.contiguous(), axis)
     with _watched("reduce_scatter", axis):
         if axis.swaps:
@@ -171,7 +154,6 @@ def start_all_to_all(x: Tensor, axis: Axis, given: Sequence[int], taken: Sequenc
     out = x.new_empty((sum(taken), *x.shape[1:]))
     if axis.group is None:
         return Pending("all_to_all", axis, out.copy_(x), None)
-    record(x, axis, is_sent=True)
     held, sent = for_transport(out, axis), for_transport(x.contiguous(), axis)
     with _watched("all_to_all", axis):
         work = dist.all_to_all_single(held, sent, list(taken), list(given), group=axis.group, async_op=True)
@@ -183,7 +165,6 @@ def start_send(x: Tensor, axis: Axis, peer: int) -> Pending:
     assert axis.group is not None
     assert x.is_contiguous()
     op, ranks = f"send to rank {axis.ranks[peer]}", _pair(axis, peer)
-    record(x, axis, is_sent=True)
     x = for_transport(x, axis)
     with _watched(op, axis, ranks):
         work = dist.isend(x, group=axis.group, group_dst=peer)

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 TRANSPORT = (
     "gloo",
@@ -113,9 +112,6 @@ class Watch:
     """Seconds that this process has waited, by axis. A GPU's waits are its own, and not among them."""
     followed: deque[Wait] = field(default_factory=lambda: deque(maxlen=1 << 14))
     """Waits of the device, the oldest first; its launch queue is full before the host is so far ahead."""
-    traffic: list[tuple[bool, Any]] | None = None
-    """Of each message in order: True if this rank sent it, and its largest magnitude (0-d tensor); None: no
-    record."""
 
     def waiting(self, op: str, axis: str, ranks: tuple[int, ...], limit_s: float | None = None) -> Wait:
         """Context manager around a wait for `op` over the axis named `axis`, of these global ranks.

@@ -1,15 +1,11 @@
-"""Comparison of ranks that must hold equal bits, and of an incident's step with a second pass of it.
+"""Comparison of ranks that must hold equal bits, and a second pass of an incident's step.
 
-The first step of an incident is computed again to see if its error came from hardware, and on which ranks it
-began. A number spreads to other ranks by messages alone. The rank whose own computation made it sends it
-before receiving it; all others receive it first. Inside layers that torch.compile fuses, messages over tp are
-not recorded: there all tp ranks are named.
+The first step of an incident is computed again to see if its error came from hardware.
 """
 
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -109,55 +105,8 @@ def minority_ranks(values: Sequence[float], ranks: Sequence[int]) -> list[int]:
     return [rank for rank, value in zip(ranks, values, strict=True) if value != common]
 
 
-@dataclass(frozen=True)
-class SecondPass:
-    """A step's numbers when it is computed again, the same on every rank."""
-
-    numbers: StepNumbers
-    ranks: list[int]
-    """Ranks on which the first pass began to differ; none where no message shows it."""
-    where: str
-    """These ranks and their hosts, in words."""
-
-    @property
-    def advice(self) -> str:
-        """Advice for the case that it happens again."""
-        suspect = f"the memory and the processor of {self.where}" if self.ranks else "memory and processors"
-        return f"if it comes back, test {suspect}"
-
-    def line(self, state: str) -> str:
-        """Return what it says about the first pass, and what to do; `state` describes the second."""
-        seen = f"first seen on {self.where}" if self.ranks else "no message shows on which rank"
-        return f"computed again: {state} ({self.numbers}); not in the data; {seen}; {self.advice}"
-
-    def encode(self) -> dict[str, Any]:
-        """As JSON values."""
-        numbers = {"loss": self.numbers.loss, "grad_norm": self.numbers.norm}
-        return {**numbers, "ranks": self.ranks, "advice": self.advice}
-
-
-def compute_again(trainer: Trainer, batches: Sequence[Any], parts: Tensor, norm: Tensor) -> SecondPass:
+def compute_again(trainer: Trainer, batches: Sequence[Any], parts: Tensor, norm: Tensor) -> StepNumbers:
     """Compute the step again: gradients, `parts` and `norm` hold the second pass's afterwards. Collective."""
-    ctx, watch = trainer.ctx, trainer.ctx.watch
-    first, watch.traffic = watch.traffic or [], []
     parts.copy_(trainer.compute_gradients(batches))
-    norm.copy_(gradient_norm(trainer.shards, ctx) / trainer.scaler.scale)
-    numbers = shared_numbers(trainer, parts, norm)
-    is_source = ctx.world_size == 1 or sent_first_difference(first, watch.traffic)
-    answers = Ranks.of(ctx).all_gather([socket.gethostname(), is_source])
-    hosts = {rank: host for rank, (host, is_first) in enumerate(answers) if is_first}
-    where = f"{name_ranks(list(hosts))} (host {', '.join(sorted(set(hosts.values())))})" if hosts else ""
-    return SecondPass(numbers, list(hosts), where)
-
-
-def sent_first_difference(
-    first: Sequence[tuple[bool, Tensor]], second: Sequence[tuple[bool, Tensor]]
-) -> bool:
-    """Return True if this rank sent the first message in which two passes differ; see `Watch.traffic`."""
-    count = min(len(first), len(second))
-    if not count:
-        return False
-    before, after = (torch.stack([x.double() for _, x in traffic[:count]]) for traffic in (first, second))
-    # Largest magnitudes may differ by half, which is far above rounding.
-    differs = ~torch.isclose(before, after, rtol=0.5, atol=0.0, equal_nan=True)
-    return bool(differs.any()) and first[int(differs.int().argmax())][0]
+    norm.copy_(gradient_norm(trainer.shards, trainer.ctx) / trainer.scaler.scale)
+    return shared_numbers(trainer, parts, norm)

@@ -25,7 +25,7 @@ from mlm.training.identity import PLACES, recorded_changes
 from mlm.training.incidents.config import ReplayConfig, ReplayRun
 from mlm.training.incidents.numbers import StepNumbers, decode, shared_numbers
 from mlm.training.incidents.probe import Places, StepProbe, describe_places
-from mlm.training.incidents.watcher import FILE, FORMAT
+from mlm.training.incidents.watcher import FILE, FORMAT, SUSPECT_HARDWARE
 from mlm.training.memory import reuse_large_blocks
 from mlm.training.observer import Observer, Observers
 from mlm.training.resume import load_first_whole
@@ -190,8 +190,8 @@ def compare_with_record(record: dict[str, Any], now: StepNumbers, places: Places
     # Numbers of another layout or precision may differ by a tenth.
     if all(math.isclose(a, b, rel_tol=0.1) if math.isfinite(a) else not math.isfinite(b) for a, b in pairs):
         return [*lines, *describe_places(places)]
-    second = record.get("second_pass")
-    advice = second["advice"] if second else "suspect the hardware, or versions that changed"
+    is_transient = "second_pass" in record
+    advice = SUSPECT_HARDWARE if is_transient else "suspect the hardware, or versions that changed"
     return [*lines, f"the data do not reproduce it: no sample is to blame; {advice}"]
 
 

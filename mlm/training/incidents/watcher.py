@@ -26,7 +26,7 @@ from mlm.optim.clip import gradient_norm
 from mlm.parallel.collectives import ToHost
 from mlm.tracking.history import replace_nonfinite
 from mlm.tracking.reporter import Reporter
-from mlm.training.incidents.comparisons import SecondPass, compute_again, replica_differences
+from mlm.training.incidents.comparisons import compute_again, replica_differences
 from mlm.training.incidents.numbers import StepNumbers, decode, exceeds_limits, shared_numbers, sum_numbers
 from mlm.training.incidents.probe import WEIGHT, StepProbe, describe_places
 from mlm.training.observer import DeferredCheck, Observer, StepOutcome
@@ -48,6 +48,7 @@ OUTCOMES = {
     "computed again": "the update is that of the second pass",
 }
 """Actions in words."""
+SUSPECT_HARDWARE = "if it comes back, test memory and processors"
 OTHER_HOST = "; resume from a checkpoint before it (mlm ckpt inspect), on another host"
 
 
@@ -103,7 +104,6 @@ class Incidents(Observer):
 
     def on_step_start(self, batches: Sequence[Any]) -> None:
         self.batches = batches
-        self.trainer.ctx.watch.traffic = []  # records the messages of the step
 
     def before_update(self, parts: Tensor, grad_norm: Tensor) -> DeferredCheck | bool:
         """Judge the step: at once, or while the device applies the update. Collective."""
@@ -133,12 +133,12 @@ class Incidents(Observer):
         reasons = self.judge_numbers(numbers)
         if reasons.kinds and not self.state.nonfinite_steps:
             again = compute_again(self.trainer, self.batches, parts, norm)
-            if not again.numbers.are_finite or self.judge_numbers(again.numbers).kinds:
+            if not again.are_finite or self.judge_numbers(again).kinds:
                 again = None
                 self.compare_replicas()
         if reasons.kinds and again is None and self.differences:
             reasons.add("replicas_differ", f"silent corruption: {'; '.join(self.differences)}")
-        kept = numbers if again is None else again.numbers
+        kept = numbers if again is None else again
         self.count_nonfinite(kept, reasons)
         self.state.recent.add(kept.loss, kept.norm)
         return bool(reasons.kinds) and self.act(reasons, numbers, again)
@@ -202,7 +202,7 @@ class Incidents(Observer):
             numbers = replace(numbers, norm=0.0)
         self.count_nonfinite(numbers, IncidentReasons())
 
-    def act(self, reasons: IncidentReasons, numbers: StepNumbers, again: SecondPass | None) -> bool:
+    def act(self, reasons: IncidentReasons, numbers: StepNumbers, again: StepNumbers | None) -> bool:
         """Record an incident and follow incident.action; return True to leave the update out.
 
         `again` is a normal second pass: then no sample is to blame, and none is left out.
@@ -210,9 +210,12 @@ class Incidents(Observer):
         action: str = self.settings.action
         step, details = self.trainer.step + 1, dict[str, Any]()
         if again is not None:
-            reasons.add("transient", again.line("normal" if numbers.are_finite else "finite"))
+            state = "normal" if numbers.are_finite else "finite"
+            reasons.add(
+                "transient", f"computed again: {state} ({again}); not in the data; {SUSPECT_HARDWARE}"
+            )
             action = "stop" if action == "stop" else "computed again"
-            details = {"second_pass": again.encode()}
+            details = {"second_pass": {"loss": again.loss, "grad_norm": again.norm}}
         elif self.has_place(reasons):
             _, places = StepProbe(self.trainer).run(self.batches)
             if not self.differences or (places["first_not_finite"] or {}).get("tensor") == WEIGHT:
@@ -307,7 +310,6 @@ class Incidents(Observer):
 
     def after_step(self, outcome: StepOutcome) -> None:
         """Compare replicas where due. Collective."""
-        self.trainer.ctx.watch.traffic = None
         if self.checks.every and self.trainer.step % self.checks.every == 0:
             self.check_replicas()
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from mlm.cli import main
 from mlm.parallel.mesh import ParallelContext
 from mlm.runs.config import IncidentConfig, PretrainConfig
-from mlm.training.incidents.comparisons import sent_first_difference
 from mlm.training.incidents.numbers import RecentSteps
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
@@ -99,7 +98,7 @@ def faulty_step(ctx: ParallelContext, spec: PretrainConfig, out: Path) -> list[t
 
 
 @pytest.mark.parametrize("name", slow_but({1, 4}, LAYOUTS))
-def test_a_fault_of_one_pass_is_computed_again_and_its_rank_is_named(name: str, tmp_path: Path) -> None:
+def test_a_fault_of_one_pass_is_computed_again(name: str, tmp_path: Path) -> None:
     layout = dict(LAYOUTS[name])
     spec, zero = config(), layout.pop("zero", 0)
     spec = replace(spec, parallel=replace(spec.parallel, **layout, zero=zero))
@@ -109,23 +108,14 @@ def test_a_fault_of_one_pass_is_computed_again_and_its_rank_is_named(name: str, 
         assert (same, finite) == (True, True), fault
         state = "finite" if fault == "activation" else "normal"
         assert f"computed again: {state} (loss " in said
-        assert "; not in the data; first seen on rank 1 (host " in said, fault
+        assert "; not in the data; if it comes back, test memory and processors" in said, fault
         assert "layers." not in said
         assert "sample" not in said
         record = json.loads((tmp_path / fault / "incidents" / "step-00000001" / "incident.json").read_text())
         assert record["kinds"][-1] == "transient"
-        assert record["second_pass"]["ranks"] == [1]
+        assert record["second_pass"].keys() == {"loss", "grad_norm"}
         assert record.get("first_not_finite") is None
     assert all(same for each in ranks for same, *_ in each)
-
-
-def test_the_rank_that_sends_a_difference_first_is_its_source() -> None:
-    one, other, bad = torch.tensor(1.0), torch.tensor(1.1), torch.tensor(math.nan)
-    usual = [(True, one), (False, one), (True, one)]
-    assert not sent_first_difference(usual, [(sent, other) for sent, _ in usual])
-    assert sent_first_difference([(True, bad), (False, bad), (True, bad)], usual)
-    assert not sent_first_difference([(True, one), (False, bad), (True, bad)], usual)
-    assert not sent_first_difference([], [])
 
 
 STRUCK = 5
@@ -179,4 +169,3 @@ def test_a_run_loses_nothing_and_a_replay_blames_no_sample(
     assert main(["replay", str(folder(tmp_path / "run", STRUCK)), "dist.threads_per_rank=1"]) == 0
     said = capsys.readouterr().out
     assert "the data do not reproduce it: no sample is to blame; if it comes back, test the memory" in said
-    assert "rank 0 (host " in said
