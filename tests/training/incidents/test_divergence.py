@@ -12,7 +12,7 @@ import torch
 from mlm.checkpoint.native.folders import latest_name, step_name
 from mlm.cli import main
 from mlm.parallel.mesh import shape_context
-from mlm.training.incidents.watcher import describe_way_back, find_newest_good
+from mlm.training.incidents.divergence import describe_way_back, find_newest_good
 from mlm.training.observer import Observer, StepOutcome
 from mlm.training.trainer import Trainer
 from tests.slow import slow_but
