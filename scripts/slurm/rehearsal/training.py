@@ -25,7 +25,7 @@ RUN = [
     *("data.seq_length=8", "train.global_batch_size=4", "train.micro_batch_size=1", "train.validate_every=0"),
     *("schedule=constant", "precision=fp64", "dist.device=cpu"),
     *("dist.peak_tflops=1", "dist.threads_per_rank=1", f"dist.timeout_s={TIMEOUT_S}", "log.every=1"),
-    *(f"checkpoint.save_every={SAVE_EVERY}"),
+    f"checkpoint.save_every={SAVE_EVERY}",
 ]
 """Settings of every run. Its losses do not depend on train.steps."""
 
