@@ -11,8 +11,6 @@ from mlm.util.errors import UserError
 from mlm.util.system import resolve
 
 OK, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
-KILLED = 128
-"""Exit codes from here on are those of a run that a signal ended."""
 HEAD_START_S = 5.0  # a launcher ends all ranks when one ends: the one that reports must not be cut off
 
 
