@@ -290,23 +290,13 @@ def test_other_tokens_may_be_wanted(made: Path, tmp_path: Path) -> None:
     assert main(["pretrain", f"resume={tmp_path / 'new'}", "train.steps=2"]) == 0
 
 
-def test_more_steps_of_a_decayed_schedule_say_what_the_rate_does(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_more_steps_of_a_decayed_schedule_keep_its_last_rate_or_begin_no_rise(
+    made: Path, tmp_path: Path
 ) -> None:
-    """Its two cures say nothing, and do not raise it."""
     data = f"data.path={made / 'a'}"
     assert main([*begin(tmp_path, "run", "schedule=cosine", "train.steps=4"), data]) == 0
-    longer = ["pretrain", f"resume={tmp_path / 'run'}", "train.steps=8"]
-    shutil.copytree(tmp_path / "run", tmp_path / "kept")
-    capsys.readouterr()
-    assert main(longer) == 0
-    told = capsys.readouterr()
-    line = " ".join((told.out + told.err).split())
-    assert "the learning rate rises from 1e-05 to 0.00032" in line
-    assert "schedule.decay_steps=4 stays at 1e-05" in line
-    kept = ["pretrain", f"resume={tmp_path / 'kept'}", "train.steps=8", "schedule.decay_steps=4"]
-    assert main(kept) == 0
-    assert [record["lr"] for record in records(tmp_path / "kept", "step")][4:] == [1e-5] * 4
+    assert main(["pretrain", f"resume={tmp_path / 'run'}", "train.steps=8", "schedule.decay_steps=4"]) == 0
+    assert [record["lr"] for record in records(tmp_path / "run", "step")][4:] == [1e-5] * 4
     wsd = [*begin(tmp_path, "wsd", "schedule=wsd", "schedule.cooldown_share=0.5", "train.steps=4"), data]
     assert main(wsd) == 0
     step = tmp_path / "wsd/checkpoints/step-00000002"
@@ -314,8 +304,3 @@ def test_more_steps_of_a_decayed_schedule_say_what_the_rate_does(
     rates = [record["lr"] for record in records(tmp_path / "more", "step")]
     assert rates[0] == 1e-3
     assert rates == sorted(rates, reverse=True)
-    assert "rises" not in capsys.readouterr().out
-    assert main(["pretrain", f"resume={tmp_path / 'wsd'}", "train.steps=12"]) == 0
-    line = " ".join("".join(capsys.readouterr()).split())
-    assert "the learning rate rises from" in line
-    assert "schedule.decay_steps" not in line

@@ -61,7 +61,7 @@ def test_sound_config_has_no_problem(words: list[str]) -> None:
         [
             (
                 ["model.num_heads=7", "tp=7"],
-                "model.num_heads=7 does not divide model.hidden_size=64; use model.num_heads=8 tp=8",
+                "model.num_heads=7 does not divide model.hidden_size=64; change model.num_heads",
             ),
             (
                 ["model.num_heads=7"],

@@ -168,4 +168,4 @@ def test_a_run_loses_nothing_and_a_replay_blames_no_sample(
     capsys.readouterr()
     assert main(["replay", str(folder(tmp_path / "run", STRUCK)), "dist.threads_per_rank=1"]) == 0
     said = capsys.readouterr().out
-    assert "the data do not reproduce it: no sample is to blame; if it comes back, test the memory" in said
+    assert "the data do not reproduce it: no sample is to blame; if it comes back, test memory" in said
