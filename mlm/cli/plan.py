@@ -182,8 +182,6 @@ COMMANDS = (
             mlm plan layouts model=gpt2_8b gpus=512 hardware=dgx_a100_80g
             # What 300 billion tokens take and cost
             mlm plan layouts model=gpt2_8b gpus=64 tokens=300e9 price_per_gpu_hour=2.5
-            # The same on other numbers of GPUs, one table each
-            mlm plan layouts -m model=gpt2_8b gpus=64,128,256 tokens=300e9
         """,
         keys=f"""
             gpus tokens price_per_gpu_hour show out {BATCH} tp cp pp vp dp sequence_parallel pipeline zero
