@@ -139,12 +139,11 @@ class ProgramCost(CostModel):
     def gather_shards(self, size: float, ranks: int, stride: int) -> float:
         """All-gather of a layer's weights or reduce-scatter of its gradients, as the program does it."""
         whole = super().gather_shards(size, ranks, stride)
-        if not size or ranks == 1:
+        if not (self.software.slices and size) or ranks == 1:
             return whole
-        copies = max(self.software.slices * ranks, 1)
+        copies = self.software.slices * ranks
         copied = copies * (VIEW_S + max(LAUNCH_S, 2 * size / copies / self.bandwidth))
-        filled = self.software.fills_gathered * size / self.bandwidth
-        return whole + copied * bool(self.software.slices) + filled
+        return whole + copied + self.software.fills_gathered * size / self.bandwidth
 
     def transfer(self, layout: PlannedLayout) -> float:
         """Seconds that a boundary tensor takes to the next pipeline rank."""
