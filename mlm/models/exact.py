@@ -12,39 +12,81 @@ from torch import Tensor, nn
 
 from mlm.models.attention import SelfAttention
 from mlm.models.backbone import LearnedTable, Transformer
+from mlm.models.bert.model import BERT
 from mlm.models.documents import Spans
 from mlm.models.gpt2.model import GPT2
-from mlm.models.heads import GatherOutputs, PlainLinear
+from mlm.models.heads import GatherOutputs, MaskedTokenHead, PlainLinear, VocabularyBias
 from mlm.models.llama.attention import GroupedQueryAttention, HeadNorm
 from mlm.models.llama.gated import GatedMLP
 from mlm.models.llama.mixture import MixtureOfExperts
 from mlm.models.llama.model import Llama, LlamaLayer
 from mlm.models.norms import LayerNorm, RMSNorm
+from mlm.models.roberta.model import RoBERTa
 from mlm.models.rotary import Rotary
 from mlm.models.transformer import MLP, TransformerLayer
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.exact import ColumnProducts, KeepRows, Lookup, Norm, Region, RowProducts, WholeProducts
+from mlm.parallel.exact import (
+    ColumnProducts,
+    KeepRows,
+    Lookup,
+    Norm,
+    Region,
+    RowProducts,
+    TableRows,
+    WholeProducts,
+)
 from mlm.parallel.exact_experts import ExpertColumns, ExpertRows, SourceRuns
 from mlm.parallel.exact_loss import exact_cross_entropy
 from mlm.parallel.expert.experts import Experts
 from mlm.parallel.expert.router import Router, Routing
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from mlm.parallel.linear import DEFAULT_COMPUTE
+from mlm.parallel.low_rank import LowRankAdapter
 from mlm.parallel.matmul import Runs
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.util.errors import UserError
 
 
 def _column(layer: ColumnParallelLinear, region: Region, x: Tensor) -> tuple[Tensor, ...]:
-    return ColumnProducts.apply(x, layer.weight, layer.bias, region, layer.compute)  # type: ignore[no-any-return, no-untyped-call]
+    y: tuple[Tensor, ...] = ColumnProducts.apply(x, layer.weight, layer.bias, region, layer.compute)  # type: ignore[no-untyped-call]
+    return y if layer.lora is None else layer.lora(x, y)
 
 
 def _row(layer: RowParallelLinear, region: Region, parts: tuple[Tensor, ...]) -> Any:
-    return RowProducts.apply(layer.weight, layer.bias, region, layer.compute, *parts)  # type: ignore[no-untyped-call]
+    y = RowProducts.apply(layer.weight, layer.bias, region, layer.compute, *parts)  # type: ignore[no-untyped-call]
+    return y if layer.lora is None else layer.lora(parts, y)
 
 
 def _whole(layer: PlainLinear, region: Region, x: Tensor) -> Any:
     return WholeProducts.apply(x, layer.weight, layer.bias, region, layer.compute)  # type: ignore[no-untyped-call]
+
+
+def _adapter(adapter: LowRankAdapter, region: Region, x: Any, y: Any) -> Any:
+    """Add the adapter's products to those of its layer: y is in parts by column, x by row."""
+    count, n = len(adapter.rows.adapted), region.terms
+    if adapter.dropout and adapter.stream is not None:
+        x = adapter.drop(x if adapter.by_column else torch.cat(x, -1), adapter.stream)
+        x = x if adapter.by_column else x.chunk(n, -1)
+    if not adapter.by_column:
+        z = RowProducts.apply(adapter.a, None, region, DEFAULT_COMPUTE, *x)  # type: ignore[no-untyped-call]
+        return y + WholeProducts.apply(z * adapter.scale, adapter.b, None, region, DEFAULT_COMPUTE)  # type: ignore[no-untyped-call]
+    z = WholeProducts.apply(x, adapter.a, None, region, DEFAULT_COMPUTE) * adapter.scale  # type: ignore[no-untyped-call]
+    blocks = adapter.b.unflatten(0, (-1, count, adapter.size)).unbind(1)  # each [blocks / t, size, r]
+    changes = [
+        ColumnProducts.apply(part.contiguous(), b.flatten(0, 1), None, region, DEFAULT_COMPUTE)  # type: ignore[no-untyped-call]
+        for part, b in zip(z.chunk(count, -1), blocks, strict=True)
+    ]
+    size = min(adapter.size, changes[0][0].shape[-1])
+    terms = [[x.unflatten(-1, (-1, size)) for x in xs] for xs in zip(*changes, strict=True)]
+    return tuple(part + adapter.rows.place(xs) for part, xs in zip(y, terms, strict=True))
+
+
+def _table(table: LearnedTable, region: Region, rows: range | Tensor) -> Any:
+    if isinstance(rows, Tensor):
+        return TableRows.apply(rows + table.offset, table.weight, region)  # type: ignore[no-untyped-call]
+    # ranks read different rows: their sums over tp are of one number and zeros
+    table.is_partial = region.sequence_parallel  # type: ignore[assignment]
+    return LearnedTable.forward(table, rows)
 
 
 def _look_up(table: VocabParallelEmbedding, region: Region, tokens: Tensor) -> Tensor:
@@ -119,6 +161,8 @@ FORMS: dict[type[nn.Module], Any] = {
     RMSNorm: _norm,
     HeadNorm: _norm,
     PlainLinear: _whole,
+    LowRankAdapter: _adapter,
+    LearnedTable: _table,
     MLP: _mlp,
     GatedMLP: _mlp,
     Router: _router,
@@ -128,14 +172,8 @@ FORMS: dict[type[nn.Module], Any] = {
 }
 """`forward` of each type of module, after the module and its region."""
 PLAIN = (
-    GPT2,
-    Llama,
-    TransformerLayer,
-    LlamaLayer,
-    MixtureOfExperts,
-    LearnedTable,
-    nn.ModuleDict,
-    nn.Identity,
+    *(GPT2, Llama, BERT, RoBERTa, TransformerLayer, LlamaLayer, MixtureOfExperts),
+    *(MaskedTokenHead, VocabularyBias, nn.ModuleDict, nn.Identity),
 )
 """Modules without sums that a layout changes."""
 
@@ -173,8 +211,5 @@ def make_exact(model: Transformer) -> None:
             module.enter, module.leave = ends
         if isinstance(module, HeadNorm):
             module.is_partial = False  # its sum over tp is made in the backward pass
-        if isinstance(module, LearnedTable):
-            # ranks read different rows: their sums are of one number and zeros
-            module.is_partial = region.sequence_parallel  # type: ignore[assignment]
         if isinstance(module, VocabParallelEmbedding):
             module.exact_loss = partial(exact_cross_entropy, table=module, region=region)

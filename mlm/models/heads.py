@@ -61,7 +61,7 @@ class MaskedTokenHead(nn.Module):
         self.activation = config.activation
         self.transform = PlainLinear(h, h, init_std=config.init_std)
         self.norm = LayerNorm(h, eps=config.layer_norm_eps)
-        self.vocabulary = VocabularyBias(config.vocab_size, config.padded_vocab_size(tp.size), tp=tp)
+        self.vocabulary = VocabularyBias(config.vocab_size, config.padded_vocab_size(tp.parts), tp=tp)
 
     def forward(self, x: Tensor) -> Tensor:
         """[R, H] -> [R, H]."""

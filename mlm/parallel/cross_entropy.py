@@ -83,7 +83,7 @@ def linear_cross_entropy(
         ValueError: `hidden` has entered the region before, or has not as many rows as there are labels.
     """
     if table.exact_loss is not None:
-        return table.exact_loss(hidden, labels, scale)
+        return table.exact_loss(hidden, labels, scale, None)[0]
     hidden = enter(hidden, labels, table)
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, table.weight, None, labels, scale, table, chunk_bytes, False, table.fuses_now
@@ -103,6 +103,8 @@ def cross_entropy_and_hits(
 
     A hit is a scored row whose label is the most probable token. Hits have no gradient.
     """
+    if table.exact_loss is not None:
+        return table.exact_loss(hidden, labels, scale, bias)
     hidden = enter(hidden, labels, table)
     result: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, table.weight, bias, labels, scale, table, chunk_bytes, True, table.fuses_now

@@ -271,6 +271,22 @@ class WholeProducts(torch.autograd.Function):
         return dx, dw, db, None, None
 
 
+class TableRows(torch.autograd.Function):
+    """Rows of a table that all ranks hold: [S, B] int64 -> [S, B, H]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, region: Region) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.size, ctx.dtype, ctx.region = len(weight), weight.dtype, region
+        return F.embedding(rows, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,), region, sums = ctx.saved_tensors, ctx.region, torch.ops.aten.embedding_dense_backward
+        pairs = zip(region.split_rows(dy.to(ctx.dtype)), region.split_rows(rows), strict=True)
+        return None, region.add_rows([sums(d, at, ctx.size, -1, False) for d, at in pairs]), None
+
+
 def _columns(weight: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     """The columns of a weight that multiply each part, laid out alike at every tp."""
     return [w.to(parts[0].dtype).contiguous() for w in weight.chunk(len(parts), 1)]
@@ -290,6 +306,7 @@ class Norm(torch.autograd.Function):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean: Tensor | None = None
         if centers:  # the kernel computes each row for itself
+            weight, bias = weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype)
             y, mean, scale = torch.native_layer_norm(wide, x.shape[-1:], weight, bias, eps)
         else:
             scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

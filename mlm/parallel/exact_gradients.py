@@ -120,7 +120,7 @@ def _squares(gradient: Tensor, parts: int, shard: ParameterShard) -> Tensor:
     """Sums of squares of each row and part of columns, float64; of a vector, the squares."""
     if gradient.dim() == 1:
         return gradient.double().square()
-    columns = parts // (shard.tp.size if shard.tp_dim == gradient.dim() - 1 else 1)
+    columns = parts // shard.tp.size if shard.tp_dim == gradient.dim() - 1 else 1
     pieces = gradient.unflatten(-1, (columns, -1)).contiguous()
     squares: Tensor = torch.linalg.vector_norm(pieces, dim=-1).double().square().flatten()
     return squares

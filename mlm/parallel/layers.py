@@ -196,8 +196,8 @@ class VocabParallelEmbedding(TensorParallelLayer):
     """True if the loss may be computed by compiled passes (logits.py)."""
     softcap: float = 0.0
     """Bound of logits, softcap * tanh(logits / softcap); 0 for none."""
-    exact_loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    """The loss of hidden states, labels and scale in one order at every layout (exact_loss.py)."""
+    exact_loss: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]] | None = None
+    """Loss and hits of hidden states, labels, scale and bias in one order at every layout (exact_loss.py)."""
     add_lookup: Callable[[Tensor], None] | None = None
     """Receives the gradient of each lookup there (exact_gradients.py)."""
     device_type: str | None = None

@@ -117,7 +117,7 @@ class LowRankAdapter(nn.Module):
     def forward(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return `y`, what the layer of this input, weight and bias gives, with the adapter: of its shape."""
         if self.dropout and self.stream is not None:
-            x = self._drop(x, self.stream)
+            x = self.drop(x, self.stream)
         count = len(self.rows.adapted)
         z = linear(x, self.a) * self.scale  # [S, B, p r]
         if not self.by_column:
@@ -148,7 +148,7 @@ class LowRankAdapter(nn.Module):
         return self.rows.place(parts.unbind(1))
 
     @skip_compile  # masks of another micro-batch are another graph
-    def _drop(self, x: Tensor, stream: DropoutStream) -> Tensor:
+    def drop(self, x: Tensor, stream: DropoutStream) -> Tensor:
         is_split = self.sequence_parallel and self.by_column
         length = x.shape[0] * self.cp.size * (self.tp.size if is_split else 1)
         rows = local_positions(length, self.cp, x.device)

@@ -231,13 +231,14 @@ def graphs_replay(config: PretrainConfig, _: Launch) -> Problem | None:
 
 
 EXACT_COVERS: dict[str, tuple[Any, ...]] = {
-    "model.kind": ("gpt2", "llama"),
+    "model.kind": ("gpt2", "llama", "bert", "roberta"),
     "model.head": ("language_model",),
     "model.options.balance": (None, "none", "bias", "sequence", "global_batch"),
     "model.options.kv_lora_rank": (None, 0),
     "model.options.logit_softcap": (None, 0),
-    "lora.rank": (0,),
-    "optimizer.kind": ("adamw",),
+    "lora.quantize": ("none",),
+    "lora.dora": (False,),
+    "optimizer.kind": ("adamw", "muon"),
     "tp_overlap": (None, 1),
     "recompute": ("none", "selective", "full"),
     "compile": (None, False),
@@ -287,6 +288,13 @@ def exact_covers(config: PretrainConfig, launch: Launch) -> Problem | None:
             model.hidden_size,
             model.hidden_size % (16 * exact) == 0,
             f"a multiple of {16 * exact}",
+        ),
+        # nor are a vocabulary's biases: rows of the padded one for each rank
+        (
+            "model.vocab_multiple",
+            model.vocab_multiple,
+            model.padded_vocab_size(parts) % (16 * exact) == 0,
+            f"a multiple of {16 * exact // parts}",
         ),
         (
             "train.micro_batch_size",

@@ -159,7 +159,7 @@ class PretrainConfig:
     exact: Literal[0, 2, 4, 8, 16] = 0
     """Make all sums in one order: losses, weights and moments are the same bit for bit at every layout whose
     tp, cp and dp divide this number, with any pp, vp, ep and zero. Each save then has a digest, which `mlm
-    ckpt verify` shows too. Of gpt2 and llama on CPUs, without adapters and Muon."""
+    ckpt verify` shows too. On CPUs."""
     fuse_accumulation: Annotated[bool | None, Aliases("gradient_accumulation_fusion")] = None
     """Add a weight's gradient to the sum over micro-batches inside its product (addmm), not after it. null
     does on GPUs in half precision where a rank has several micro-batches and nothing conflicts."""

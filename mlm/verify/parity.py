@@ -7,6 +7,7 @@ Dropout masks are functions of their place, so one process can draw exactly thos
 The layout is run by the same `Trainer` as training: what is compared is what trains.
 """
 
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
@@ -39,6 +40,7 @@ from mlm.verify.verdict import TOLERANCES, Verdict, write_and_show
 RESULT = "parity.json"
 NARROW = ("bf16", "fp16", "fp8")
 """Formats whose rounding sends a token between experts that score alike to the other one: loads differ."""
+EXACT_HINT = "exact=N makes all sums in one order at every layout: report what the run was"
 LOADS = (".router.bias", ".router.load")
 """Ends of the names of a router's state that the loads of its experts move, and no gradient."""
 
@@ -90,6 +92,12 @@ class Report:
     """The first tensor that is not finite on both sides, in words."""
     finding: Finding | None = None
     """The first difference."""
+    is_exact: bool = False
+    """True in a run with exact=N, whose layouts have the same bits."""
+    changed: str = ""
+    """The first tensor of which a bit differs in such a run, in words."""
+    digest: str = ""
+    """Of all bits of all steps on one process in such a run."""
 
     def of(self, kind: str, step: int | None = None) -> list[Difference]:
         return [d for d in self.differences if d.kind == kind and step in (None, d.step)]
@@ -97,6 +105,9 @@ class Report:
     def add(self, reference: Record, ranks: Ranks, lr: float) -> None:
         """Compare the next step, and the weights that ranks hold in copies."""
         self.lrs.append(lr)
+        if self.is_exact:
+            self.changed = self.changed or changed_bits(reference, ranks)
+            self.digest = record_digest(reference, self.digest)
         comparison = Comparison(reference, ranks, self.sizes, lr_sum=sum(self.lrs), eps=self.eps)
         found: dict[Key, Difference] = {}
         for place in comparison.locations:  # of a parameter on two stages, the larger
@@ -173,10 +184,11 @@ def one_process(config: ParityConfig, ctx: ParallelContext) -> Trainer:
 def compare_trainers(layout: Trainer, alone: Trainer | None, steps: int) -> Report | None:
     samples = train_dataset(layout.config, steps * layout.config.train.global_batch_size)
     sizes = {axis: getattr(layout.ctx, axis).size for axis in AXES}
-    report = None if alone is None else Report(sizes, layout.config.optimizer.eps)
+    config = layout.config
+    report = None if alone is None else Report(sizes, config.optimizer.eps, is_exact=config.exact > 0)
     with layout.batches(samples) as own, (alone or layout).batches(samples) as whole:
         for _, batches, all_batches in zip(range(steps), own, whole, strict=False):
-            precision = layout.config.precision.dtype
+            precision = config.precision.dtype
             record, lr = record_step(layout, batches, precision)
             reference = None if alone is None else record_step(alone, all_batches, precision)[0]
             contents = enumerate(exchange.Ranks.of(layout.ctx).gather_bytes(record.to_bytes()))
@@ -208,6 +220,31 @@ def record_step(trainer: Trainer, batches: Sequence[MicroBatch], precision: str)
     return record, outcome.lr
 
 
+def changed_bits(reference: Record, ranks: Ranks) -> str:
+    """The first tensor of one process of which a rank has other bits, in words; empty for none."""
+    for key, whole in reference.tensors.items():
+        for record in ranks.values():
+            if (part := record.tensors.get(key)) is None:
+                continue
+            offset = record.offsets.get(key.name, ())
+            region = whole[tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))]
+            if bits_of(part) != bits_of(region):
+                return key.words
+    return ""
+
+
+def record_digest(record: Record, before: str = "") -> str:
+    """SHA-256 of names and bits of a record, and of the digest of the one before."""
+    digest = hashlib.sha256(before.encode())
+    for key, x in record.tensors.items():
+        digest.update(f"{key.kind} {key.name}\n".encode() + bits_of(x))
+    return f"sha256:{digest.hexdigest()}"
+
+
+def bits_of(x: Tensor) -> bytes:
+    return x.double().contiguous().numpy().tobytes()  # a wider format is exact
+
+
 def shared_verdict(report: Report | None, ctx: ParallelContext) -> Verdict:
     """The verdict on the report of rank 0, on every rank. Collective."""
     verdict = None if report is None else list(astuple(judge(report)))
@@ -221,6 +258,8 @@ def judge(report: Report) -> Verdict:
             f"{report.blind} is not finite on one process either; nothing after it counts",
             "in float16 set a lower precision.initial_loss_scale",
         )
+    if report.is_exact and report.changed:
+        return Verdict("DIFFERENT", f"the first bits that differ are of {report.changed}", EXACT_HINT)
     if report.finding is not None:
         found = report.finding
         others = f"; {report.wrong - 1} more tensors of that step differ" if report.wrong > 1 else ""
@@ -232,6 +271,9 @@ def judge(report: Report) -> Verdict:
             f"the copies of {report.torn[0]} on several ranks are no longer equal bit for bit{others}",
             "look at a reduction that reaches some copies only: they will drift apart",
         )
+    if report.is_exact:
+        steps, tensors = len(report.lrs), len(report.differences)
+        return Verdict("EQUAL bit for bit", f"{tensors} tensors of {steps} steps, {report.digest}")
     losses = max(each.difference for each in report.of("loss"))
     gradients = max(each.relative for each in report.of("gradient"))
     weights = max(each.relative for each in report.of("weight", len(report.lrs)))

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlm.checkpoint.native.compare import CheckpointComparison, compare_checkpoints
+from mlm.checkpoint.native.compare import CheckpointComparison, compare_checkpoints, tensors_digest
 from mlm.checkpoint.native.folders import CHECKPOINTS, latest_name, step_name, step_of
 from mlm.checkpoint.native.format import Manifest
 from mlm.checkpoint.native.run_state import LINEAGE
@@ -57,6 +57,8 @@ class Runs:
     """Step at which each start of the resumed run began."""
     final: CheckpointComparison
     """Of the checkpoints of the last step, the straight run's first."""
+    digest: str = ""
+    """Of both, in a run with exact=N."""
 
 
 def preflight(config: VerifyResumeConfig) -> list[str]:
@@ -87,7 +89,7 @@ def run(config: VerifyResumeConfig) -> None:
         rehearsal.run_to_end(STRAIGHT)
         killed = rehearsal.run_killed()
         rehearsal.run_to_end(RESUMED)
-        runs = collect(out, plan)
+        runs = collect(out, plan, exact=config.exact > 0)
         verdict = judge(runs)
         what = f"{config.parallel.described}, {config.precision.dtype}, {killed}"
         sides = {STRAIGHT: runs.straight, RESUMED: runs.resumed}
@@ -109,14 +111,15 @@ def run(config: VerifyResumeConfig) -> None:
         raise CheckFailedError(f"{verdict.headline} ({out / RESULT})")
 
 
-def collect(out: Path, plan: KillPlan) -> Runs:
+def collect(out: Path, plan: KillPlan, *, exact: bool = False) -> Runs:
     """Read the records of both runs. Raises UserError for unreadable checkpoints, OSError for metrics."""
     first, second = (out / name / CHECKPOINTS / step_name(plan.last) for name in (STRAIGHT, RESUMED))
     final = compare_checkpoints(first, second)
     straight = facts_of(out / STRAIGHT / FILE_NAME, final.first)
     resumed = facts_of(out / RESUMED / FILE_NAME, final.second)
     starts = (r["start_step"] for r in read_records(out / RESUMED / FILE_NAME) if r["kind"] == "run")
-    return Runs(plan, straight, resumed, tuple(starts), final)
+    digest = tensors_digest(second, final.second) if exact else ""
+    return Runs(plan, straight, resumed, tuple(starts), final, digest)
 
 
 def facts_of(metrics: Path, last: Manifest) -> Facts:
@@ -155,7 +158,8 @@ def judge(runs: Runs) -> Verdict:
     return Verdict(
         "EQUAL bit for bit",
         f"loss, gradient norm, learning rate, loss scale and samples of {plan.last - plan.first} steps, then "
-        f"{len(tensors)} tensors of {sum(tensor.elements for tensor in tensors):,} elements",
+        f"{len(tensors)} tensors of {sum(tensor.elements for tensor in tensors):,} elements"
+        + (f", {runs.digest}" if runs.digest else ""),
     )
 
 

@@ -61,6 +61,14 @@ def test_digest_is_that_of_one_process(kind: str, dtype: str, dropout: float, la
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("change", [{"optimizer": "muon"}, {"rank": 4}], ids=str)
+def test_muon_and_adapters_over_cp_have_one_digest(change: dict[str, Any]) -> None:
+    layout = {"cp": 2, "tp": 2, "sequence_parallel": True}
+    spec = long_spec_of("llama", "bf16", **change, **layout)
+    assert result(spec, **ranks_of(layout)) == result(long_spec_of("llama", "bf16", **change))
+
+
+@pytest.mark.slow
 def test_eight_ranks_hold_the_eight_parts_of_512_tokens() -> None:
     spec = long_spec_of("llama", length=512, batch=2)
     assert result(replace(spec, parallel=replace(spec.parallel, cp=8)), 2, cp=8) == result(spec, 2)

@@ -88,6 +88,13 @@ def test_digest_is_that_of_one_process(model: str, dtype: str, layout: dict[str,
     assert result(mixture_of(model, dtype, **layout), 5, **ranks_of(layout)) == ONE[model, dtype]
 
 
+@pytest.mark.slow
+def test_muon_of_experts_has_one_digest() -> None:
+    layout = {"tp": 2, "dp": 2, "ep": 2, "zero": 2}
+    spec = mixture_of("mixtral", optimizer="muon", **layout)
+    assert result(spec, **ranks_of(layout)) == result(mixture_of("mixtral", optimizer="muon"))
+
+
 @pytest.mark.parametrize("model", ["gemma3", "deepseek", "qwen2_moe"])
 def test_exact_run_computes_what_the_usual_one_does(model: str) -> None:
     """float64: losses of three steps to 1e-12, the usual path being compared with one process elsewhere."""

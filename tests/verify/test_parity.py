@@ -52,6 +52,15 @@ def test_an_equal_layout_ends_with_0_and_leaves_its_numbers(
     assert rows == {(n, kind): k for n in (1, 2) for kind, k in KINDS.items()}
 
 
+@pytest.mark.slow
+def test_a_layout_with_exact_sums_is_equal_bit_for_bit(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ("exact=4", "model.hidden_size=64", "precision=bf16", "tp=2", "dp=2")
+    assert compare(tmp_path, *words) == 0
+    assert "EQUAL bit for bit: 116 tensors of 2 steps, sha256:" in capfd.readouterr().out
+
+
 def test_a_comparison_that_decides_nothing_ends_with_1_and_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

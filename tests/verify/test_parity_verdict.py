@@ -1,5 +1,6 @@
 """Verdicts on recorded numbers: of a model of four parameters on two tensor-parallel ranks."""
 
+import hashlib
 from collections.abc import Callable
 from math import inf, nan
 
@@ -39,9 +40,11 @@ def recorded(step: int, rank: int | None, precision: str, **changed: Change) -> 
     return record
 
 
-def report_of(*steps: tuple[Record, list[Record]], lr: float = LR, axis: str = "tp") -> Report:
+def report_of(
+    *steps: tuple[Record, list[Record]], lr: float = LR, axis: str = "tp", is_exact: bool = False
+) -> Report:
     """The report on steps of one process and of both ranks of an axis."""
-    report = Report({name: 1 + (name == axis) for name in AXES}, eps=1e-8)
+    report = Report({name: 1 + (name == axis) for name in AXES}, eps=1e-8, is_exact=is_exact)
     for reference, records in steps:
         ranks = {tuple(n * (name == axis) for name in AXES): record for n, record in enumerate(records)}
         report.add(reference, ranks, lr)
@@ -76,6 +79,28 @@ def test_equal_numbers_are_equal() -> None:
     verdict = judged({}, {})
     assert (verdict.word, verdict.hint) == ("EQUAL", "")
     assert verdict.sentence.endswith("2 parameters held in copies, all bit-equal")
+
+
+@pytest.mark.parametrize("what", ["loss", "norm", "gradient_final_norm", "weight_token"])
+def test_with_exact_the_last_bit_counts(what: str) -> None:
+    """Of a run with exact=N, whose digest is that of names and bits; of others it is rounding."""
+
+    def judged(*, is_exact: bool, **changed: Change) -> Verdict:
+        ranks = [recorded(0, rank, "fp32", **changed) for rank in range(2)]
+        return judge(report_of((recorded(0, None, "fp32"), ranks), is_exact=is_exact))
+
+    def next_number(x: Tensor) -> Tensor:
+        return x.nextafter(torch.full_like(x, inf))
+
+    assert judged(is_exact=False, **{what: next_number}).word == "EQUAL"
+    equal, changed = judged(is_exact=True), judged(is_exact=True, **{what: next_number})
+    assert equal.word == "EQUAL bit for bit"
+    digest = hashlib.sha256()
+    for key, x in recorded(0, None, "fp32").tensors.items():
+        digest.update(f"{key.kind} {key.name}\n".encode() + x.numpy().tobytes())
+    assert equal.sentence == f"10 tensors of 1 steps, sha256:{digest.hexdigest()}"
+    assert changed.word == "DIFFERENT"
+    assert changed.sentence.startswith("the first bits that differ are of the ")
 
 
 @pytest.mark.parametrize("what", ["loss", "norm"])

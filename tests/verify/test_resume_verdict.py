@@ -53,6 +53,10 @@ def test_equal_runs_are_equal() -> None:
     assert "4 steps, then 2 tensors of 20 elements" in verdict.sentence
 
 
+def test_digest_of_a_run_with_exact_sums_is_shown() -> None:
+    assert judge(runs(digest="sha256:12")).sentence.endswith(" of 20 elements, sha256:12")
+
+
 def test_the_last_bit_of_a_loss_counts() -> None:
     verdict = resumed(3, loss=record(3)["loss"] + ULP)
     assert verdict.word == "DIFFERENT"

@@ -129,6 +129,7 @@ def test_a_counter_altered_before_resuming_is_different_from_the_first_step_on(
         ["dp=2", "zero=2", *DROPOUT, "precision=fp16"],
         ["pp=2", *DROPOUT, "checkpoint.asynchronous=false", "precision=fp64"],
         [*EXPERTS, "dp=2", "ep=2"],
+        ["exact=4", "model.hidden_size=64", "tp=2"],
         ["schedule=cosine_v1", "schedule.warmup_steps=3", "train.steps=9", "optimizer.lr=1e-2"],
     ],
     ids=" ".join,

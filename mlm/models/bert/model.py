@@ -38,17 +38,19 @@ class MaskedTargets:
 
     places: Tensor
     """[R] int64: s * B + b for the masked token s of text b. With sequence parallelism of this tp rank's rows
-    of the sequence, padded to equal numbers."""
+    of the sequence, padded to equal numbers; with exact=N each part of the sequence is."""
     labels: Tensor
     """[R] int64, or [t * R] with sequence parallelism, by tp rank; padded by IGNORE_INDEX."""
     is_swapped: Tensor
     """[B] int64: 1 where the second segment comes first in its document, −100 where that is not scored."""
 
 
-def masked_targets(labels: Tensor, is_swapped: Tensor, *, parts: int = 1, part: int = 0) -> MaskedTargets:
+def masked_targets(
+    labels: Tensor, is_swapped: Tensor, *, parts: int = 1, held: range = range(1)
+) -> MaskedTargets:
     """Targets of labels [B, S] on the host, IGNORE_INDEX where nothing is masked.
 
-    `parts` is t and `part` the tp rank with sequence parallelism.
+    All `parts` of the sequence have equal numbers of them, and this rank has those of the parts `held`.
     """
     rows = labels.t().reshape(parts, -1)  # [parts, S / parts * B]
     is_masked = rows != IGNORE_INDEX
@@ -58,7 +60,8 @@ def masked_targets(labels: Tensor, is_swapped: Tensor, *, parts: int = 1, part: 
     for p in range(parts):
         masked = is_masked[p].nonzero().flatten()
         places[p, : len(masked)], targets[p, : len(masked)] = masked, rows[p, masked]
-    return MaskedTargets(places[part], targets.flatten(), is_swapped)
+    places = places[held.start : held.stop] + torch.arange(len(held)).unsqueeze(1) * rows.shape[1]
+    return MaskedTargets(places.flatten(), targets.flatten(), is_swapped)
 
 
 class MaskedLanguageModel(Transformer):
@@ -161,11 +164,17 @@ class MaskedTokens:
     def inputs(self, chunk: MaskedLanguageModel, batch: BERTBatch) -> tuple[Inputs, MaskedTargets]:
         to = partial(to_device, device=self.ctx.device)
         spans = padding_spans(batch.lengths, batch.tokens.shape[1], self.dtype, self.ctx.device)
-        types = to(batch.token_types) if chunk.config.token_types > 1 else None
+        tp, ranks, rank = self.ctx.tp, 1, 0
+        if chunk.sequence_parallel:
+            ranks, rank = tp.size, tp.rank
+        types, kinds = None, chunk.config.token_types
+        if kinds > 1 or (kinds and tp.exact_parts):  # a single type is looked up for the order of its sum
+            types = to(batch.token_types.clamp(max=kinds - 1))
         inputs = Inputs(to(batch.tokens), to(batch.lengths), types, spans)
-        shard = {"parts": self.ctx.tp.size, "part": self.ctx.tp.rank} if chunk.sequence_parallel else {}
+        parts = tp.exact_parts or ranks
+        held = range(rank * parts // ranks, (rank + 1) * parts // ranks)
         # on the host, where finding the masked tokens waits for no device
-        targets = masked_targets(batch.labels, batch.is_swapped, **shard)
+        targets = masked_targets(batch.labels, batch.is_swapped, parts=parts, held=held)
         return inputs, MaskedTargets(to(targets.places), to(targets.labels), to(targets.is_swapped))
 
     def counts(self, batch: BERTBatch) -> Sequence[int]:

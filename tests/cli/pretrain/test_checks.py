@@ -259,8 +259,7 @@ def test_attention_that_no_kernel_computes_is_a_mistake(overrides: list[str], pr
 @pytest.mark.parametrize(
     ("other", "fix"),
     [
-        ("model=bert_tiny", "model.kind=gpt2"),
-        ("optimizer.kind=muon", "optimizer.kind=adamw"),
+        ("lora.dora=true", "lora.dora=false"),
         ("compile=true", "compile=null"),
         ("train.ramp_batch=[8,8,100]", "train.ramp_batch=null"),
     ],

@@ -103,7 +103,8 @@ def check_against_transformers(
     load_full(model, want["weights"], ctx.tp)
     spans = padding_spans(lengths, SEQ, torch.float32, torch.device("cpu"))
     inputs = Inputs(tokens, lengths, token_types, spans)
-    cut = {"parts": ctx.tp.size, "part": ctx.tp.rank} if sequence_parallel else {}
+    rank = ctx.tp.rank
+    cut: dict[str, Any] = {"parts": ctx.tp.size, "held": range(rank, rank + 1)} if sequence_parallel else {}
     targets = masked_targets(labels, is_swapped, **cut)
     parts = model(inputs, targets, 1 / want["counts"])
     torch.testing.assert_close(parts.detach(), want["parts"], rtol=0, atol=1e-5)
