@@ -316,10 +316,11 @@ PART_TOKENS = 64
 def exact_parts(config: PretrainConfig) -> tuple[int, int]:
     """Parts of which sums over tp and cp are made: of exact=N what also divides heads and MLP, and tokens.
 
-    A sequence is whole where experts read it.
+    A sequence is whole where experts read it, or attention has no fused kernel or norms of heads.
     """
-    model, exact, has_experts = config.model, config.exact, (config.model.options or {}).get("num_experts")
-    is_whole = has_experts or model.kind not in ("gpt2", "llama")
+    model, exact, options = config.model, config.exact, config.model.options or {}
+    is_whole = model.kind not in ("gpt2", "llama") or model.attention_dropout > 0
+    is_whole |= any(options.get(key) for key in ("num_experts", "window", "attention_softcap", "qk_norm"))
     shares = 1 if is_whole else math.gcd(exact * PART_TOKENS, config.data.seq_length) // PART_TOKENS
     kv_heads = int((model.options or {}).get("num_kv_heads") or model.num_heads)
     width = int((model.options or {}).get("expert_ffn_size") or model.ffn_size)
