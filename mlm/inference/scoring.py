@@ -11,13 +11,17 @@ an end-of-document token in it an ordinary one, as in the protocols and in an ex
 Shapes: S sequence, B micro-batch, R scored tokens of a micro-batch, N requests.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import cast
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,7 +31,8 @@ from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import all_reduce, to_device
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.pipelined import EVAL_ROUNDS, PipelinedModel
-from mlm.util.errors import UserError
+from mlm.util.errors import UserError, writing_to
+from mlm.util.files import digest_name, write_atomic
 
 CPU_TOKENS = 2048
 """Most tokens per micro-batch on a CPU, or one sequence: GPT-2 124M scores LAMBADA equally fast at 512 to
@@ -78,7 +83,10 @@ def score(
     *,
     batch_size: int,
     ctx: ParallelContext,
+    kept: Path | None = None,
+    identity: str = "",
     advance: Callable[[int], None] = lambda count: None,
+    resumed: Callable[[int], None] = lambda count: None,
 ) -> list[Score]:
     """Score requests. Collective over all ranks; in the order of the requests and the same on each.
 
@@ -88,9 +96,13 @@ def score(
         ctx: process groups.
         batch_size: most sequences of max_positions tokens per micro-batch and rank, or as many tokens of
             shorter ones. Scores do not depend on it.
-        advance: called with the number of requests just done, on every rank.
+        kept: file in which rank 0 keeps scores, for a command that is stopped and started again; its folder
+            exists. The caller deletes it after saving the result.
+        identity: other inputs of scores, such as the checkpoint's digest; a file of others is replaced.
+        advance: called with the number of requests just done, on every rank; kept ones come first.
+        resumed: called on every rank with the number of requests that were kept, if there are any.
 
-    Raises UserError for a score that is not finite.
+    Raises UserError for a score that is not finite, and where `kept` cannot be read or written.
     """
     model, longest = trained.model, trained.config.model.max_positions
     if not requests:
@@ -98,8 +110,16 @@ def score(
     for r in requests:
         assert 1 <= r.first < len(r.tokens) <= longest + 1
         assert 0 <= r.tokens.min() <= r.tokens.max() < model.vocab_size
-    table = torch.zeros(len(requests), 2, dtype=torch.float64)  # loss, is greedy
-    readings = group_by_reading(requests)
+    table, store = torch.zeros(len(requests), 3, dtype=torch.float64), None  # loss, is greedy, is done
+    if kept is not None and ctx.is_main:
+        store = KeptScores(kept, f"{identity} {model.dtype}", requests)
+        for number, (loss, greedy) in store.found.items():
+            table[number] = torch.tensor([loss, greedy, 1.0], dtype=torch.float64)
+    all_reduce(table, ctx.world)
+    if count := int(table[:, 2].sum()):
+        resumed(count)
+        advance(count)
+    readings = group_by_reading(requests, (table[:, 2] == 0).nonzero().flatten().tolist())
     budget = min(batch_size * longest, CPU_TOKENS) if ctx.device.type == "cpu" else batch_size * longest
     groups = group_readings(requests, readings, budget=budget, size=ctx.dp.size)
     while batch := list(islice(groups, EVAL_ROUNDS * ctx.pp.size)):
@@ -109,18 +129,60 @@ def score(
             loss, dtype = table[diverged[0], 0].item(), str(model.dtype).removeprefix("torch.")
             problem = f"ckpt={trained.path}: request {diverged[0]} has the loss {loss} in {dtype}"
             raise UserError(f"{problem}: use another checkpoint, or precision=fp32 if this is a lower one")
+        if store is not None:
+            store.add({number: (table[number, 0].item(), bool(table[number, 1])) for number in numbers})
         advance(len(numbers))
     return [
         Score(loss, bool(greedy), len(request.tokens) - request.first)
-        for (loss, greedy), request in zip(table.tolist(), requests, strict=True)
+        for (loss, greedy, _), request in zip(table.tolist(), requests, strict=True)
     ]
 
 
-def group_by_reading(requests: Sequence[Request]) -> list[Reading]:
+class KeptScores:
+    """Scores kept on disk while a long evaluation runs, so that it resumes after a stop.
+
+    JSON lines: a header of identity and requests, then one line for each request that is done. A command that
+    is killed may leave half a line at the end, which is dropped.
+
+    Attributes:
+        found: (loss, is greedy) by the request's number, from an earlier command.
+    """
+
+    def __init__(self, path: Path, identity: str, requests: Sequence[Request]) -> None:
+        """Read the file, and replace it by a sound one. Raises UserError."""
+        self.path, self.found = path, dict[int, tuple[float, bool]]()
+        header = json.dumps({"identity": identity, "requests": digest_requests(requests)}).encode() + b"\n"
+        with writing_to(str(path)):
+            content = path.read_bytes() if path.exists() else b""
+            if content.startswith(header):
+                # the last is half a line; a damaged file counts for nothing
+                with suppress(ValueError, TypeError):
+                    rows = map(json.loads, content[len(header) :].split(b"\n")[:-1])
+                    self.found = {number: (loss, greedy) for number, loss, greedy in rows}
+            write_atomic(path, header + self._lines(self.found))
+
+    def add(self, results: Mapping[int, tuple[float, bool]]) -> None:
+        """Append finished requests. Raises UserError."""
+        with writing_to(str(self.path)), open(self.path, "ab") as f:
+            f.write(self._lines(results))
+
+    def _lines(self, results: Mapping[int, tuple[float, bool]]) -> bytes:
+        return b"".join(json.dumps([number, *result]).encode() + b"\n" for number, result in results.items())
+
+
+def digest_requests(requests: Sequence[Request]) -> str:
+    digest = xxhash.xxh3_128()
+    for request in requests:
+        digest.update(np.array([len(request.tokens), request.first], dtype="<i8").tobytes())
+        digest.update(np.ascontiguousarray(request.tokens, dtype="<i8").tobytes())
+    return digest_name(digest)
+
+
+def group_by_reading(requests: Sequence[Request], numbers: Sequence[int]) -> list[Reading]:
     """Requests grouped by the tokens that the model reads, the longest first: too long shows at once."""
     readings: dict[bytes, Reading] = {}
-    for number, request in enumerate(requests):
-        readings.setdefault(request.tokens[:-1].tobytes(), []).append(number)
+    for number in numbers:
+        readings.setdefault(requests[number].tokens[:-1].tobytes(), []).append(number)
     return sorted(readings.values(), key=lambda reading: -len(requests[reading[0]].tokens))
 
 
@@ -154,7 +216,7 @@ def score_groups(
         )
         return cast(GPT2, chunk).scores(tokens, places, labels, x)
 
-    table = torch.zeros(len(requests), 2, dtype=torch.float64)
+    table = torch.zeros(len(requests), 3, dtype=torch.float64)
     for batch, result in list(model.evaluate(batches, forward)):  # all are under way before the first is read
         if ctx.tp.rank:
             continue  # tp ranks know the same; one of them speaks
@@ -162,6 +224,7 @@ def score_groups(
         for number, part in batch.parts:
             table[number, 0] = losses[part].sum()
             table[number, 1] = greedy[part].all()
+            table[number, 2] = 1.0
     return all_reduce(table[numbers], ctx.world)  # one rank wrote each row: nothing is rounded
 
 

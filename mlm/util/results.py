@@ -202,9 +202,13 @@ def rename_earlier_result(
         return None
     if "checkpoint_digest" not in earlier or (other := identity(earlier)) == identity(result):
         return None
-    aside = out.with_name(f"{out.stem}.{other.partition(':')[2][:8]}{out.suffix}")
+    aside = out.with_name(f"{out.stem}.{short_digest(other)}{out.suffix}")
     os.replace(out, aside)
     return aside
+
+
+def short_digest(digest: str) -> str:
+    return digest.partition(":")[2][:8]
 
 
 def target_name(path: str | Path) -> str:

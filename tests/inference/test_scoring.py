@@ -1,6 +1,6 @@
-"""Log-likelihoods against `transformers` in float64, at every layout."""
+"""Log-likelihoods against `transformers` in float64, at every layout, and scores that a stopped run keeps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from transformers import GPT2LMHeadModel
 
 from mlm.convert.source import open_source
+from mlm.inference import scoring
 from mlm.inference.scoring import Request, Score, group_by_reading, group_readings, pack, score
 from mlm.inference.trained import LoadedModel, load_trained
 from mlm.models.documents import Boundaries
@@ -149,7 +150,7 @@ def test_texts_that_are_read_alike_are_read_once(reference: Reference) -> None:
     context = np.arange(9)
     requests = [Request(np.append(context, choice), 9) for choice in (4, 200, 17)]
     requests.insert(1, Request(np.arange(4), 1))
-    assert group_by_reading(requests) == [[0, 2, 3], [1]]
+    assert group_by_reading(requests, range(4)) == [[0, 2, 3], [1]]
     batch = pack(requests, [[0, 2, 3], [1]], 0, 1)
     assert batch.tokens.shape == (2, 9)
     assert batch.labels.tolist() == [4, 200, 17, 1, 2, 3]
@@ -160,7 +161,7 @@ def test_texts_that_are_read_alike_are_read_once(reference: Reference) -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_groups_hold_every_text_once_within_the_budget(size: int) -> None:
     requests = [Request(np.arange(n), 1) for n in (9, 2, 30, 5, 5, 17, 2, 3, 40, 11, 4)]
-    readings = group_by_reading(requests)
+    readings = group_by_reading(requests, range(len(requests)))
     groups = list(group_readings(requests, readings, budget=32, size=size))
     assert sorted(n for group in groups for reading in group for n in reading) == list(range(len(requests)))
     lengths = [[len(requests[reading[0]].tokens) - 1 for reading in group] for group in groups]
@@ -187,3 +188,105 @@ def test_a_loss_that_is_not_finite_names_request_and_checkpoint(reference: Refer
     requests = [Request(np.arange(9), 3), Request(np.arange(30), 3), Request(np.arange(21), 3)]
     with pytest.raises(UserError, match=r"step-00000000: request 1 has the loss nan in float32"):
         score(trained, requests, batch_size=1, ctx=ALONE)
+
+
+# ----- scores that a stopped run leaves on disk, and the next run reads
+
+
+def stop_after(count: int) -> Callable[[int], None]:
+    """Ctrl-C when that many requests are done."""
+    done = 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done += more
+        if done >= count:
+            raise KeyboardInterrupt
+
+    return advance
+
+
+@pytest.fixture
+def stopped(reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Scores of a run stopped after about half of the requests, one text per micro-batch."""
+    monkeypatch.setattr(scoring, "CPU_TOKENS", 1)
+    kept = tmp_path / "kept.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        score(
+            load(reference[1]),
+            random_requests(reference[0]),
+            batch_size=1,
+            ctx=ALONE,
+            kept=kept,
+            identity="one",
+            advance=stop_after(15),
+        )
+    return kept
+
+
+def go_on(reference: Reference, kept: Path, **changes: Any) -> list[int]:
+    """Score again; what `advance` was told. The scores must be right, and all kept."""
+    model, run = reference
+    told: list[int] = []
+    requests = changes.pop("requests", None) or random_requests(model)
+    found = score(
+        load(run),
+        requests,
+        batch_size=1,
+        ctx=ALONE,
+        kept=kept,
+        advance=told.append,
+        **({"identity": "one"} | changes),
+    )
+    assert_close(found, by_transformers(model, requests))
+    assert sum(told) == len(requests)
+    assert len(kept.read_bytes().splitlines()) == 1 + len(requests)
+    return told
+
+
+def test_a_stopped_run_continues_where_it_was(reference: Reference, stopped: Path) -> None:
+    assert go_on(reference, stopped)[0] == 18  # four texts at a time; three requests read the longest
+    assert go_on(reference, stopped) == [29]
+
+
+def test_a_torn_last_line_is_scored_again(reference: Reference, stopped: Path) -> None:
+    stopped.write_bytes(stopped.read_bytes()[:-5])
+    assert go_on(reference, stopped)[0] == 17
+
+
+def test_another_identity_starts_anew(reference: Reference, stopped: Path) -> None:
+    assert go_on(reference, stopped, identity="two")[0] == 6
+
+
+DAMAGE: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "no JSON": lambda lines: [*lines[:3], b"\xff{", *lines[3:]],
+    "no row": lambda lines: [*lines, b"7"],
+    "no header": lambda lines: lines[1:],
+    "empty": lambda lines: [],
+}
+
+
+@pytest.mark.parametrize("damage", thinned(DAMAGE, 2))
+def test_a_damaged_file_is_written_anew(reference: Reference, stopped: Path, damage: str) -> None:
+    lines = DAMAGE[damage](stopped.read_bytes().splitlines())
+    stopped.write_bytes(b"".join(line + b"\n" for line in lines))
+    assert go_on(reference, stopped)[0] == 6
+
+
+def kept_on_rank(
+    ctx: ParallelContext, run: Path, requests: Sequence[Request], kept: Path
+) -> tuple[list[Score], list[int]]:
+    told: list[int] = []
+    settings: dict[str, Any] = {"kept": kept, "identity": "one", "advance": told.append}
+    return score(load(run, ctx), requests, batch_size=1, ctx=ctx, **settings), told
+
+
+@pytest.mark.slow
+def test_every_rank_continues_from_what_the_first_one_reads(reference: Reference, stopped: Path) -> None:
+    """At another layout than it was stopped at."""
+    model, run = reference
+    requests = random_requests(model)
+    results = run_on_ranks(kept_on_rank, run, requests, stopped, tp=2, dp=2)
+    assert all(result == results[0] for result in results)
+    assert results[0][1][0] == 18
+    assert_close(results[0][0], by_transformers(model, requests))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import mlm
 from mlm.cli.evaluate.settings import EvalAllConfig, EvalLambadaConfig, EvalWikitext103Config, ZeroShotConfig
 from mlm.config.build import to_dict
 from mlm.convert.source import Source, open_source
@@ -13,7 +14,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.evaluate.loss import training_corpora
 from mlm.evaluate.zero_shot import lambada, wikitext103
 from mlm.evaluate.zero_shot.protocol import Metric, Protocol, deduplicate
-from mlm.inference.scoring import score
+from mlm.inference.scoring import digest_requests, score
 from mlm.inference.trained import (
     load_trained,
     open_predictor,
@@ -22,10 +23,13 @@ from mlm.inference.trained import (
 )
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
+from mlm.util.files import digest_bytes
 from mlm.util.results import (
     folder_problem,
+    is_stream,
     rename_earlier_result,
     result_problems,
+    short_digest,
     target_name,
     write_result,
 )
@@ -67,14 +71,38 @@ def protocols_of(config: ZeroShotConfig, tokenizer: Tokenizer, length: int) -> l
 
 
 def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
-    """Score the texts; rank 0 prints a table and writes a JSON receipt."""
+    """Score the texts; rank 0 prints a table and writes a JSON receipt.
+
+    Scores are kept beside the receipt until it is written, so that a stopped command resumes.
+    """
     trained = load_trained(open_source(config.ckpt), config.parallel, config.precision, ctx)
     tokenizer = trained.source.load_tokenizer(config.tokenizer, force=config.force)
     protocols = protocols_of(config, tokenizer, window_length(config.seq_length, trained.config))
     requests, where = deduplicate([request for protocol in protocols for request in protocol.requests])
-    out, begin = Path(config.out or default_path(config, trained.source)), time.monotonic()
+    out = Path(config.out or default_path(config, trained.source))
+    beside = default_path(config, trained.source) if is_stream(out) else out
+    identity = f"{trained.manifest.digest} {trained.model.dtype} mlm {mlm.__version__}"
+    # Scores of this evaluation alone, so that a trial leaves another's as they are.
+    digest = short_digest(digest_bytes(f"{identity} {digest_requests(requests)}".encode()))
+    kept, begin = beside.with_name(f".{beside.stem}.{digest}.partial.jsonl"), time.monotonic()
+
+    def report_resumed(count: int) -> None:
+        if ctx.is_main:
+            done = f"{count:,} of {len(requests):,} requests were scored before the last stop"
+            line = f"mlm eval: {done}, in {one_line(kept)}; {len(requests) - count:,} are left"
+            print(line, file=sys.stderr, flush=True)
+
     with progress_bar("scoring", len(requests), shown=ctx.is_main) as advance:
-        scores = score(trained, requests, batch_size=config.batch_size, ctx=ctx, advance=advance)
+        scores = score(
+            trained,
+            requests,
+            batch_size=config.batch_size,
+            ctx=ctx,
+            kept=kept,
+            identity=identity,
+            advance=advance,
+            resumed=report_resumed,
+        )
     if not ctx.is_main:
         return
     places = iter(where)
@@ -93,6 +121,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     if config.out is None:
         rename_earlier_result(out, result, result_identity)
     write_result(out, result)
+    kept.unlink(missing_ok=True)
     print_result(result, protocols, out)
 
 

@@ -137,6 +137,36 @@ def test_all_is_both_of_its_parts(folder: Path) -> None:
     assert together == pytest.approx(apart | metrics(run(wikitext)), rel=1e-6)
 
 
+def test_a_command_that_was_stopped_continues(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Scores are kept beside the result until that is written, and are not computed again."""
+    config = cloze(folder, out=str(folder / "stopped.json"))
+    expected = metrics(run(config))
+    Path(config.out or "").unlink()
+    assert not partial(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "result_of", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(config)
+    (kept,) = partial(folder)
+    assert not Path(config.out or "").exists()
+    content = kept.read_bytes()
+    run(replace(config, limit=3, out=str(folder / "trial.json")))
+    run(replace(config, limit=2))
+    assert kept.read_bytes() == content  # a trial leaves what is kept of the full evaluation
+    Path(config.out or "").unlink()
+    capsys.readouterr()
+    assert metrics(run(config)) == expected
+    assert f"requests were scored before the last stop, in {kept}; 0 are left" in capsys.readouterr().err
+    assert not kept.exists()
+
+
+def partial(folder: Path) -> list[Path]:
+    """Scores kept of evaluations that were stopped, to `stopped.json`."""
+    return list(folder.glob(".stopped.*.partial.jsonl"))
+
+
 def test_a_trial_says_so_and_does_not_replace_a_full_result(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,6 +188,10 @@ def test_the_result_of_another_evaluation_is_kept_under_a_name_with_its_digest(f
     before = (folder / "run" / "eval-lambada.json").read_bytes()
     run(replace(config, seq_length=SEQ_LENGTH))
     assert before in [path.read_bytes() for path in (folder / "run").glob("eval-lambada.*.json")]
+
+
+def interrupted(*args: Any, **kwargs: Any) -> None:
+    raise KeyboardInterrupt
 
 
 # ----- rejected before any rank starts
