@@ -26,6 +26,8 @@ Options = dict[str, bool | int | float | str]
 """Settings by name, of code that is not ours."""
 ObserverEntry = str | Options
 """An import path, or its fields by name with the path as `use`."""
+Columns = dict[str, str]
+"""Names of a file by those that are wanted."""
 
 REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 """s3://…, gs://…, https://…, hf://…"""

@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from mlm.config.fields import (
     Aliases,
     Bound,
+    Columns,
     ImportPath,
     ObserverEntry,
     OnlyIf,
@@ -164,6 +165,7 @@ def describe_type(kind: Any) -> str:
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 _WORDS[Options] = "names with numbers, texts, true or false"
 _ENTRIES = "import paths, or of {use: package.module:NAME, …} with fields"
+_WORDS[Columns] = "names with those of the file, such as {prompt: instruction}"
 _PLURALS = {int: "whole numbers", float: "numbers", str: "texts", ObserverEntry: _ENTRIES}
 
 

@@ -10,12 +10,16 @@ from mlm.util.errors import type_of
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
+SHARE_GPT = "conversations"
+"""Column of ShareGPT's messages."""
+SPEAKERS = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "observation": "tool"}
+"""Roles by ShareGPT's names, where these differ."""
+CALL = "function_call"
+"""ShareGPT's speaker of a tool call, {"name": …, "arguments": …} as JSON; OpenAI's former key of one."""
 WEIGHTS = ("weight", "train", "loss")
 """Keys of a message of the assistant that keep it out of the loss, if 0 or false."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of rows, and keys of messages, whose content no model here reads."""
-CALL = "function_call"
-"""OpenAI's former key of a tool call."""
 TOOLS, SYSTEM, OPTIONS = "tools", "system", "chat_template_kwargs"
 """Columns beside messages: functions that may be called, a first message, and values for the template."""
 FIXED = ("messages", TOOLS, "add_generation_prompt")
@@ -42,22 +46,27 @@ class Conversation:
         return [self.messages, self.tools, *(rest if any(rest) else ())]
 
 
-def read_conversation(record: Mapping[str, Any], column: str = "messages") -> Conversation:
-    """Return the conversation of a row: messages in `column`, or prompt and completion.
+def read_conversation(
+    record: Mapping[str, Any], column: str = "messages", *, keep_nulls: bool = False
+) -> Conversation:
+    """Return the conversation of a row: messages in `column` or `conversations`, or prompt and completion.
 
     Raises KeyError without any, ChatError.
     """
-    if record.get(column) is not None:  # a table of several forms fills absent columns with null
-        return make_conversation(record, record[column])
+    for name in (column, SHARE_GPT):
+        if record.get(name) is not None:  # a table of several forms fills absent columns with null
+            return make_conversation(record, record[name], keep_nulls=keep_nulls)
     prompt, completion = (
         said if isinstance(said, list) else [{"role": role, "content": said}]
         for said, role in ((record["prompt"], "user"), (record["completion"], ASSISTANT))
     )
     first = len(prompt) if isinstance(record["prompt"], list) else 0
-    return make_conversation(record, [*prompt, *completion], first)
+    return make_conversation(record, [*prompt, *completion], first, keep_nulls=keep_nulls)
 
 
-def make_conversation(record: Mapping[str, Any], said: Any, prompt: int = 0) -> Conversation:
+def make_conversation(
+    record: Mapping[str, Any], said: Any, prompt: int = 0, *, keep_nulls: bool = False
+) -> Conversation:
     """Return messages, of which the first `prompt` are a prompt, with the other columns of their row.
 
     Raises ChatError, also for a column that would change what is learnt and is not read.
@@ -70,10 +79,13 @@ def make_conversation(record: Mapping[str, Any], said: Any, prompt: int = 0) -> 
     options = {} if options is None else options
     if not isinstance(options, dict) or any(name in FIXED for name in options):
         raise ChatError(f"'{OPTIONS}' is no object of values other than {', '.join(FIXED)}: fix or delete it")
-    given = [messages, tools, options]
-    messages, tools, options = without_nulls(given)
-    if [messages, tools, options] != given:
-        changes.append("nulls removed from tools, calls and their arguments")
+    if not keep_nulls:
+        cleaned = without_nulls([messages, tools, options])
+        if cleaned != [messages, tools, options]:
+            changes.append("nulls removed from tools, calls and their arguments (task.keep_nulls=true keeps)")
+        messages, tools, options = cleaned
+    if any(message.get("from") in (CALL, "observation") for message in said):
+        changes.append(f"turns of {CALL} and observation read as calls and results of tools")
     system = record.get(SYSTEM)
     if system is not None and not isinstance(system, str):
         raise ChatError(f"'{SYSTEM}' holds {type_of(system)}, not a text: fix or delete it")
@@ -112,7 +124,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def check_messages(messages: Any) -> list[Message]:
-    """Return the messages of a conversation, with a role and a text. Raises ChatError."""
+    """Return the messages of a conversation, ShareGPT's too, with a role and a text. Raises ChatError."""
     if not isinstance(messages, list) or not messages:
         raise ChatError('no list of messages: write [{"role": "user", "content": "…"}, …]')
     return [checked(message, number) for number, message in enumerate(messages, 1)]
@@ -123,6 +135,19 @@ def checked(given: Any, number: int) -> Message:
         raise ChatError(f'message {number} is no object: write {{"role": "user", "content": "…"}}')
     # a table fills absent keys with null
     message: Message = {key: value for key, value in given.items() if value is not None}
+    if "from" in message and "role" not in message:
+        speaker, said = message.pop("from"), message.pop("value", None)
+        if speaker == CALL:
+            try:
+                call: Any = json.loads(said) if isinstance(said, str) else said
+            except (ValueError, RecursionError):
+                call = None
+            if not isinstance(call, dict) or not {"name", "arguments"} <= call.keys():
+                form = '{"name": "…", "arguments": {…}}'
+                raise ChatError(f"message {number}: no call {form} as JSON: fix it")
+            message |= {"role": ASSISTANT, "tool_calls": [{"type": "function", "function": call}]}
+        else:
+            message |= {"role": SPEAKERS.get(str(speaker), speaker), "content": said}
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise ChatError(f"message {number}: role={str(role)[:40]!r} is unknown: use {', '.join(ROLES)}")

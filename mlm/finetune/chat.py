@@ -53,7 +53,7 @@ class Chat(TaskType):
         """Return the checked row of a record, in any form of `read_conversation`. Raises RowError."""
         column = task.columns[0]
         try:
-            talk = read_conversation(record, column)
+            talk = read_conversation(record, column, keep_nulls=task.keep_nulls)
         except KeyError:
             present(record, column)  # raises the error of a record without it
             raise
@@ -108,15 +108,14 @@ class Preferences(Chat):
     def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
         """Return the checked row of a record: a prompt and two texts, or two conversations with that prompt.
 
-        Without a prompt, or with the text of one, both answers are full conversations. Raises RowError.
+        Without a prompt both answers are full conversations. Raises RowError.
         """
         prompt, *names = task.columns
         before = record.get(prompt)
         answers = [present(record, name) for name in names]
         pair: list[Any]
         changes: tuple[str, ...] = ()
-        has_texts = any(isinstance(answer, str) for answer in answers)
-        if has_texts and (before is None or isinstance(before, str)):
+        if isinstance(before, str) or (before is None and all(isinstance(text, str) for text in answers)):
             pair = read_text_pair(record, before, answers, task.columns)
         else:
             talks = read_message_pair(record, before, answers, task)
@@ -201,14 +200,13 @@ def read_message_pair(
 ) -> list[Conversation]:
     """Return both conversations, each with the number of messages of their prompt. Raises RowError.
 
-    Without a prompt it is the messages with which both begin, and a text is the last of these.
+    Without a prompt it is the messages with which both begin.
     """
     column, *names = task.columns
-    text, is_within = prompt, prompt is None or isinstance(prompt, str)
     for name, messages in zip(task.columns, (prompt, *answers), strict=True):
-        if not (isinstance(messages, list) and messages) and not (name == column and is_within):
+        if not (isinstance(messages, list) and messages) and not (name == column and prompt is None):
             raise RowError(f"'{name}': no list of messages: fix or delete the row")
-    if is_within:
+    if prompt is None:
         size = min(common_start(*answers), *(len(answer) - 1 for answer in answers))
         if not size:
             raise RowError(f"'{names[0]}' and '{names[1]}' begin with no common prompt: add one")
@@ -217,13 +215,12 @@ def read_message_pair(
     for name, answer in zip(names, answers, strict=True):
         try:
             check_messages(prompt if name == names[0] else answer)
-            talks.append(make_conversation(record, [*prompt, *answer], len(prompt)))
+            messages = [*prompt, *answer]
+            talks.append(make_conversation(record, messages, len(prompt), keep_nulls=task.keep_nulls))
         except ChatError as error:
             raise RowError(f"'{name}': {error}") from error
         if talks[-1].messages[-1]["role"] != ASSISTANT:
             raise RowError(f"'{name}': its last message is not the assistant's: fix or delete the row")
-    if isinstance(text, str) and text != talks[0].messages[talks[0].prompt - 1].get("content"):
-        raise RowError(f"'{column}' is a text with which the answers do not begin: write messages")
     return talks
 
 

@@ -11,6 +11,7 @@ from mlm.config.fields import (
     Aliases,
     Bound,
     CheckpointPath,
+    Columns,
     ImportPath,
     InputPath,
     OnlyIf,
@@ -50,8 +51,7 @@ class TaskConfig:
     worse answer), or a custom TaskType, package.module:NAME."""
     columns: tuple[str, ...]
     """Columns of the texts. classification, regression: one or two texts; choice: article, question, options;
-    span: context, question; chat: messages, or else prompt and completion; preferences: prompt, and the
-    better and the worse answer."""
+    span: context, question; chat: messages, or else conversations, or prompt and completion."""
     label: Annotated[str, LABELLED] = "label"
     """Column of the label: its number, its name in `labels`, a number in label_range; for kind span the
     answers: text and answer_start."""
@@ -105,6 +105,9 @@ class TaskConfig:
     held_out: Annotated[float, FRACTION, CONVERSATIONS] = 0.05
     """Kinds chat and preferences: share of a single file's rows that are validated on, and not trained on;
     one at least."""
+    keep_nulls: Annotated[bool, CONVERSATIONS] = False
+    """Kinds chat and preferences: keep nulls in tools, calls and their arguments; a table fills absent keys
+    with them, and false removes them."""
     loss: Annotated[PreferenceLoss, OnlyIf("kind", "preferences")] = "dpo"
     """Kind preferences: dpo (arXiv:2305.18290), ipo (arXiv:2310.12036), and without a reference
     model simpo (arXiv:2405.14734) and orpo (arXiv:2403.07691)."""
@@ -141,11 +144,17 @@ class TaskDataConfig:
     """Folder with a file per split (train.jsonl, validation.jsonl; also .json, .ndjson, .parquet, .csv, .tsv,
     .jsonl.gz, .bz2, .zst; train-00000-of-00002 and so on), or one file, of which chat holds out
     task.held_out; null means the Hub's task.hub."""
+    columns: Columns = field(default_factory=dict)
+    """Columns by the names that the task gives them: {prompt: instruction, chosen: better} reads the file's
+    instruction as the prompt."""
     tokenizer: InputPath | None = None
     """tokenizer.json, or a folder that holds one; null takes the one saved with the checkpoint."""
     chat_template: Annotated[InputPath | None, CONVERSATIONS] = None
     """Jinja file with the chat template of task.kind=chat, or chatml, which is built in; null takes the
     tokenizer's, and turns does so too, with each answer as it is rendered when nothing follows it."""
+    bad_rows: Literal["stop", "skip"] = "stop"
+    """Rows that cannot be read or rendered: stop names the first ten of each split, skip trains on the others
+    and lists them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

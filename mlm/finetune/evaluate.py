@@ -12,14 +12,14 @@ from mlm.finetune.chat import Preferences
 from mlm.finetune.config import REFERENCE_FREE, EvalTaskConfig, TaskConfig
 from mlm.finetune.inputs import Start, read_start, tokenize_split
 from mlm.finetune.registry import check_installed, task_type
-from mlm.finetune.results import DATA_PATH, resolve_best
+from mlm.finetune.results import DATA_COLUMNS, DATA_PATH, resolve_best
 from mlm.finetune.scoring import (
     ScoredSplit,
     Scorer,
     one_label_warning,
     prediction_files,
 )
-from mlm.finetune.splits import TaskSplit, held_out_part, raise_problems, read_split
+from mlm.finetune.splits import TaskSplit, held_out_part, read_split
 from mlm.inference.trained import load_trained, open_for_layout, result_identity
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError, format_value
@@ -43,7 +43,7 @@ def preflight(config: EvalTaskConfig) -> list[str]:
         if problems := task_problems(config, start):
             return problems
         for name in splits(config):
-            raise_problems(start.tokenize(config.task, split_of(config, name, start).select([0])).problems)
+            start.tokenize(config.task, split_of(config, name, start).select([0]))
     except UserError as error:
         return list(error.problems)
     out = result_path(config, start)
@@ -75,11 +75,11 @@ def split_of(config: EvalTaskConfig, name: str, start: Start) -> TaskSplit:
     """
     task, data, saved = config.task, config.data, saved_state(start)
     if data.path is not None:
-        return read_split(task, name, path=data.path)
-    path, settings = saved.get(DATA_PATH), saved.get("depends_on", {})
-    columns, share = settings.get("task.columns", task.columns), settings.get("task.held_out", task.held_out)
-    task = replace(task, columns=tuple(columns), held_out=float(share))
-    return held_out_part(task, read_split(task, name, path=path), path)
+        return read_split(task, name, path=data.path, columns=data.columns, skips=start.skips)
+    path, columns = saved.get(DATA_PATH), saved.get(DATA_COLUMNS)
+    split = read_split(task, name, path=path, columns=columns, skips=start.skips)
+    share = saved.get("depends_on", {}).get("task.held_out", task.held_out)
+    return held_out_part(replace(task, held_out=float(share)), split, path)
 
 
 def task_problems(config: EvalTaskConfig, start: Start) -> list[str]:

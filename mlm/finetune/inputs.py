@@ -22,15 +22,7 @@ from mlm.convert.weights import fill_parameters
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, TaskConfig
 from mlm.finetune.registry import task_type
-from mlm.finetune.splits import (
-    RowProblems,
-    TaskSplit,
-    TokenizedSplit,
-    held_out_part,
-    raise_problems,
-    read_split,
-    tokenize,
-)
+from mlm.finetune.splits import RowProblems, TaskSplit, TokenizedSplit, held_out_part, read_split, tokenize
 from mlm.inference.trained import prediction_problem
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
@@ -49,6 +41,8 @@ class Start:
     tokenizer: Tokenizer
     max_length: int
     """Maximum tokens of a text: task.max_length, or model.max_positions if that is less."""
+    skips: bool = False
+    """True if rows that cannot be read or rendered are left out."""
 
     @property
     def notes(self) -> list[Note]:
@@ -57,7 +51,9 @@ class Start:
 
     def tokenize(self, task: TaskConfig, split: TaskSplit) -> TokenizedSplit:
         causal = family_of(self.model.kind).causal
-        return tokenize(task, split, self.tokenizer, causal=causal, max_length=self.max_length)
+        return tokenize(
+            task, split, self.tokenizer, causal=causal, max_length=self.max_length, skips=self.skips
+        )
 
 
 def read_start(config: FinetuneConfig | EvalTaskConfig, source: Source | None = None) -> Start:
@@ -84,6 +80,7 @@ def read_start(config: FinetuneConfig | EvalTaskConfig, source: Source | None = 
         model=model,
         tokenizer=tokenizer,
         max_length=min(task.max_length, model.max_positions),
+        skips=config.data.bad_rows == "skip",
     )
 
 
@@ -94,14 +91,15 @@ def read_splits(config: FinetuneConfig, start: Start | None = None) -> dict[str,
     """
     task, data, problems = config.task, config.data, list[str]()
     names = (task.train, *task.validations, *(task.tests if data.predict_tests else ()))
+    skips = data.bad_rows == "skip"
 
     # problems of the first rows are listed with all others, before ranks start
     def check(split: TaskSplit) -> RowProblems:
         part = split.select(range(min(1000, len(split))))
-        return start.tokenize(task, part).problems if start and part.rows else ()
+        return replace(start, skips=True).tokenize(task, part).problems if start and part.rows else ()
 
     def read(name: str) -> None:
-        split = read_split(task, name, path=data.path, check=check)
+        split = read_split(task, name, path=data.path, columns=data.columns, skips=skips, check=check)
         splits[name] = held_out_part(task, split, data.path)
 
     splits = dict[str, TaskSplit]()
@@ -131,9 +129,13 @@ def fit_length(config: FinetuneConfig, splits: Mapping[str, TaskSplit]) -> Finet
 
 
 def tokenize_split(task: TaskConfig, split: TaskSplit, start: Start) -> TokenizedSplit:
-    """Return a split with its examples. Raises UserError for rows that have none, and if there are none."""
+    """Return a split with its examples. Raises UserError, also if there are none."""
     tokenized = start.tokenize(task, split)
-    raise_problems(tokenized.problems)
+    if not tokenized.examples and not tokenized.truncated and tokenized.problems:
+        raise UserError(
+            f"data.bad_rows=skip: no row of {split.name} is left of {len(split):,}, the first of them "
+            f"{tokenized.problems[0][0]}: {tokenized.problems[0][1]}"
+        )
     if not tokenized.examples:
         raise UserError(
             f"{split.source}: of the {len(split):,} rows of {split.name} none has a token to learn among its "
@@ -157,6 +159,7 @@ FREE = (
     "train.micro_batch_size",
     *("task.hub", "task.hub_config", "task.tests", "task.submission", "task.submit_names", "task.id"),
     *("task.lr", "task.weight_decay", "task.epochs", "task.batch_size", "task.min_steps", "task.warmup"),
+    *("data.columns", "data.bad_rows"),  # rows count by content
 )
 """Keys that may change in a run directory."""
 

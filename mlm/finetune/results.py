@@ -28,6 +28,8 @@ from mlm.util.terminal import add_row, console, one_line, table
 
 DATA_PATH = "data.path"
 """Key in the state of the absolute path of the rows; null if they are the Hub's."""
+DATA_COLUMNS = "data.columns"
+"""Key in the state of the names of columns in these rows, by ours."""
 
 Scores = dict[str, dict[str, float]]
 """Metrics by split."""

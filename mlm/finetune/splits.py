@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,15 @@ import xxhash
 
 from mlm.config.fields import exact
 from mlm.data.records import PACKED, SUFFIXES, Located, Record, form_of, hub_records, read_records
+from mlm.data.row_forms import standard_form
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, frame
 from mlm.finetune.registry import task_type
 from mlm.finetune.rows import ExampleError, MissingColumnError, RowError, TaskRow, row_name
-from mlm.util.errors import ConfigError, UserError
+from mlm.util.errors import ConfigError, UserError, format_value
 from mlm.util.files import digest_name, read_input_text
+from mlm.util.terminal import one_line
 
 KEY = "data.path"
 MAX_PROBLEMS = 10
@@ -45,6 +47,8 @@ class TaskSplit:
     """True if predictions can be scored; rows without labels can only be predicted."""
     note: str = ""
     """Line on how its rows were chosen; empty if it has all rows of a file."""
+    skipped: RowProblems = ()
+    """Rows that were left out because they cannot be read: their locations and why."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -59,18 +63,22 @@ def read_split(
     split: str,
     *,
     path: str | None,
+    columns: Mapping[str, str] | None = None,
+    skips: bool = False,
     check: Callable[[TaskSplit], RowProblems] = lambda split: (),
 ) -> TaskSplit:
     """Read the rows of a split from the folder or file `path`, or from the Hub if it is None.
 
-    `check` finds problems of rows that can be read. Raises UserError, with a line for each of the first
-    problems and the number of the others; CorruptFileError.
+    `columns` are names of the file by ours; `skips` leaves out rows that cannot be read; `check` finds
+    problems of others. Raises UserError, with a line for each of the first problems and the number of the
+    others; CorruptFileError.
     """
     kind, source = task_type(task.kind), path or f"{task.hub} {task.hub_config or ''}".rstrip()
     rows, places, earlier = list[TaskRow](), list[str](), Counter[str]()
-    problems, others, number = list[RowProblem](), 0, -1
+    problems, unread, others, number = list[RowProblem](), list[RowProblem](), 0, -1
+    renamed = ", ".join(f"{name} read from the column {column}" for name, column in (columns or {}).items())
     unlabelled = RowError(f"no label ('{task.label}'): add it, or delete the row")
-    for place, record in read_split_records(task, split, path):
+    for place, record in rename_columns(read_split_records(task, split, path), columns or {}, source):
         # a record without the column is reported by parsing
         if task.subsets and not str(record.get(task.id or "", task.subsets[0])).startswith(task.subsets):
             others += 1
@@ -79,12 +87,14 @@ def read_split(
             number += 1
             name = row_name(record, task.id, number)
             earlier[name] += 1
-            rows.append(kind.parse(task, record, kind.row_id(task, name, earlier[name] - 1)))
+            record, change = standard_form(record, task.columns) if kind.is_chat else (record, "")
+            row = kind.parse(task, record, kind.row_id(task, name, earlier[name] - 1))
+            rows.append(replace(row, changes=(*row.changes, *filter(None, (renamed, change)))))
             places.append(place)
             if rows[-1].label is None:
                 problems.append((place, unlabelled))
         except RowError as error:
-            problems.append((place, error))
+            (unread if skips else problems).append((place, error))
     has_labels = any(row.label is not None for row in rows)
     if rows and not has_labels:
         problems = [(place, error) for place, error in problems if error is not unlabelled]
@@ -99,6 +109,7 @@ def read_split(
         places=places,
         digest=digest_rows(rows),
         has_labels=has_labels,
+        skipped=unread,
     )
     raise_problems([*problems, *check(task_split)])
     if not rows:
@@ -176,16 +187,21 @@ class TokenizedSplit:
     max_length: int
     """Maximum tokens of a text."""
     problems: RowProblems = ()
-    """Rows that have no example: their locations and why."""
+    """Rows that were left out because they have no example: their locations and why."""
 
     def notes(self) -> list[str]:
-        """Return lines on the choice of rows, on what was rewritten, and on truncated rows."""
+        """Return lines on the choice of rows, on what was left out or rewritten, and on truncated rows."""
         notes, split = [self.split.note] if self.split.note else [], self.split
         changes = Counter(note for row in split.rows for note in row.changes)
         changes += Counter(note for example in self.examples for note in example.notes)
         notes += [
             f"{split.source}: {count:,} rows of {split.name}: {note}" for note, count in changes.items()
         ]
+        if skipped := [*split.skipped, *self.problems]:
+            notes.append(
+                f"{split.source}: {len(skipped):,} rows of {split.name} skipped (data.bad_rows=skip)"
+            )
+            notes += [f"skipped {line}" for line in problem_lines(skipped)]
         if self.truncated:
             count = self.excluded_samples
             excluded = f", {count:,} of them left out: no answer begins in these" if count else ""
@@ -203,11 +219,12 @@ def tokenize(
     *,
     causal: bool,
     max_length: int,
+    skips: bool = False,
 ) -> TokenizedSplit:
-    """Return a split with its examples, and the problems of rows that have none.
+    """Return a split with its examples; `skips` leaves out conversations that have none.
 
     `max_length` counts special tokens. Raises UserError if the tokenizer lacks the special tokens, or if
-    `max_length` leaves no room for a text.
+    `max_length` leaves no room for a text; ConfigError with the problems of rows.
     """
     special_tokens, kind = frame(tokenizer, causal=causal, max_length=max_length), task_type(task.kind)
     if missing := max(0, kind.least_room(task) - special_tokens.room(2)):
@@ -224,6 +241,8 @@ def tokenize(
         examples += examples_of_row
         truncated += was_truncated
         excluded_samples += not examples_of_row
+    if not (skips and kind.is_chat):  # other rows have a prediction each
+        raise_problems(problems)
     return TokenizedSplit(
         split=split,
         examples=examples,
@@ -252,6 +271,22 @@ def read_split_records(task: TaskConfig, split: str, path: str | None) -> Iterat
     name = " ".join(filter(None, (task.hub, task.hub_config, split)))
     for number, record in enumerate(rows, 1):
         yield f"{name} row {number}", record
+
+
+def rename_columns(rows: Iterable[Located], columns: Mapping[str, str], source: str) -> Iterator[Located]:
+    """Yield rows with names of the file replaced by ours. Raises UserError for one that no row has."""
+    unseen, known = set(columns.values()), dict[str, None]()
+    for place, record in rows:
+        if columns:
+            unseen -= record.keys()
+            known |= dict.fromkeys(record)
+            rest = {name: value for name, value in record.items() if name not in columns.values()}
+            record = rest | {ours: record[name] for ours, name in columns.items() if name in record}
+        yield place, record
+    if unseen:
+        choices = ", ".join(one_line(name)[:40] for name in list(known)[:20])
+        problem = f"{source} has no column {', '.join(sorted(unseen))}: use {choices}"
+        raise UserError(f"data.columns={format_value(dict(columns))}: {problem}")
 
 
 def find_files(path: Path, split: str, subsets: tuple[str, ...]) -> list[Path]:

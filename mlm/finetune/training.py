@@ -38,6 +38,7 @@ from mlm.finetune.inputs import (
 from mlm.finetune.packing import Packer, PairLoss, set_reference
 from mlm.finetune.registry import check_installed, task_type
 from mlm.finetune.results import (
+    DATA_COLUMNS,
     DATA_PATH,
     RESULT,
     Progress,
@@ -96,7 +97,7 @@ def preflight(config: FinetuneConfig) -> list[str]:
     source = attempt(problems, lambda: open_for_layout(config.ckpt, config.parallel))
     start = None if problems else attempt(problems, lambda: read_start(config, source))
     attempt(problems, lambda: check_installed(config.task))
-    splits = attempt(problems, lambda: read_splits(config, start))
+    splits = attempt(problems, lambda: read_splits(config, None if config.data.bad_rows == "skip" else start))
     if problems or start is None or splits is None:
         return problems
     try:
@@ -377,6 +378,7 @@ def load_start(
         "depends_on": settings,
         "progress": asdict(Progress()),
         DATA_PATH: None if config.data.path is None else os.path.abspath(config.data.path),
+        DATA_COLUMNS: config.data.columns,
     }
     trainer.extra_state[TOKENIZER] = digests_of_tokenizer(start.tokenizer).encode()
     needs_body = bool(compared) or config.lora.rank > 0  # checkpoints of adapters hold no base

@@ -28,7 +28,7 @@ KINDS = {
     **dict.fromkeys(("task.unanswerable", "task.doc_stride", "task.max_answer_length"), ("span",)),
     **dict.fromkeys(("task.n_best", "task.null_threshold"), ("span",)),
     "task.answers": ("chat",),
-    **dict.fromkeys(("task.held_out", "data.chat_template"), CHATS),
+    **dict.fromkeys(("task.held_out", "task.keep_nulls", "data.chat_template"), CHATS),
     **dict.fromkeys(("task.loss", "task.beta", "task.label_smoothing", "task.margin"), ("preferences",)),
 }
 """Kinds of task that read a key of `mlm finetune`; every kind reads the keys that are not here."""

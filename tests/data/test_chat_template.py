@@ -116,7 +116,9 @@ def test_half_a_surrogate_pair_is_an_error_of_one_line(tmp_path: Path) -> None:
         load(folder)
 
 
+SPEAKERS = {"user": "human", "assistant": "gpt"}
 FORMS: dict[str, Callable[[dict[str, str]], dict[str, Any]]] = {
+    "ShareGPT": lambda m: {"from": SPEAKERS[m["role"]], "value": m["content"]},
     "parts": lambda m: {
         **m,
         "content": [{"type": "text", "text": part} for part in m["content"].partition(" ")],

@@ -68,7 +68,11 @@ def test_nulls_of_a_table_are_removed_or_kept() -> None:
     }
     found = read_conversation(row)
     assert [found.messages, found.tools] == remove_none_values([row["messages"], row["tools"]])
-    assert found.changes == ("nulls removed from tools, calls and their arguments",)
+    assert found.changes == (
+        "nulls removed from tools, calls and their arguments (task.keep_nulls=true keeps)",
+    )
+    kept = read_conversation(row, keep_nulls=True)
+    assert [kept.messages, kept.tools, kept.changes] == [row["messages"], row["tools"], ()]
 
 
 NAMED = {"default": CHATML, "tool_use": "tools:" + CALLS}
@@ -92,6 +96,23 @@ def test_template_for_tools_is_used_where_there_are_tools(tmp_path: Path, place:
     tokenizer, tokenizer.chat_template = load(folder)
     tokenizer.save(tmp_path / "saved")
     assert {n: s for n, (s, _) in find_templates(tmp_path / "saved").items()} == NAMED
+
+
+def test_glaive_roles_are_calls_and_results_of_tools() -> None:
+    said = [
+        {"from": "human", "value": "q"},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
+        {"from": "observation", "value": "3"},
+        {"from": "gpt", "value": "x"},
+    ]
+    found = read_conversation({"conversations": said})
+    assert found.messages == [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "x"},
+    ]
+    assert found.changes == ("turns of function_call and observation read as calls and results of tools",)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +148,7 @@ def test_template_for_tools_is_used_where_there_are_tools(tmp_path: Path, place:
         ({"messages": [{**ASKED, "images": ["a"]}, SAID]}, "message 1: 'images' is not read"),
         ({"messages": [ASKED, {**SAID, "tool_calls": "f"}]}, "message 2: 'tool_calls' is a text"),
         ({"messages": [{**ASKED, "role": "function"}, SAID]}, "message 1: role='function' is unknown"),
-        ({"messages": [{"from": "human", "value": "a"}, SAID]}, "message 1: role='None' is unknown"),
+        ({"messages": [{"from": "function_call", "value": "f(1)"}, SAID]}, "message 1: no call"),
         (
             {"messages": None, "prompt": [ASKED, {**SAID, "weight": 0}, ASKED], "completion": [SAID]},
             "a turn of weight 0 beside a prompt",

@@ -242,8 +242,10 @@ def test_rows_of_other_forms_train_on_the_equal_conversation(folder: Path, tmp_p
     question, answer = (message["content"] for message in TALK)
     forms: list[dict[str, Any]] = [
         {"messages": TALK},
+        {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]},
+        {"conversations": TALK},
         {"prompt": question, "completion": answer},
-        {"messages": None, "prompt": question, "completion": answer},
+        {"messages": None, "conversations": None, "prompt": question, "completion": answer},
         {"messages": [{**said, "content": [{"type": "text", "text": said["content"]}]} for said in TALK]},
     ]
     write_rows(tmp_path / "train.jsonl", forms)
@@ -283,6 +285,34 @@ def test_problems_of_rendering_are_listed_with_those_of_reading(rejecting: Finet
     assert [line.split(": ")[0].rpartition(":")[2] for line in found] == ["4", "1", "3", "5"]
     assert "has no message of the assistant" in found[0]
     assert all("chat_template fails (no such talk)" in line for line in found[1:])
+
+
+def test_bad_rows_are_skipped_listed_and_recorded(
+    rejecting: FinetuneConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(rejecting, data=replace(rejecting.data, bad_rows="skip"))
+    assert len(evaluation(config).examples) == 2
+    finetune(config)
+    notes = read(Path(config.out) / "result.json")["notes"]
+    file = Path(str(config.data.path), "train.jsonl")
+    skipped = [note for note in notes if note.startswith("skipped ")]
+    assert [note.split(": ")[0] for note in skipped] == [f"skipped {file}:{line}" for line in (4, 1, 3, 5)]
+    assert f"{config.data.path}: 4 rows of train skipped (data.bad_rows=skip)" in notes
+    assert f"{config.data.path}: 1 rows of train: nulls removed from tools" in " ".join(notes)
+    assert f"{config.data.path}: 1 rows of train: tools rendered by " in " ".join(notes)
+    printed = capsys.readouterr().out
+    assert all(" ".join(note.split()[:3]) in printed for note in notes)
+
+
+def test_split_of_which_all_rows_are_skipped_says_why(rejecting: FinetuneConfig) -> None:
+    rows = Path(str(rejecting.data.path))
+    (rows / "validation.jsonl").write_text((rows / "train.jsonl").read_text().splitlines()[0])
+    config = replace(rejecting, data=replace(rejecting.data, bad_rows="skip"))
+    problem = problem_of(config)
+    assert problem.startswith(
+        f"data.bad_rows=skip: no row of validation is left of 1, the first of them {rows}"
+    )
+    assert "no such talk" in problem
 
 
 def test_problems_of_model_rows_and_template_are_reported_together(

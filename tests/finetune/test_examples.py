@@ -87,7 +87,7 @@ def test_every_row_has_its_example_and_cut_rows_are_counted(tmp_path: Path) -> N
     assert f"{len(long)} of 50 rows of train were truncated to 24 tokens" in examples.notes()[0]
 
 
-def test_a_row_of_a_users_type_without_an_example_is_a_problem(
+def test_a_row_of_a_users_type_without_an_example_is_an_error_even_where_rows_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each row has a prediction, which is compared with its label."""
@@ -99,8 +99,8 @@ def test_a_row_of_a_users_type_without_an_example_is_a_problem(
 
     monkeypatch.setattr(splits, "task_type", lambda kind: Picky())
     split = split_of(tmp_path, pairs(), rows_of_pairs(3, 4))
-    ((place, problem),) = tokenize(pairs(), split, bert(), causal=False, max_length=24).problems
-    assert (place, str(problem)) == (split.places[1], "no word in it")
+    with pytest.raises(UserError, match=r":2: no word in it"):
+        tokenize(pairs(), split, bert(), causal=False, max_length=24, skips=True)
 
 
 def test_gpt2_reads_pairs_with_an_end_behind_each_and_no_types(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import parameter_shards
 from mlm.training.pipelined import PipelinedModel
-from mlm.util.errors import UserError
 from tests.data.chats import theirs
 from tests.finetune.chats import POSITIONS, write_llama
 from tests.finetune.material import shipped, write_rows
@@ -263,20 +262,6 @@ def test_answers_of_a_pair_are_those_of_trl(folder: Path, tmp_path: Path, form: 
         ids = [*their["prompt_ids"], *their[f"{name}_ids"]]
         assert text.tokens.tolist() == [*ids[: len(ids) - len(end)], *end]
         assert int(np.sum(np.array(label) >= 0)) == len(their[f"{name}_ids"])
-
-
-@pytest.mark.parametrize("talk", [("q",), ("a", "b", "q")])
-def test_text_before_two_conversations_is_as_trl_extracts_it(tmp_path: Path, talk: tuple[str, ...]) -> None:
-    """Rows of UltraFeedback; a text with which neither begins is an error."""
-    data_utils, task = pytest.importorskip("trl.data_utils"), shipped("preferences")
-    row = {"prompt": "q", "chosen": said(*talk, "good"), "rejected": said(*talk, "bad")}
-    forms = [row, data_utils.maybe_extract_prompt(row)]
-    files = [write_rows(tmp_path / f"{n}.jsonl", [form]) for n, form in enumerate(forms)]
-    digests = [read_split(task, "train", path=str(file)).digest for file in files]
-    assert digests[0] == digests[1]
-    other = write_rows(tmp_path / "other.jsonl", [row | {"prompt": "p"}])
-    with pytest.raises(UserError, match="'prompt' is a text with which the answers do not begin"):
-        read_split(task, "train", path=str(other))
 
 
 def test_padding_has_positions_that_every_model_has(folder: Path) -> None:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mlm.finetune.splits import read_split
+from mlm.finetune.splits import TokenizedSplit, read_split
 from mlm.util.errors import UserError
 from tests.finetune.material import (
     PAIR,
@@ -94,6 +94,32 @@ def test_columns_and_labels_of_ones_own(tmp_path: Path) -> None:
         ("0", ("a cat",), 2),
         ("1", ("a dog",), 0),
     ]
+
+
+def test_rows_read_as_another_form_are_counted(tmp_path: Path) -> None:
+    rows = [{"instruction": "Sing", "output": "la"}] * 2 + [{"prompt": "Sing", "completion": "la"}]
+    split = split_of(tmp_path, shipped("chat"), rows)
+    (note,) = TokenizedSplit(split=split, examples=(), truncated=0, excluded_samples=0, max_length=9).notes()
+    assert note.endswith("2 rows of train: instruction, input and output read as messages")
+
+
+def test_columns_of_a_file_are_read_by_the_names_of_the_task(tmp_path: Path) -> None:
+    wanted = split_of(
+        tmp_path / "a", shipped("preferences"), [{"prompt": "q", "chosen": "a", "rejected": "b"}]
+    )
+    path = write_rows(tmp_path / "b.jsonl", [{"ask": "q", "chosen": "a", "worse": "b", "prompt": "other"}])
+    columns = {"prompt": "ask", "rejected": "worse"}
+    found = read_split(shipped("preferences"), "train", path=str(path), columns=columns)
+    assert found.digest == wanted.digest
+    assert found.rows[0].changes == ("prompt read from the column ask, rejected read from the column worse",)
+
+
+def test_a_column_that_no_row_has_is_one_line(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"ask": "q", "chosen": "a", "rejected": "b"}] * 3)
+    message = r'data\.columns={prompt:"asked"}: .*a\.jsonl has no column asked: use ask, chosen, rejected'
+    with pytest.raises(UserError, match=message) as caught:
+        read_split(shipped("preferences"), "train", path=str(path), columns={"prompt": "asked"})
+    assert len(str(caught.value).splitlines()) == 1
 
 
 # ----- RACE

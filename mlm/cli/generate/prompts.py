@@ -11,13 +11,15 @@ from mlm.checkpoint.native.format import CheckpointError
 from mlm.cli.generate.settings import STDIN, GenerateConfig
 from mlm.data.chat_template import ChatError
 from mlm.data.chat_tokens import encode_prompt
-from mlm.data.conversation import make_conversation
+from mlm.data.conversation import SHARE_GPT, make_conversation
 from mlm.data.records import SUFFIXES, Located, form_of, read_records
+from mlm.data.row_forms import standard_form
 from mlm.data.tokenizer import Tokenizer
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError, lone_surrogate
 from mlm.util.files import decode_text, read_input_text
 
+MESSAGES = ("messages", SHARE_GPT)
 KEYS = ("prompt", "text")
 """Keys of the prompt in a line of a .jsonl file; the first present counts."""
 
@@ -81,8 +83,10 @@ def _records(config: GenerateConfig) -> list[Located]:
 
 def _prompt(config: GenerateConfig, tokenizer: Tokenizer, place: str, record: dict[str, Any]) -> Prompt:
     """A text, or of chat=true a conversation up to where an answer begins. Raises UserError."""
+    if config.chat:
+        record, _ = standard_form({k: v for k, v in record.items() if k != "output"}, MESSAGES[:1])
     text: Any = next((record[key] for key in KEYS if key in record), None)
-    messages: Any = (record.get("messages") or None) if config.chat else None
+    messages: Any = next((record[key] for key in MESSAGES if record.get(key)), None) if config.chat else None
     messages = text if config.chat and messages is None and isinstance(text, list) else messages
     if messages is None and not isinstance(text, str):
         forms = '{"messages": […]} or {"prompt": "…"}' if config.chat else '{"prompt": "…"} or {"text": "…"}'

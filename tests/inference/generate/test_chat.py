@@ -59,9 +59,13 @@ def test_answers_equal_those_of_transformers(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     question, system = {"role": "user", "content": "sat?"}, {"role": "system", "content": "a cat"}
-    Path("talks.json").write_text(json.dumps([{"messages": TALK[:3]}, {"prompt": "sat?"}]))
+    said = [{"from": "human", "value": "sat?"}]
+    alpaca = {"instruction": "sat?", "input": "", "output": "a dog"}
+    Path("talks.json").write_text(
+        json.dumps([{"messages": TALK[:3]}, {"prompt": "sat?"}, {"conversations": said}, alpaca])
+    )
     several = [each["tokens"] for each in answers(llama, "prompts=talks.json")]
-    assert several == [their_answer(llama, TALK[:3]), their_answer(llama, [question])]
+    assert several == [their_answer(llama, TALK[:3]), *3 * [their_answer(llama, [question])]]
     (one,) = answers(llama, "prompt=sat?", "system=a cat")
     assert one["prompt"] == "sat?"
     assert one["tokens"] == their_answer(llama, [system, question])
