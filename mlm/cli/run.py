@@ -63,6 +63,10 @@ def act(command: Command, words: list[str]) -> int:
         return print_stdout(command_help(command, folder, arguments.overrides))
     if arguments.version:
         return print_stdout(version_line())
+    if arguments.from_megatron is not None:
+        from mlm.cli.megatron_arguments import translate_words  # needs the settings of pretraining
+
+        return print_stdout("\n".join(translate_words(arguments.from_megatron).lines()))
     if folder is not None and not os.path.isdir(folder):
         fix = "name one laid out like configs/"
         raise UserError(Problem.at("--config-dir", folder, "no such folder", fix))

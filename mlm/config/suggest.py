@@ -43,10 +43,11 @@ def foreign_options() -> list[ForeignOption]:
 
 
 @cache
-def megatron_flags() -> frozenset[str]:
-    """Names of the flags of Megatron-LM's parser."""
+def megatron_flags() -> dict[str, str]:
+    """Name of each flag of Megatron-LM's parser → "" if it takes a value, "!" for none, "*" for several."""
     lines = Path(__file__).with_name("megatron_flags.txt").read_text("utf-8").splitlines()
-    return frozenset(" ".join(line for line in lines if not line.startswith("#")).split())
+    words = " ".join(line for line in lines if not line.startswith("#")).split()
+    return {word.rstrip("!*"): word[len(word.rstrip("!*")) :] for word in words}
 
 
 def plain_name(name: str) -> str:

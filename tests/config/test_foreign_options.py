@@ -11,14 +11,7 @@ from mlm.cli.compose.arguments import parse
 from mlm.cli.compose.overrides import prepare
 from mlm.cli.convert.settings import ReshardConfig
 from mlm.cli.generate.settings import GenerateConfig
-from mlm.config.suggest import (
-    foreign_option,
-    foreign_options,
-    keys_meant,
-    megatron_flags,
-    plain_name,
-    unknown_key,
-)
+from mlm.config.suggest import foreign_options, keys_meant, plain_name, unknown_key
 from mlm.config.tree import leaves
 from mlm.plan.config import PlanLayoutsConfig
 from mlm.runs.config import PretrainConfig
@@ -57,18 +50,6 @@ def answers(line: str) -> list[str]:
 )
 def test_option_of_megatron_is_answered(line: str, fix: str) -> None:
     assert answers(line) == [fix]
-
-
-def test_every_flag_of_megatrons_parser_has_an_answer() -> None:
-    """Its own setting, another, automatic, or not offered."""
-    last_parts = {key.rpartition(".")[2] for key in leaves(PretrainConfig)}
-    unknown = [
-        name
-        for name in megatron_flags() - last_parts
-        if not (foreign_option(PretrainConfig, name) or keys_meant(PretrainConfig, name))
-    ]
-    assert len(megatron_flags()) > 850
-    assert unknown == []
 
 
 def test_a_number_of_micro_batches_is_no_batch_size() -> None:

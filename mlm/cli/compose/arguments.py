@@ -51,6 +51,8 @@ class Arguments:
     """GPUs that --check assumes; None takes what the layout needs."""
     resume: str | None = None
     """Value of `resume=`, once it is taken from the overrides."""
+    from_megatron: list[str] | None = None
+    """A script of Megatron-LM, or its flags, to be translated."""
 
 
 def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
@@ -130,6 +132,8 @@ def parse(command: Command, words: Sequence[str]) -> Arguments:
             setattr(parsed, SWITCHES[name], True)
         elif name == "--check":
             _set_check(parsed, given, rest)
+        elif name == "--from-megatron" and command.name == "pretrain":
+            parsed.from_megatron, rest = [*filter(None, [given]), *rest], []
         elif name in ("--cfg", "-c"):
             parsed.cfg = _flag_value(name, given, rest, ": job")
             if parsed.cfg != "job":

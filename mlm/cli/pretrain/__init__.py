@@ -32,7 +32,8 @@ COMMANDS = (
             checkpoints, metrics.jsonl and curves; the same command again resumes it, and so does resume=RUN,
             or resume= of its checkpoint.mirror (@STEP names one), with the run's own settings and the
             overrides after it; with another out=… it continues there. ckpt=… begins a new run with the
-            weights of one, and with its model where none is named.""",
+            weights of one, and with its model where none is named.
+            --from-megatron SCRIPT prints a Megatron-LM command line as settings, and starts nothing.""",
         examples="""
             # The plays of Shakespeare on two cores, layers split over two processes (after `make demo`)
             mlm pretrain experiment=shakespeare
