@@ -5,7 +5,7 @@ import math
 import operator
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from mlm.data.sampler import Dataset, Loader, MicroBatch, eval_batches, first_of
 from mlm.launch.doctor.folder import check_start
 from mlm.models.family import family_of
 from mlm.optim.config import STABLE_DECAYS
-from mlm.optim.schedule import warmup_warning
+from mlm.optim.schedule import learning_rate, warmup_warning
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan import forecast
 from mlm.runs.checks import has_saved
@@ -162,6 +162,8 @@ def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str
     since = trainer.ancestry.changed_at(trainer.step)
     if since and left > 0:
         lines.append(f"{changes_line(since)}; for a new run instead, set ckpt=… and another out=…")
+        if line := lifted_rate(trainer, {c["key"]: c["from"] for c in since}):
+            lines.append(line)
     if changed is not None:
         lines.append(changed)
     best, patience = trainer.extra_state.get(BEST_VALIDATION, {}), config.train.patience
@@ -176,6 +178,29 @@ def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str
         lines.append(f"no validation: data.{key} names no validation part; set data.validation=PREFIX")
     lines += filter(None, (kernels_line(config, trainer.settled), fp8_line(config)))
     return lines
+
+
+def lifted_rate(trainer: Trainer, before: Mapping[str, Any]) -> str | None:
+    """Return a line where more train.steps raise the learning rate again that has fallen; else None.
+
+    `before` are changed settings by key, with the values that they had.
+    """
+    config, step, then = trainer.config, trainer.step, before.get("train.steps")
+    if type(then) is not int or any(key.startswith(("schedule.", "optimizer.lr")) for key in before):
+        return None
+    old, new = (
+        learning_rate(n, config.optimizer, config.schedule, steps)
+        for n, steps in ((step, then), (step + 1, config.train.steps))
+    )
+    if new < 1.5 * old:
+        return None
+    stays = f"schedule.decay_steps={then} stays at {old:.2g}, and "
+    stays = "" if config.schedule.decay in STABLE_DECAYS else stays
+    return (
+        f"warning: train.steps={config.train.steps} stretches a schedule that had fallen by step {step}: the "
+        f"learning rate rises from {old:.2g} to {new:.2g}; {stays}a run with schedule=wsd is extended from a "
+        "checkpoint before its cooldown (resume=RUN/checkpoints/step-… out=…)"
+    )
 
 
 def prepare_directory(config: PretrainConfig, out: Path) -> None:
