@@ -1,9 +1,11 @@
 """`mlm chat`: a conversation with a model on the terminal, or with the lines of standard input."""
 
+import json
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mlm.cli.command import Command
@@ -17,6 +19,7 @@ if TYPE_CHECKING:  # which need torch
 
 HELP = """/reset          begin a new conversation
 /system TEXT    begin a new one with this message of the system
+/save FILE      write the conversation as a row for `mlm finetune chat`
 /exit           end, as Ctrl-D does; Ctrl-C stops an answer
 A line that ends with \\ goes on in the next one."""
 
@@ -124,7 +127,7 @@ class Chat:
         typed = {each.name: getattr(config, each.name) for each in fields(SamplingOptions)}
         self.sampling = as_declared(model.tokenizer.declared.generation, typed)
         self.messages: list[dict[str, Any]] = []
-        self.turns = 0
+        self.turns, self.saved = 0, dict[Path, bytes]()
         self.begin(config.system)
 
     def begin(self, system: str | None) -> None:
@@ -140,9 +143,36 @@ class Chat:
             self.begin(self.system)
         elif command == "/system":
             self.begin(words or None)
+        elif command == "/save":
+            self.save(words.strip())
         elif command == "/help":
             print(HELP, file=sys.stderr)
         return command != "/exit"
+
+    def save(self, file: str) -> None:
+        """Write the conversation as a line of JSON, again over a file of this chat. Raises UserError."""
+        from mlm.util.files import write_atomic
+        from mlm.util.results import write_result
+
+        if not file:
+            raise UserError("/save: name a file, such as /save talk.jsonl")
+        if not self.turns:
+            raise UserError("/save: nothing is said yet")
+        text = json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n"
+        row = text.encode("utf-8", "backslashreplace")
+        path = Path(file).absolute()
+        try:
+            # a file that this chat wrote, if nobody has changed it since
+            if path in self.saved and not path.is_symlink() and path.read_bytes() == self.saved[path]:
+                write_atomic(path, row)
+            else:
+                write_result(file, row, key="/save")
+        except OSError as error:
+            raise UserError(f"/save {file}: {error.strerror}") from None
+        except UserError as error:
+            raise UserError(str(error).replace("/save=", "/save ")) from None
+        self.saved[path] = row
+        print(f"written to {file}", file=sys.stderr)
 
     def answer(self, message: str) -> None:
         """Answer a message of the user on standard output; Ctrl-C ends the answer, of which the part is kept.
@@ -203,7 +233,7 @@ class Chat:
         return ids
 
 
-COMMANDS = ("/reset", "/system", "/help", "/exit")
+COMMANDS = ("/reset", "/system", "/save", "/help", "/exit")
 
 CHAT = Command(
     name="chat",

@@ -1,5 +1,6 @@
 """`mlm chat` on a pipe and on a terminal: answers of `transformers`, commands, Ctrl-C."""
 
+import json
 import os
 import pty
 import select
@@ -41,12 +42,16 @@ def said_by_transformers(llama: Path, *questions: str, system: str | None = None
     return answers
 
 
-def test_pipe_is_a_conversation_of_which_answers_alone_are_printed(llama: Path) -> None:
-    done = chat(llama, "sat?\na dog\\\nran\n\n/reset\nsat?\n/system a cat\nsat?\n/exit\nsat?\n")
+def test_pipe_is_a_conversation_of_which_answers_alone_are_printed(llama: Path, tmp_path: Path) -> None:
+    row = tmp_path / "talk.jsonl"
+    done = chat(llama, f"sat?\na dog\\\nran\n\n/save {row}\n/reset\nsat?\n/system a cat\nsat?\n/exit\nsat?\n")
     first, second = said_by_transformers(llama, "sat?", "a dog\nran")
     (other,) = said_by_transformers(llama, "sat?", system="a cat")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "".join(f"{answer}\n" for answer in (first, second, first, other))
+    messages = json.loads(row.read_text())["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+    assert messages[3]["content"] == second
 
 
 def test_oldest_turns_make_room_for_the_answer(llama: Path) -> None:
@@ -57,11 +62,40 @@ def test_oldest_turns_make_room_for_the_answer(llama: Path) -> None:
     assert done.returncode == 0
 
 
+def test_saved_conversation_has_every_turn_and_is_saved_again(llama: Path, tmp_path: Path) -> None:
+    """Also those that the model no longer reads."""
+    row = tmp_path / "talk.jsonl"
+    lines = ["the cat sat on a mat " * 4, "a dog ran home " * 4, f"/save {row}", "sat?", f"/save {row}"]
+    assert chat(llama, "\n".join(lines)).returncode == 0
+    messages = json.loads(row.read_text())["messages"]
+    assert [m["content"] for m in messages[::2]] == [lines[0], lines[1], lines[3]]
+
+
+def test_file_that_changed_since_it_was_saved_stays(llama: Path, tmp_path: Path) -> None:
+    row = tmp_path / "talk.jsonl"
+    words = [sys.executable, "-m", "mlm", "chat", str(llama), *SETTINGS]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for text in ("sat?\n", f"/save {row}\n", "sat?\n"):
+            process.stdin.write(text)
+            process.stdin.flush()
+        for _ in range(2):
+            process.stdout.readline()
+        row.write_text("mine")
+        process.stdin.write(f"/save {row}\n")
+        process.stdin.close()
+        assert process.wait(120) == 2
+    assert row.read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     "text, line",
     [
         ("sat? " * 400, "the message has "),
-        ("/sytem a cat", "/sytem: unknown command; use /reset, /system, /help, /exit"),
+        ("/sytem a cat", "/sytem: unknown command; use /reset, /system, /save, /help, /exit"),
+        ("/save x.jsonl", "/save: nothing is said yet"),
+        ("sat?\n/save /", "/save /: is a directory; name a file in it"),
     ],
 )
 def test_mistake_in_a_line_is_one_line(llama: Path, text: str, line: str) -> None:
@@ -132,8 +166,8 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(llama: Path) -> None:
     time.sleep(1.0)  # it answers
     terminal.type("\x03")
     terminal.wait_for("> ")
-    terminal.type("/sytem\n")
-    terminal.wait_for("unknown command")  # one line, and the chat goes on
+    terminal.type("/save /nowhere/x.jsonl\n")
+    terminal.wait_for("/nowhere/x.jsonl: ")  # one line, and the chat goes on
     time.sleep(1.0)
     terminal.type("\x04")
     assert terminal.code() == 0
