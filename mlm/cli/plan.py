@@ -25,7 +25,7 @@ from mlm.runs.checks import SETTINGS_RULES, context_problem
 from mlm.util.errors import Problem
 from mlm.util.results import folder_problem, is_stream
 
-TABLE_ENDINGS = (".json", ".csv")
+TABLE_ENDINGS, PICTURES = (".json", ".csv"), (".svg", ".png")
 MOST_TRIED = 128  # distance up to which a valid number of GPUs is looked for
 MODEL_RULES = tuple(rule for rule in TRAIN_RULES if not set(FIELDS) & set(rule.inputs))
 """Rules that no search can keep by another layout."""
@@ -38,7 +38,7 @@ MAX_COMPUTATIONS = 500_000  # in one simulation: a quarter of a minute, three ti
 
 
 def check_plan_schedule(config: PlanScheduleConfig) -> list[Problem]:
-    out = _out_ends_in((".json",), "schedule")
+    out = _out_ends_in((".json", *PICTURES), "schedule")
     return problems_of(config, ANYWHERE, SCHEDULE_RULES[:1], (_rounds_are_full, _can_be_simulated, out))
 
 
@@ -262,8 +262,8 @@ COMMANDS = (
         examples="""
             # Figure 4 of the paper: interleaved 1F1B
             mlm plan schedule pp=4 vp=2 micro_batches=8
-            # Zero bubble (ZB-H1): weight gradients fill the gaps; every time as JSON too
-            mlm plan schedule pp=4 micro_batches=8 pipeline=zb_h1 out=schedule.json
+            # Zero bubble (ZB-H1): weight gradients fill the gaps; as a picture too
+            mlm plan schedule pp=4 micro_batches=8 pipeline=zb_h1 out=schedule.svg
         """,
     ),
 )

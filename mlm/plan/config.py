@@ -40,7 +40,8 @@ class PlanScheduleConfig:
     pipeline: Schedule = "1f1b"
     """Schedule: 1f1b (arXiv:2104.04473), gpipe (all forward, then all backward), zb_h1 (arXiv:2401.10241)."""
     out: ResultFile | None = None
-    """File to write beside the printed picture, .json; null writes none."""
+    """File to write beside the printed picture: .svg or .png draw it (mlm[reproduce]), .json lists it; null
+    writes none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

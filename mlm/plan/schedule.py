@@ -7,6 +7,8 @@ with the op's letter and is filled with dashes, on the colour of its op; idle ti
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +19,7 @@ from mlm.parallel.pipeline.actions import Action, Cost, Op, Plan, TimedAction
 from mlm.parallel.pipeline.lower import DEFAULT_COST, Step, lower, ordered, times_of
 from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.plan.config import PlanScheduleConfig
+from mlm.util.extras import load_extra
 from mlm.util.results import save_result
 from mlm.util.terminal import console
 
@@ -35,7 +38,9 @@ def run(config: PlanScheduleConfig) -> Plan:
     screen.print(f"makespan  {plan.makespan:.6g}; {plan.makespan / (1 + plan.bubble):.6g} without the bubble")
     held = " ".join(map(str, plan.peak_in_flight))
     screen.print(f"in flight {held}: micro-batches of which a rank holds activations, in each of its chunks")
-    save_result(config.out, record(plan, config), screen.print)
+    ending = Path(config.out or "").suffix
+    content = picture(plan, config.out, ending[1:]) if ending in (".svg", ".png") else record(plan, config)
+    save_result(config.out, content, screen.print)
     return plan
 
 
@@ -119,6 +124,40 @@ def draw(plan: Plan, screen: Console) -> None:
     words = [f"{op.value} {names[op]}" for op in Op if op in ops]
     more = ("", "; small letters: the second chunk", "; after the point: chunks")[min(chunks, 3) - 1]
     screen.print("   ".join([*words, f"{IDLE} idle", f"numbers: micro-batches{more}"]))
+
+
+MOST_LABELS = 2000
+
+
+def picture(plan: Plan, out: str | None, form: str) -> bytes:
+    """Return the timelines of all ranks as SVG or PNG. Raises UserError without matplotlib."""
+    rc_context = load_extra("matplotlib", f"out={out}", "reproduce").rc_context
+    figures = load_extra("matplotlib.figure", f"out={out}", "reproduce")
+    chunks, ranks = plan.num_stages // len(plan.timeline), len(plan.timeline)
+    figure = figures.Figure(figsize=(min(max(plan.makespan / 3, 6), 40), 1 + 0.4 * ranks), layout="tight")
+    axes = figure.subplots()
+    ops = {span.action.op for spans in plan.timeline for span in spans}
+    colours = {op: tuple(int(c) / 255 for c in HUES[op][4:-1].split(",")) for op in Op if op in ops}
+    for op, colour in colours.items():
+        name = INPUT_GRADIENT if op is Op.BACKWARD and Op.WEIGHT in ops else NAMES[op]
+        for rank, spans in enumerate(plan.timeline):
+            times = [(span.start, span.end - span.start) for span in spans if span.action.op is op]
+            style = {"label": name if rank == 0 else None, "edgecolor": "white", "linewidth": 0.5}
+            axes.broken_barh(times, (rank - 0.45, 0.9), facecolors=colour, **style)
+    if sum(map(len, plan.timeline)) <= MOST_LABELS:
+        for rank, spans in enumerate(plan.timeline):
+            for span in spans:
+                style = {"color": "white", "fontsize": 6, "ha": "center", "va": "center"}
+                axes.text((span.start + span.end) / 2, rank, label(span.action, chunks), **style)
+    axes.set(xlim=(0, plan.makespan), ylim=(ranks - 0.5, -0.5), xlabel="time (a forward pass takes 1)")
+    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+    axes.set_title(f"bubble {plan.bubble:.2%}, makespan {plan.makespan:.6g}", fontsize=9)
+    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.25), ncols=3, fontsize=8, frameon=False)
+    content = BytesIO()
+    metadata = {"Software": "mlm"} if form == "png" else {"Creator": "mlm", "Date": None}
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "mlm"}):  # text stays text, and equal files
+        figure.savefig(content, format=form, dpi=150, metadata=metadata)
+    return content.getvalue()
 
 
 def label(action: Action, chunks: int) -> str:

@@ -32,6 +32,8 @@ MARKS = {
     b"<!doctype html>": HTML_MARK.encode(),
     b"GGUF": b"general.quantized_by\x08\0\0\0\x03\0\0\0\0\0\0\0" + CREATOR.encode(),
     CALIBRATION_MARK: b"",
+    b"<?xml": b"<dc:title>mlm</dc:title>",  # pictures of mlm plan schedule
+    b"\x89PNG": b"tEXtSoftware\0mlm",
     b"layout,tp,cp,ep,expert_tp,pp,vp,dp,": b"",  # CSV of `mlm plan layouts` and `mlm plan`
     b"rank,stage,parameters,moment,memory_bytes,": b"",
 }

@@ -9,6 +9,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import matplotlib.image
 import pytest
 from rich.console import Console
 
@@ -16,7 +17,7 @@ from mlm.parallel.pipeline.actions import Plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.plan.config import PlanScheduleConfig
-from mlm.plan.schedule import draw, row, run
+from mlm.plan.schedule import HUES, draw, label, row, run
 from mlm.util.errors import UserError
 
 
@@ -130,3 +131,34 @@ def test_colours_tell_ops_apart() -> None:
     assert set(colours) == set("FBW")
     assert len(set(colours.values())) == 3
     assert "F0F1" in drawn(plan(), force_terminal=True, color_system="truecolor", no_color=True)
+
+
+def test_svg_has_the_label_of_every_computation(tmp_path: Path) -> None:
+    """And is replaced by the same command; another program's picture is not."""
+    out = tmp_path / "a.svg"
+    plan, _ = ran(pp=4, vp=3, micro_batches=8, out=str(out))
+    labels = re.findall(r">([FBW]\d+\.\d)</text>", out.read_text())
+    expected = [label(span.action, 3) for spans in plan.timeline for span in spans]
+    assert len(expected) == 4 * 3 * 8 * 2
+    assert sorted(labels) == sorted(expected)
+    ran(pp=2, micro_batches=2, out=str(out))
+    out.write_text('<?xml version="1.0"?><svg/>')
+    with pytest.raises(UserError, match="was not written by mlm"):
+        ran(pp=2, micro_batches=2, out=str(out))
+
+
+def test_png_has_the_colours_of_the_ops_where_the_plan_has_them(tmp_path: Path) -> None:
+    out = tmp_path / "a.png"
+    plan, _ = ran(pp=4, micro_batches=8, pipeline="zb_h1", out=str(out))
+    pixels = matplotlib.image.imread(out)[..., :3]
+    busy = sum(span.end - span.start for spans in plan.timeline for span in spans)
+    shares = []
+    for op, hue in HUES.items():
+        colour = [int(part) / 255 for part in hue[4:-1].split(",")]
+        time = sum(s.end - s.start for spans in plan.timeline for s in spans if s.action.op is op)
+        count = (abs(pixels - colour) < 0.01).all(-1).sum()
+        shares.append((count, time / busy))
+    total = sum(count for count, _ in shares)
+    for count, share in shares:
+        assert count / total == pytest.approx(share, abs=0.03)
+    ran(pp=2, micro_batches=2, out=str(out))
