@@ -1,7 +1,6 @@
 """The account of a build: what came in, what went out and why."""
 
 import bz2
-import json
 import os
 import random
 import re
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 
 from mlm.cli import main
-from mlm.cli.data.run import run_inspect, run_verify
-from mlm.cli.data.settings import DataInspectConfig, DataVerifyConfig
+from mlm.cli.data.run import run_verify
+from mlm.cli.data.settings import DataVerifyConfig
 from mlm.corpus.build import run_build
 from mlm.corpus.config import DecontaminateConfig, FilterConfig
 from mlm.corpus.stages import clean as clean_stage
@@ -128,20 +127,6 @@ def test_end_of_document_token_can_be_named(tmp_path: Path) -> None:
     tokens = IndexedDataset(tmp_path / "out/train").document(0).tolist()
     assert tokens[-1] == receipt["eod_id"] == Tokenizer.load(path, eod="<stop>").eod_id
     run_verify(DataVerifyConfig(path=str(tmp_path / "out")))
-
-
-def test_a_document_is_shown_whole_by_its_number_or_that_of_a_token(
-    source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    build(thorough(source, split="1,0,0"))
-    out, found = source.parent / "out", source.parent / "found.json"
-    corpus, texts = IndexedDataset(out / "train"), documents(out / "train")
-    run_inspect(DataInspectConfig(path=str(out), token=corpus.num_tokens - 1, out=str(found)))
-    shown = json.loads(found.read_text())
-    assert (shown["document"], shown["text"]) == (corpus.num_documents - 1, texts[-1])
-    assert texts[-1] in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"document=99: .* holds \d+ documents; use 0 to"):
-        run_inspect(DataInspectConfig(path=str(out), document=99))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ CALLS = {"rmtree", "unlink", "remove", "rmdir", "removedirs", "replace", "rename
 ALLOWED = {
     "util/ownership.py": "decides, and deletes",
     "util/files.py": "write_atomic",
+    "cli/evaluate/zero_shot.py": "the scores kept until the result is there",
     "checkpoint/native/folders.py": "publishes and prunes checkpoints, after foreign_in",
     "checkpoint/native/retention.py": "renames checkpoints of a run, by their names",
     "checkpoint/native/staging.py": "files of a staging folder",
