@@ -1,16 +1,19 @@
-"""Training speed and memory of `mlm` beside `transformers` and nanoGPT, and of its layouts.
+"""Training speed and memory of `mlm` beside `transformers`, nanoGPT and others, and of its layouts.
 
     python scripts/bench_train.py --shape tune
     python scripts/bench_train.py --family llama --shape 4x256 6x384
     python scripts/bench_train.py --family mixtral --shape 4x256
     python scripts/bench_train.py --shape report --contenders mlm mlm-mkl transformers --out results.json
+    python scripts/bench_train.py --peers nanogpt=PATH --shape report --dtype fp32 bf16 --contenders all
+    python scripts/bench_train.py --contenders mlm nanogpt-stock transformers-stock --peers nanogpt=PATH
     python scripts/bench_train.py --shape custom 4,512,8,512,8192,8 --contenders tp=2 pp=2,micro_batches=8
 
-The same weights, tokens, allocator settings and optimizer for all; losses and gradients are compared before
-anything is timed. A step is zero_grad, forward, backward, clip, optimizer step; compiling and preparing data
-come before. All contenders take turns, a step at a time: ABC, CBA, ABC, … A fixed matrix product between any
-two steps shows whether the machine changed. Wall and processor time are compared: with --threads 1 the latter
-is a result on a busy machine too. scripts/results/README.md describes how to read and repeat results.
+The same weights and tokens for all; losses and gradients are compared before anything is timed. Allocator
+settings and optimizer are the same too, but for -stock, where each program has those it starts with.
+A step is zero_grad, forward, backward, clip, optimizer step; compiling and preparing data come before. All
+contenders take turns, a step at a time: ABC, CBA, ABC, … A fixed matrix product between any two steps shows
+whether the machine changed. Wall and processor time are compared: with --threads 1 the latter is a result on
+a busy machine too. scripts/results/README.md describes how to read and repeat results.
 
 A contender of key=value,… is a layout of `mlm`, in processes that share the threads; `mlm
 parity` compares its numbers. `micro_batches=N` splits the batch of a replica.
@@ -42,20 +45,23 @@ CONTENDERS = {
     "mlm": "as `mlm pretrain` runs it",
     "transformers": "GPT2LMHeadModel (LlamaForCausalLM, …) as its configuration has it, sdpa attention",
     "nanogpt": "needs --peers nanogpt=PATH",
+    "megatron": "Megatron Core's Mixtral (--family mixtral) as far as a CPU runs it",
 }
 VARIANTS = {
     "compiled": "mlm: each layer (compile=true); transformers, nanogpt: the model",
     "graphs": "mlm: each compiled layer replayed as a CUDA graph (cuda_graphs=true)",
+    "stock": "as its README starts it: its own optimizer, the allocator as the system sets it",
     "erf": "nanogpt: its exact GELU, as it comes; else the tanh form, which all others compute",
     "mkl": "float32 products by torch.mm's library, so that the library's gain shows apart",
-    "fp32": "in place of --dtype",
+    "fp32": "in place of the first --dtype",
     "bf16": "the same; peers under torch.autocast, as nanogpt's users must add on a CPU",
 }
 DTYPES = {"fp32", "bf16"}
 VARIANTS_OF = {
     "mlm": {"compiled", "graphs", "mkl", *DTYPES},
-    "transformers": {"compiled", *DTYPES},
-    "nanogpt": {"compiled", "erf", *DTYPES},
+    "transformers": {"compiled", "stock", *DTYPES},
+    "nanogpt": {"compiled", "stock", "erf", *DTYPES},
+    "megatron": set(),
 }
 
 
@@ -66,8 +72,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     families = "of the model; llama and mixtral have the contenders mlm and transformers"
     add("--family", choices=("gpt2", "llama", "mixtral"), default="gpt2", help=families)
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="of activations; weights are float32")
-    names = "NAME[-VARIANT…], or layouts. The first of a dtype is its reference"
+    dtypes = "of activations; master weights are float32. Two: every contender in both"
+    add("--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32"], help=dtypes)
+    names = "NAME[-VARIANT…], layouts, or all: whatever can run here. The first of a dtype is its reference"
     add("--contenders", nargs="+", default=["mlm", "transformers"], help=names)
     add("--peers", nargs="+", default=[], metavar="NAME=PATH", help=f"checkouts: {', '.join(PEERS)}")
     add("--pairs", type=positive, default=MIN_PAIRS, help="pairs kept per comparison (default %(default)s)")
@@ -87,7 +94,7 @@ def measure(args: argparse.Namespace, say: Say) -> Result:
     if args.family != "gpt2":
         kind = MixtralShape if args.family == "mixtral" else LlamaShape
         shapes = [kind.of(shape) for shape in shapes]
-    spec = Spec(shapes[0], args.device, args.dtype, args.threads, args.seed, peers)
+    spec = Spec(shapes[0], args.device, args.dtype[0], args.threads, args.seed, peers)
     spec.prepare_process()
     settings = {key: getattr(args, key) for key in ("device", "dtype", "seed", "family")}
     return {
@@ -114,8 +121,10 @@ def parse_peers(words: list[str]) -> dict[str, str]:
 
 def make_plan(args: argparse.Namespace, peers: dict[str, str]) -> Plan:
     """Who competes, from the options. Raises UserError."""
-    names = list(args.contenders)
+    names = all_contenders(args, peers) if args.contenders == ["all"] else list(args.contenders)
     names += [peer for peer in peers if not any(name.startswith(peer) for name in names)]
+    for dtype in args.dtype[1:]:
+        names += [f"{name}-{dtype}" for name in names if has_dtype(name, dtype)]
     names = list(dict.fromkeys(names))
     for name in names:
         check_contender(name, args, peers)
@@ -126,6 +135,21 @@ def make_plan(args: argparse.Namespace, peers: dict[str, str]) -> Plan:
         seconds=args.seconds,
         memory=not args.no_memory,
     )
+
+
+def all_contenders(args: argparse.Namespace, peers: dict[str, str]) -> list[str]:
+    """All names in all variants, but for a second dtype: those whose checkouts and compiler are there."""
+    compiled = ("", "-compiled") if has_compiler(args.device) else ("",)
+    programs = ["transformers", *peers]
+    names = [f"{name}{c}{stock}" for name in programs for c in compiled for stock in ("", "-stock")]
+    replayed = ("mlm-graphs",) if compiled[1:] and args.device == "cuda" else ()
+    return ["mlm", *(f"mlm{c}" for c in compiled[1:]), *replayed, "mlm-mkl", *names]
+
+
+def has_dtype(name: str, dtype: str) -> bool:
+    """True if a contender computes in another dtype too: its name holds none, and is no layout's."""
+    base, *variants = name.split("-")
+    return "=" not in name and not {"mkl", *DTYPES} & {*variants} and dtype in VARIANTS_OF.get(base, ())
 
 
 def has_compiler(device: str) -> bool:
@@ -151,6 +175,10 @@ def check_contender(name: str, args: argparse.Namespace, peers: dict[str, str]) 
         raise UserError(f"--family {args.family}: {base} is compared as GPT-2; use mlm or transformers")
     if base in PEERS and base not in peers:
         raise UserError(f"--contenders {name} needs --peers {base}=PATH, the path of a checkout")
+    if base == "megatron" and (args.family != "mixtral" or args.device != "cpu"):
+        raise UserError(
+            f"--contenders {name}: its Mixtral on a CPU is built; use --family mixtral --device cpu"
+        )
     if "graphs" in variants and args.device != "cuda":
         raise UserError(f"--contenders {name}: a CPU has no graphs to replay; use --device cuda")
     if {"compiled", "graphs"} & {*variants} and not has_compiler(args.device):

@@ -1,7 +1,8 @@
 """The contenders: `mlm`, `transformers` and nanoGPT, from the same weights and tokens.
 
 Every step is zero_grad, forward, backward, clip, optimizer step. Master weights are float32; with bf16 `mlm`
-casts in its layers and the others run under torch.autocast. The optimizer is the same fused AdamW.
+casts in its layers and the others run under torch.autocast. The optimizer is the same fused AdamW but for
+`stock` contenders, which have their own.
 """
 
 import contextlib
@@ -98,10 +99,14 @@ class MlmTrainee(Trainee):
         self.batches = self.make_batches()
 
     def build(self, compiled: bool) -> Trainer:
-        config = run_config(self.spec, self.spec.shape.batch_size)
+        config = self.changed(run_config(self.spec, self.spec.shape.batch_size))
         return Trainer(
             replace(config, compile=compiled, cuda_graphs=self.replays or config.cuda_graphs), self.ctx
         )
+
+    def changed(self, config: PretrainConfig) -> PretrainConfig:
+        """The run to measure, where that is not the benchmark's own."""
+        return config
 
     def load_weights(self) -> None:
         whole = in_our_names(self.spec.shape.state(self.spec.seed), self.spec.shape)
@@ -155,8 +160,12 @@ class TorchTrainee(Trainee):
         if "compiled" in name:  # as a whole, as their own scripts do
             self.model.compile()
         self.parameters: list[nn.Parameter] = list(model.parameters())
-        self.optimizer = adamw(self.parameters)
+        self.optimizer = self.stock_optimizer() if spec.stock else adamw(self.parameters)
         self.batches = self.prepare_batches()
+
+    def stock_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the program itself; that of transformers.Trainer is the benchmark's."""
+        return adamw(self.parameters)
 
     def prepare_batches(self) -> list[tuple[Any, ...]]:
         batches = make_batches(self.spec.shape, self.spec.seed)
@@ -287,6 +296,14 @@ class NanoGptTrainee(TorchTrainee):
             for mlp in self.mlps:
                 mlp.gelu = nn.GELU()
         return agreement
+
+    def stock_optimizer(self) -> torch.optim.Optimizer:
+        """Its AdamW: on a CPU not fused, a parameter at a time."""
+        o = OPTIMIZER
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints its groups
+            made = self.model.configure_optimizers(o.weight_decay, o.lr, o.betas, self.device.type)
+        assert isinstance(made, torch.optim.Optimizer)
+        return made
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         loss: Tensor = self.model(tokens, labels)[1]

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from bench.contenders import MlmTrainee, NanoGptTrainee, Trainee, TransformersTrainee
 from bench.equality import Agreement, Reference
 from bench.llama import LlamaShape, MixtralShape, TransformersLlama, TransformersMixtral
+from bench.megatron import MegatronMixtral
 from bench.memory import measure_peak
 from bench.spec import Spec
 from bench.stats import Timing
@@ -58,6 +59,7 @@ def build_trainee(name: str, spec: Spec, rank: int) -> Trainee:
         "mlm": MlmTrainee,
         "transformers": TransformersTrainee,
         "nanogpt": NanoGptTrainee,
+        "megatron": MegatronMixtral,
     }
     if isinstance(spec.shape, LlamaShape):
         is_mixture = isinstance(spec.shape, MixtralShape)
@@ -233,7 +235,8 @@ def _serve(pipe: Connection, name: str, spec: Spec, processes: int, rank: int, s
                 backend, store=meeting, rank=rank, world_size=processes, timeout=timedelta(hours=1)
             )
         trainee = build_trainee(name, spec, rank)
-        gc.freeze()  # as `mlm` does after its imports: collections look at newer objects alone
+        if not spec.stock:  # as `mlm` does after its imports: collections look at newer objects alone
+            gc.freeze()
         built_s = time.perf_counter() - begin
         pipe.send(("ok", Facts(trainee.flops_per_token(), tuple(trainee.notes), built_s)))
         while True:
