@@ -32,6 +32,7 @@ from mlm.checkpoint.parameters import parameters
 from mlm.convert.huggingface.families import layer_names
 from mlm.convert.huggingface.folder import CONFIG, fetch, ids_to_keep, model_name, read_model, read_tokenizer
 from mlm.convert.huggingface.mapping import Note
+from mlm.convert.huggingface.model_card import card_facts
 from mlm.convert.huggingface.tensors import HFTensors
 from mlm.data.chat_builtin import BUILT_IN, TURNS
 from mlm.data.chat_files import find_chat_template, find_templates
@@ -268,7 +269,8 @@ class ModelFolder(Source):
         if tokenizer is None:
             tokenizer, notes = read_tokenizer(self.hf)
         kept, padding = ids_to_keep(self.hf, tokenizer)
-        return tokenizer, kept, [*notes, *padding]
+        card = card_facts(self.path)
+        return tokenizer, kept | ({"card": card} if card else {}), [*notes, *padding]
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -364,7 +366,7 @@ class Checkpoint(Source):
     def origin(self) -> dict[str, JSON]:
         source = self.manifest.state.get("source")
         kept = source if isinstance(source, dict) else {}
-        return {key: kept[key] for key in ("pad_token_id", "labels") if key in kept}
+        return {key: kept[key] for key in ("pad_token_id", "labels", "card") if key in kept}
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

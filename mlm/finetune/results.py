@@ -30,6 +30,8 @@ DATA_PATH = "data.path"
 """Key in the state of the absolute path of the rows; null if they are the Hub's."""
 DATA_COLUMNS = "data.columns"
 """Key in the state of the names of columns in these rows, by ours."""
+BASE = "base"
+"""Key in the state of the name of the model that finetuning began with: an id of the Hub, or a run's name."""
 
 Scores = dict[str, dict[str, float]]
 """Metrics by split."""

@@ -21,6 +21,7 @@ from mlm.checkpoint.native.save_load import CheckpointError, resolve
 from mlm.config.build import config_digest, from_dict
 from mlm.config.fields import exact
 from mlm.data.config import DataConfig
+from mlm.data.files_present import hub_id
 from mlm.finetune.batches import Batcher, Order, TaskBatch, make_batcher
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.examples import Example
@@ -38,6 +39,7 @@ from mlm.finetune.inputs import (
 from mlm.finetune.packing import Packer, PairLoss, set_reference
 from mlm.finetune.registry import check_installed, task_type
 from mlm.finetune.results import (
+    BASE,
     DATA_COLUMNS,
     DATA_PATH,
     RESULT,
@@ -377,8 +379,10 @@ def load_start(
     trainer.extra_state[FINETUNING] = {
         "depends_on": settings,
         "progress": asdict(Progress()),
+        BASE: hub_id(config.ckpt) or start.source.config.name,
         DATA_PATH: None if config.data.path is None else os.path.abspath(config.data.path),
         DATA_COLUMNS: config.data.columns,
+        "data.hub": config.task.hub if config.data.path is None else None,
     }
     trainer.extra_state[TOKENIZER] = digests_of_tokenizer(start.tokenizer).encode()
     needs_body = bool(compared) or config.lora.rank > 0  # checkpoints of adapters hold no base

@@ -11,6 +11,18 @@ from tokenizers import Tokenizer as Backend
 
 from tests.convert.hf_models import TEXT
 
+CARD = """---
+license: apache-2.0
+language:
+- en
+- de
+base_model: acme/tiny
+tags:
+- text-generation
+---
+
+# Tiny
+"""
 STYLES: dict[str, dict[str, Any]] = {
     # <s> is an ordinary piece; config.json begins a sequence as it ends a document, the tokenizer does not
     "qwen": {
@@ -103,4 +115,5 @@ def write_declared(folder: Path, name: str) -> Path:
         settings["chat_template"] = templates
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "generation_config.json").write_text(json.dumps(ids(style["generation"])))
+    (folder / "README.md").write_text(CARD)
     return folder

@@ -1,11 +1,13 @@
 """Adapters as `peft` loads them, and merged into their base."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from torch import Tensor
 from transformers import (
@@ -15,6 +17,7 @@ from transformers import (
 )
 
 from mlm.api import export_hf
+from mlm.cli import main
 from mlm.convert.source import open_source
 from mlm.finetune import training
 from mlm.inference.trained import load_trained
@@ -82,6 +85,16 @@ def test_adapters_of_a_part_of_a_fused_weight_are_merged_alone(tmp_path: Path) -
         export_hf(tmp_path / "run", tmp_path / "peft")
     export_hf(tmp_path / "run", tmp_path / "merged", merge=True)
     torch.testing.assert_close(theirs(tmp_path / "merged"), ours(tmp_path / "run"))
+
+
+def test_the_base_of_adapters_is_named_as_it_is_on_the_hub(folder: Path, tmp_path: Path) -> None:
+    words = ["export", "hf", f"ckpt={folder / 'out'}", f"out={tmp_path / 'out'}", "base=me/base"]
+    assert main(words) == 0
+    assert (
+        json.loads((tmp_path / "out/adapter_config.json").read_text())["base_model_name_or_path"] == "me/base"
+    )
+    card = ModelCard.load(tmp_path / "out/README.md")
+    assert (card.data.library_name, card.data.base_model) == ("peft", "me/base")
 
 
 @pytest.mark.parametrize(("kind", "base"), [("classification", "roberta"), ("span", "bert")])

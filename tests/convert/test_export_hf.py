@@ -107,7 +107,7 @@ def test_model_without_a_tokenizer_is_exported(
     (run / "tokenizer.json").unlink()
     out = export_model(run, tmp_path / "out")
     assert "note: no tokenizer" in capsys.readouterr().out
-    files = [".mlm.json", "config.json", "model.safetensors"]
+    files = [".mlm.json", "README.md", "config.json", "model.safetensors"]
     assert sorted(path.name for path in out.iterdir()) == files
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import yaml  # type: ignore[import-untyped]
 
 import mlm
 from mlm.cli.entry import main
@@ -19,7 +20,7 @@ from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.runs.config import PretrainConfig
-from tests.convert.declared import STYLES, write_declared
+from tests.convert.declared import CARD, STYLES, write_declared
 from tests.convert.hf_models import MODEL, export_model, import_model
 from tests.data.chats import CHATML, TALK
 from tests.data.chats import theirs as chat_tokenizer
@@ -85,6 +86,8 @@ def test_an_export_declares_what_the_import_did(folders: dict[str, Path]) -> Non
     assert tokenizers[0].chat_template == tokenizers[1].chat_template
     models = [transformers.GenerationConfig.from_pretrained(str(folder)) for folder in (exported, source)]
     assert models[0].eos_token_id == models[1].eos_token_id or "eos_token_id" not in generation[1]
+    _, metadata, _ = (exported / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(CARD.split("---\n")[1]).items() <= yaml.safe_load(metadata).items()
 
 
 def test_a_model_with_anothers_tokenizer_declares_its_tokens_alone(tmp_path: Path) -> None:

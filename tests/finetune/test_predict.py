@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 import mlm
@@ -133,6 +134,27 @@ def test_a_model_folder_is_finetuned_without_notes_on_heads_that_are_not_built(
     assert "no pooler.dense is there" in printed  # which the classifier reads
     assert "sop_head" not in printed
     assert "id2label" not in printed
+
+
+def test_an_export_has_a_model_card_of_what_is_known(folder: Path, tmp_path: Path) -> None:
+    run = folder / "out-classification"
+    mlm.export_hf(run, tmp_path / "hf", verify=False)
+    card = ModelCard.load(tmp_path / "hf/README.md")
+    result = read(run / "result.json")
+    score = result["scores"]["validation"]["accuracy"]
+    metadata = card.data.to_dict()
+    (scored,) = metadata.pop("model-index")[0]["results"]
+    assert metadata == {"library_name": "transformers", "tags": ["bert"]}
+    assert scored["task"] == {"type": "text-classification"}
+    assert scored["metrics"] == [{"type": "accuracy", "value": score, "name": "validation.accuracy"}]
+    for row in (
+        "| base model | tiny |",
+        "| finetuned on | mine |",
+        f"| step | {result['best_step']} |",
+        "| peak learning rate | 0.001 |",
+        f"| validation, accuracy | {score:.4f} |",
+    ):
+        assert row in card.text.splitlines()
 
 
 class TestBest:

@@ -8,6 +8,18 @@ from mlm.cli.convert.settings import (
     ReshardConfig,
 )
 from mlm.convert.config import ConvertConfig
+from mlm.data.files_present import HUB_NAME
+from mlm.util.errors import Problem
+
+
+def _check_hub_names(config: ExportHFConfig) -> list[Problem]:
+    names = {"push": config.push, "base": config.base}
+    return [
+        Problem.at(key, name, "no name of a repository of the Hub", f"use {key}=OWNER/NAME")
+        for key, name in names.items()
+        if name is not None and not (HUB_NAME.fullmatch(name) and (key == "base" or "/" in name))
+    ]
+
 
 COMMANDS = (
     Command(
@@ -70,6 +82,7 @@ COMMANDS = (
         name="export hf",
         spec=ExportHFConfig,
         target="mlm.cli.convert.run:run_export_hf",
+        local_check=_check_hub_names,
         preflight="mlm.cli.convert.run:preflight_export_hf",
         positional=("ckpt",),
         summary="export a checkpoint as a folder that transformers loads",

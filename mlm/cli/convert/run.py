@@ -14,6 +14,7 @@ from mlm.convert import conversion
 from mlm.convert.config import ConvertConfig
 from mlm.convert.gguf import export as gguf
 from mlm.convert.huggingface.export import export_model, export_problems
+from mlm.convert.huggingface.hub import push_folder, push_problems
 from mlm.convert.huggingface.importing import import_model, import_problems
 from mlm.convert.source import open_checkpoint
 from mlm.util.results import result_problems, target_name
@@ -43,7 +44,16 @@ def run_import_hf(config: ImportHFConfig) -> None:
 
 
 def preflight_export_hf(config: ExportHFConfig) -> list[str]:
-    return [*export_problems(config.ckpt, config.out, config.max_file_gb), *extra_problems(config.verify)]
+    problems = [*export_problems(config.ckpt, config.out, config.max_file_gb), *extra_problems(config.verify)]
+    if problems:
+        return problems
+    source = open_checkpoint(config.ckpt)
+    if config.base is not None and source.base is None:
+        problems.append(f"base={config.base}: {source.path} holds no adapters: leave it out")
+    elif config.push is not None:
+        options = {"public": config.public, "merge": config.merge}
+        problems += push_problems(config.push, source, base=config.base, **options)
+    return problems
 
 
 def run_export_hf(config: ExportHFConfig) -> None:
@@ -54,10 +64,14 @@ def run_export_hf(config: ExportHFConfig) -> None:
         max_file_gb=config.max_file_gb,
         merge=config.merge,
         compare=compare,
+        base=config.base,
     )
     if "rank#" not in columns:  # not of adapters
         notes = [*filter(None, [best_note(config.ckpt, source.path)]), *notes]
-    show_table(f"export hf · {source.path}", columns, notes, line, f"written to {config.out}")
+    lines = [line, f"written to {config.out}"]
+    if config.push is not None:
+        lines.append(f"pushed to {push_folder(Path(config.out), config.push, public=config.public)}")
+    show_table(f"export hf · {source.path}", columns, notes, *lines)
 
 
 def preflight_export_gguf(config: ExportGGUFConfig) -> list[str]:

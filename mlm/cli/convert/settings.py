@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mlm.config.fields import POSITIVE, CheckpointPath, InputPath, OutFolder, ResultFile
+from mlm.config.fields import POSITIVE, CheckpointPath, InputPath, OnlyIf, OutFolder, ResultFile
 from mlm.parallel.config import PipelineSize, TensorSize, VirtualSize
 
 
@@ -57,6 +57,13 @@ class ExportHFConfig:
     """Largest .safetensors file, in 10^9 bytes; a larger model is split into several."""
     verify: bool = True
     """Compare logits with those of `transformers` on the same tokens, and refuse where they differ."""
+    push: str | None = None
+    """Repository of the Hugging Face Hub to upload the folder to, too: OWNER/NAME; a new one is private."""
+    public: Annotated[bool, OnlyIf("push")] = False
+    """Let everybody read a new repository of `push`, or take one that everybody reads."""
+    base: Annotated[str | None, OnlyIf("merge", "False")] = None
+    """Name of the adapters' base on the Hub, OWNER/NAME; null takes the name or folder that they were trained
+    on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

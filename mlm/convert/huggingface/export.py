@@ -1,4 +1,4 @@
-"""A folder that `transformers` loads, made of any source: tensors, settings and tokenizer.
+"""A folder that `transformers` loads, made of any source: tensors, settings, tokenizer and model card.
 
 Tensors are read and written one at a time; the vocabulary is not padded. Adapters become a folder that `peft`
 loads, or are merged into the weights of their base.
@@ -21,6 +21,7 @@ from mlm.convert.huggingface import peft
 from mlm.convert.huggingface.families import mapping_of
 from mlm.convert.huggingface.folder import CONFIG, INDEX, WEIGHTS
 from mlm.convert.huggingface.mapping import HuggingFaceMapping, Location, TokenIds
+from mlm.convert.huggingface.model_card import CARD, model_card
 from mlm.convert.source import Checkpoint, ModelFolder, Source, open_checkpoint
 from mlm.data.chat_tokens import end_of_turn_tokens
 from mlm.data.tokenizer_settings import ids_of
@@ -69,18 +70,20 @@ def export_model(
     max_file_gb: float,
     merge: bool,
     compare: Compare | None,
+    base: str | None = None,
 ) -> tuple[dict[str, object], list[str], str]:
     """Verify the digests, write a new folder, compare and publish; return columns, notes and a line on it.
 
-    `compare(folder, checkpoint)` raises UserError where outputs differ; None compares none.
+    `compare(folder, checkpoint)` raises UserError where outputs differ; None compares none. `base` is another
+    name for the base of adapters.
     """
     mapping, count = hf_mapping(source), tensor_bytes(source, torch.float32)
     with new_folder(out, count, "exported-model") as folder:
         source.digests()
         if source.base is not None and not merge:
-            name = source.base_name
-            rank = write_adapters(source, source.base, folder)
-            write_settings(source, mapping, folder)
+            name = base or source.base_name
+            rank = write_adapters(source, source.base, folder, name)
+            write_settings(source, mapping, folder, adapted=name)
             note = f"its base in the form that peft loads: mlm export hf ckpt={name} out=… merge=true"
             notes = [] if isinstance(source.base, ModelFolder) else [note]
             return {"rank#": rank}, notes, f"adapters of {name}, for peft"
@@ -102,7 +105,7 @@ def export_model(
     return columns, notes, line
 
 
-def write_adapters(source: Checkpoint, base: Source, folder: Path) -> int:
+def write_adapters(source: Checkpoint, base: Source, folder: Path, base_name: str) -> int:
     """Write adapters as `peft` does, with its settings, which name the base; return their rank.
 
     A task's head is written whole beside them. Raises UserError if `transformers` has it otherwise.
@@ -121,7 +124,7 @@ def write_adapters(source: Checkpoint, base: Source, folder: Path) -> int:
             f"{source.path}: {mapping.architecture(source.model)} has no bias in its classifier, which these "
             "adapters were trained with; use mlm export hf merge=true"
         )
-    settings = peft.write_config(source.model, lora, source.base_name, tensors, trained)
+    settings = peft.write_config(source.model, lora, base_name, tensors, trained)
     for name, (ours, location) in zip(trained, locations.items(), strict=True):
         tensors[f"{peft.PREFIX}{name}"] = location.to_theirs(read(ours))[0]
     tensors = {name: value.contiguous() for name, value in tensors.items()}
@@ -239,9 +242,16 @@ def folded_bias(source: Source, mapping: HuggingFaceMapping) -> Tensor | None:
     return shift.float()
 
 
-def write_settings(source: Source, mapping: HuggingFaceMapping, folder: Path) -> None:
-    """Write the tokenizer with settings of AutoTokenizer and generate()."""
+def write_settings(
+    source: Source, mapping: HuggingFaceMapping, folder: Path, *, adapted: str | None = None
+) -> None:
+    """Write the model card, and the tokenizer with settings of AutoTokenizer and generate().
+
+    `adapted` is the base of a folder of adapters.
+    """
     tokenizer, model, ids = source.tokenizer, source.model, token_ids(source)
+    card = model_card(source.manifest, model, mapping.architecture(model), adapted)
+    write_atomic(folder / CARD, card.encode())
     if tokenizer is None:
         return
     content = tokenizer.content_ending_texts() if ids.ends_texts else tokenizer.content

@@ -45,7 +45,7 @@ SMALL_FILES = (
     *("chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
 )
 """All files that are read in addition to the tensors."""
-OTHER_TEMPLATES = "additional_chat_templates/*.jinja"
+EXPORTED_AGAIN = ("README.md", "additional_chat_templates/*.jinja")
 """Files that decide nothing, and which an export has again."""
 TENSOR_FILES = ("model.safetensors", "model-*-of-*.safetensors")
 """Patterns of the tensors to fetch from the Hub: no pickle, no code."""
@@ -261,7 +261,7 @@ def fetch(repository: str, revision: str | None, setting: str) -> Path:
     Raises UserError in one line for any failure.
     """
     read_settings(download(repository, revision, SMALL_FILES, setting))  # before gigabytes in vain
-    return download(repository, revision, (*SMALL_FILES, *TENSOR_FILES, OTHER_TEMPLATES), setting)
+    return download(repository, revision, (*SMALL_FILES, *TENSOR_FILES, *EXPORTED_AGAIN), setting)
 
 
 def download(repository: str, revision: str | None, patterns: tuple[str, ...], setting: str) -> Path:

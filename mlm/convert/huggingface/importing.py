@@ -17,6 +17,7 @@ from mlm.convert.huggingface.folder import (
     fetch,
     read_model,
 )
+from mlm.convert.huggingface.model_card import CARD
 from mlm.convert.huggingface.tensors import HFTensors
 from mlm.convert.source import ModelFolder
 from mlm.convert.targets import write_native
@@ -71,7 +72,7 @@ def import_model(
             path = write_native(source, run, origin, advance)
         line = NOT_COMPARED if compare is None else str(compare(folder, run))
     # What the folder holds and no export of the run will hold.
-    known, notes = {*SMALL_FILES, *source.hf.files}, source.conversion_notes
+    known, notes = {*SMALL_FILES, *source.hf.files, CARD}, source.conversion_notes
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in known)
     lost = [name for name in names if not name.startswith(".") and not name.endswith(OTHER_WEIGHTS)]
     if "auto_map" in read_config(folder / SETTINGS):
