@@ -39,7 +39,7 @@ def evaluated(folder: Path, kind: str, out: Path) -> list[Any]:
     """Predictions that `mlm eval TASK` writes for the validation split."""
     files = {"out": str(out / "e.json"), "predictions": str(out / "predictions")}
     score(evaluation(folder, kind, ckpt=str(folder / f"out-{kind}"), **files))
-    if kind == "span":
+    if kind in ("span", "choice"):
         return list(read(out / "predictions/validation.json").values())
     lines = (out / "predictions/validation.tsv").read_text().splitlines()[1:]
     return [line.split("\t")[1] for line in lines]
