@@ -23,11 +23,17 @@ from mlm.runs.config import PretrainConfig, TrainConfig
 from mlm.training.trainer import Trainer
 
 VOCAB, LENGTH = 50304, 512
+UNDROPPED = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+"""Without dropout of attention a sequence is in parts, as for cp."""
 CASES: dict[str, dict[str, Any]] = {
     "GPT-2 6x384 fp32": {"dtype": "fp32"},
     "GPT-2 6x384 bf16": {"dtype": "bf16"},
     "GPT-2 12x768 fp32": {"dtype": "fp32", "layers": 12, "width": 768, "samples": 2},
     "GPT-2 12x768 bf16": {"dtype": "bf16", "layers": 12, "width": 768, "samples": 2},
+    "GPT-2 6x384 fp32, no dropout": {"dtype": "fp32", **UNDROPPED},
+    "GPT-2 6x384 bf16, no dropout": {"dtype": "bf16", **UNDROPPED},
+    "GPT-2 12x768 fp32, no dropout": {"dtype": "fp32", "layers": 12, "width": 768, "samples": 2, **UNDROPPED},
+    "GPT-2 12x768 bf16, no dropout": {"dtype": "bf16", "layers": 12, "width": 768, "samples": 2, **UNDROPPED},
     "GPT-2 6x384 fp32, Muon": {"dtype": "fp32", "optimizer": "muon"},
     "GPT-2 6x384 bf16, adapters of rank 16": {"dtype": "bf16", "rank": 16},
     "BERT 6x384 fp32": {"dtype": "fp32", "kind": "bert", "activation": "gelu", "token_types": 2},

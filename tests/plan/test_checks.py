@@ -60,7 +60,8 @@ def test_remedy_for_a_long_schedule_has_no_problem_itself() -> None:
 
 @pytest.mark.parametrize(("out", "remedy"), [("a.jsn", "a.json"), ("a", "a.json"), ("..", "schedule.json")])
 def test_unknown_ending_gets_the_nearest(out: str, remedy: str) -> None:
-    assert problems_of(f"out='{out}'") == [f"out={out} must end in .json; use out={remedy}"]
+    endings = ".json or .svg or .png"
+    assert problems_of(f"out='{out}'") == [f"out={out} must end in {endings}; use out={remedy}"]
 
 
 def test_folder_that_does_not_exist_yet_is_no_problem(tmp_path: Path) -> None:
