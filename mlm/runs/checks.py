@@ -309,7 +309,7 @@ def exact_covers(config: PretrainConfig, launch: Launch) -> Problem | None:
     return None
 
 
-PART_TOKENS = 64
+PART_TOKENS = 128
 """Fewest tokens of a part of a sequence over cp: fewer starve the products."""
 
 

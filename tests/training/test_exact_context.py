@@ -15,8 +15,8 @@ from tests.ranks import run_on_ranks
 from tests.slow import thinned
 from tests.training.test_exact import chain, digest, result, spec_of, train
 
-LENGTH = 256
-"""Tokens of a sequence: four parts of 64."""
+LENGTH = 512
+"""Tokens of a sequence: four parts of 128."""
 LAYOUTS: list[dict[str, Any]] = [
     {"cp": 2},
     {"cp": 2, "tp": 2, "sequence_parallel": True},
@@ -66,8 +66,8 @@ def test_muon_and_adapters_over_cp_have_one_digest(change: dict[str, Any]) -> No
 
 
 @pytest.mark.slow
-def test_eight_ranks_hold_the_eight_parts_of_512_tokens() -> None:
-    spec = long_spec_of("llama", length=512, batch=2)
+def test_eight_ranks_hold_the_eight_parts_of_1024_tokens() -> None:
+    spec = long_spec_of("llama", length=1024, batch=2)
     assert result(replace(spec, parallel=replace(spec.parallel, cp=8)), 2, cp=8) == result(spec, 2)
 
 
