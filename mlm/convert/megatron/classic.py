@@ -98,6 +98,8 @@ def open_classic(
             raise unknown_name(step, name)
         parts[ours] = tuple(rank[name] for rank in merged)
     heads = args.number("num_attention_heads") or num_heads
+    if heads is not None and heads % files.tp:
+        raise CorruptFileError(f"{step}: tp={files.tp} does not divide num_heads={heads}: copy all again")
     tensors = RankTensors(files, parts, version, heads, is_gated=args.values.get("swiglu") is True)
     return assemble(
         tensors,

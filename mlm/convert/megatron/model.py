@@ -205,16 +205,14 @@ def assemble(
 ) -> MegatronModel:
     """Check that the tensors make a model of `kind`, and return it.
 
-    `vocabulary` is as in `true_vocabulary`, `num_heads` for files without arguments. Raises UserError for a
-    model that is not supported, or if something has to be specified; CorruptFileError.
+    `vocabulary` is as in `true_vocabulary`, `num_heads` for files without arguments. Raises UserError if it
+    is not supported, or if something has to be specified; CorruptFileError.
     """
     mapping, sizes = MAPPINGS[kind], {"num_layers": tensors.num_layers}
     for field, (name, dim) in mapping.sizes.items():
         dims = tensors.shape(name)
         sizes[field] = dims[dim] if dim < len(dims) else 0
     table_rows, model = sizes["vocab_size"], model_config(args, kind, sizes, num_heads)
-    if tensors.tp > 1 and model.num_heads % tensors.tp:
-        raise CorruptFileError(f"{tensors.path}: tp={tensors.tp} does not divide num_heads={model.num_heads}")
     if HEAD in tensors.locations and not is_tied(model):
         tensors.locations["output.weight"] = tensors.locations.pop(HEAD)
     layouts = mapping.layouts(model)
@@ -226,15 +224,7 @@ def assemble(
     zeros = frozenset(
         name for name in mapping.zero_if_absent if name in wanted and name not in tensors.locations
     )
-    for name in [*wanted, *(name for name in tensors.locations if name not in wanted)]:
-        if name in filled | zeros:
-            continue
-        entry = wanted.get("token.weight" if name == HEAD else name)
-        needed = list(entry.shape) if entry else "none"
-        if (shape := list(tensors.shape(name))) != needed:
-            raise CorruptFileError(
-                f"{tensors.path}: {name} is {shape}, {needed} is needed: some files are of another model"
-            )
+    check_shapes(tensors, {name: entry for name, entry in wanted.items() if name not in filled | zeros})
     model = replace(model, vocab_size=true_vocabulary(args, mapping, table_rows, tensors.tp, *vocabulary))
     if HEAD in tensors.locations:
         head, table = (partial(tensors.load, name) for name in (HEAD, "token.weight"))
@@ -258,6 +248,17 @@ def assemble(
         zeros=zeros,
         notes=tuple(notes),
     )
+
+
+def check_shapes(tensors: MegatronTensors, wanted: Mapping[str, TensorEntry]) -> None:
+    """Raise CorruptFileError for a tensor of another shape, or that is missing or not wanted."""
+    for name in [*wanted, *(name for name in tensors.locations if name not in wanted)]:
+        entry = wanted.get("token.weight" if name == HEAD else name)
+        needed = list(entry.shape) if entry else "none"
+        if (shape := list(tensors.shape(name))) != needed:
+            raise CorruptFileError(
+                f"{tensors.path}: {name} is {shape}, {needed} is needed: some files are of another model"
+            )
 
 
 def stored_parameters(model: ModelConfig, layouts: RowLayouts) -> dict[str, TensorEntry]:
