@@ -40,6 +40,9 @@ class Command:
     model_of_ckpt: str | None = None
     """module:function(ckpt, out) -> the setting that names the model of a run, and `model.*`, or None: taken
     where none is chosen."""
+    resolvers: Mapping[str, str] = field(default_factory=dict)
+    """Typed key -> module:function(values, typed keys), which sets composed values that follow from it and
+    returns a line to print, or None."""
     out_is_run_folder: bool = False
     """True if `out` is a run folder, where failing ranks may leave their logs."""
     has_runs: bool = False

@@ -99,6 +99,9 @@ def run_job(job: Job) -> int:
     if line := settle_precision(values, first_gpu):
         job.note(line)
     keys = {key for text in job.overrides.texts for key in keys_of(text)}
+    for key, resolver in command.resolvers.items():
+        if key in keys and (line := resolve(resolver)(values, keys)):
+            job.note(line)
     # Code is imported by what is typed here, never by what a saved run names.
     typed = flatten(composition.typed_values())
     imports = [typed.get(key) for key, leaf in leaves(command.spec).items() if leaf.shipped is not None]

@@ -224,6 +224,9 @@ class ModelFamily:
     """Names of settings that only this family has, model.options.NAME, with their defaults."""
     settings: type | None = None
     """Dataclass of the options that declare what they apply to."""
+    dense_twin: Callable[[ModelConfig], ModelConfig | None] = no_problem
+    """Return the dense model that a mixture of experts can start from; None for other models. Raises
+    ConfigError for experts that are no copies of an MLP."""
     loss_unit: str = "nats per token"
     """Unit of the loss in curves."""
     protocol: str

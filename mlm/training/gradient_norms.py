@@ -1,11 +1,12 @@
 """Gradient norms by layer: train.observers=[{use: mlm.training.gradient_norms:GradientNorms, every: 10}]."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from mlm.config.fields import POSITIVE
 from mlm.models.stage import parameter_home
 from mlm.optim.clip import sum_of_squares
 from mlm.parallel.collectives import all_reduce
@@ -21,12 +22,8 @@ class GradientNorms(Observer):
     embedding. All ranks send one message for all layers.
     """
 
-    every: int = 100
-    """Steps between reports, at least 1."""
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every={self.every} must be greater than 0")
+    every: Annotated[int, POSITIVE] = 100
+    """Steps between reports."""
 
     def on_run_start(self, trainer: Any, reporter: Reporter) -> None:
         self.trainer, self.reporter = trainer, reporter

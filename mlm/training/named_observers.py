@@ -1,10 +1,17 @@
 """Observers that `train.observers` names, from their settings: built on each rank, and checked before."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from inspect import Parameter, isclass, signature
+from typing import Annotated, Any, get_origin, get_type_hints
 
-from mlm.config.fields import ObserverEntry
+from pydantic import TypeAdapter
+from pydantic.errors import PydanticSchemaGenerationError
+
+from mlm.config.build import problem_of_value
+from mlm.config.fields import Bound, ObserverEntry, metadata
 from mlm.config.imports import OwnCodeError, imported
+from mlm.config.suggest import nearest
+from mlm.config.tree import Leaf
 from mlm.training.gradient_norms import GradientNorms
 from mlm.training.observer import Observer
 from mlm.util.errors import Problem, format_value
@@ -35,8 +42,9 @@ def _build(entry: ObserverEntry) -> Observer:
         raise OwnCodeError(problem, keys=(KEY,), fix="add use: package.module:NAME")
     typed = f"'{KEY}=[{format_value(entry)}]'"
     target: Callable[..., object] = SHIPPED.get(path) or imported(KEY, path, SHIPPED, Callable, typed=typed)
+    arguments = checked_fields(path, target, fields)
     try:
-        observer = target(**fields)
+        observer = target(**arguments)
     except Exception as error:
         problem = f"{KEY}={path}: building it fails ({type(error).__name__}: {error})"
         raise OwnCodeError(problem, keys=(KEY,), fix="correct it, or its fields") from error
@@ -45,3 +53,44 @@ def _build(entry: ObserverEntry) -> Observer:
             f"{KEY}={path}: makes no mlm.training.observer.Observer; derive it from that class", keys=(KEY,)
         )
     return observer
+
+
+def checked_fields(path: str, target: Callable[..., object], fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an observer in the types that its class declares.
+
+    Raises OwnCodeError for one that is unknown, missing, of another type, or outside its `Bound`.
+    """
+    try:
+        parameters = dict(signature(target).parameters)
+        hints = get_type_hints(target.__init__ if isclass(target) else target, include_extras=True)
+    except (TypeError, ValueError, NameError):  # of C, or with annotations that cannot be read
+        return fields
+    takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+    variadic = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    required = [name for name, p in parameters.items() if p.kind not in variadic and p.default is p.empty]
+    for name, value in fields.items():
+        if name not in parameters and not takes_any:
+            near, known = nearest(name, list(parameters)), ", ".join(parameters) or "none"
+            fix = f"did you mean {near}?" if near else f"its fields: {known}"
+            raise OwnCodeError(
+                f"{KEY}={path}: {name}={format_value(value)} is no field of it", keys=(KEY,), fix=fix
+            )
+    for name in (name for name in required if name not in fields):
+        fix = f"write {KEY}=[{{use: {path}, {name}: …}}]"
+        raise OwnCodeError(f"{KEY}={path}: its field {name} is required", keys=(KEY,), fix=fix)
+    return {name: _typed(path, name, value, hints.get(name, Any)) for name, value in fields.items()}
+
+
+def _typed(path: str, name: str, value: Any, annotation: Any) -> Any:
+    kind = annotation.__origin__ if get_origin(annotation) is Annotated else annotation
+    bound = metadata(annotation, Bound)
+    try:
+        adapter = TypeAdapter(kind)
+    except PydanticSchemaGenerationError:  # of a class that is no type of YAML's values
+        return value
+    leaf = Leaf(key=name, type=kind, default=None, doc="", bound=bound)
+    problem = problem_of_value(leaf, value) or (bound and bound.problem(name, value))
+    if problem:
+        fix = problem.fix or f"correct {name}"
+        raise OwnCodeError(f"{KEY}={path}: {problem.problem}", keys=(KEY,), fix=fix)
+    return adapter.validate_python(value)

@@ -35,6 +35,7 @@ from mlm.runs.tokenizer import tokenizer_errors
 from mlm.training.identity import flat_settings, function_errors
 from mlm.training.state import check_base, check_identity, load, read_history
 from mlm.training.trainer import Trainer
+from mlm.training.upcycle import dense_config
 from mlm.util.errors import CorruptFileError, UserError, attempt, format_value, writing_to
 from mlm.util.lock import WAIT_S, single_writer
 from mlm.util.ownership import MARKER, claim_folder, owner_of, user_name
@@ -121,7 +122,8 @@ def weights_problems(config: PretrainConfig, ckpt: str, *, is_new: bool) -> list
     if isinstance(source, ModelFolder):
         assert source.tensors, "checks their names and shapes"
     saved = to_dict(source.config)
-    problems = function_errors(config, saved, str(source.path))
+    dense = None if config.lora.rank else dense_config(config, saved)
+    problems = function_errors(dense or config, saved, str(source.path))
     if is_new and not config.data.change and not problems:
         fix = "build the corpus with it, or set data.change=true to train on other tokens all the same"
         problems += tokenizer_errors(config.data, source.tokenizer_digest, f"ckpt={ckpt}", fix)

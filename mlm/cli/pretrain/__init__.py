@@ -24,6 +24,7 @@ COMMANDS = (
         check=check,
         preflight="mlm.training.preflight:preflight",
         model_of_ckpt="mlm.cli.pretrain.run:model_of_ckpt",
+        resolvers={"schedule.cooldown": "mlm.cli.pretrain.cooldown:settle_cooldown"},
         out_is_run_folder=True,
         has_runs=True,
         summary="train a language model from scratch, or continue from a checkpoint",
@@ -46,7 +47,7 @@ COMMANDS = (
             # More steps of a run, in its own folder
             mlm pretrain resume=runs/shakespeare train.steps=1800
             # The end of a run at a stable learning rate, in its own folder
-            mlm pretrain resume=runs/shakespeare train.steps=1100 schedule.cooldown=200
+            mlm pretrain resume=runs/shakespeare schedule.cooldown=200
             # A branch of a run from one of its checkpoints, in a folder of its own
             mlm pretrain resume=runs/shakespeare/checkpoints/step-00000300 out=runs/branch optimizer.lr=1e-3
             # A new run, from step 0, with the weights of another or of an import

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ from mlm.training.memory import reuse_large_blocks, torch_errors_as_user_errors
 from mlm.training.mirror import mirroring
 from mlm.training.resume import claim, continue_data, resume
 from mlm.training.trainer import Trainer
+from mlm.training.upcycle import dense_config, start_from_dense
 from mlm.util.errors import UserError, writing_to
 from mlm.util.files import write_atomic
 from mlm.util.ownership import RUN_SETTINGS
@@ -89,9 +91,16 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> int:
 
 
 def start_from_source(trainer: Trainer, ckpt: str) -> Path:
-    """Fill a trainer's parameters from `ckpt`; return the path of the model. Collective."""
-    source = open_source(ckpt)
-    fill_parameters(trainer.shards, source, trainer.ctx, initialize=False)
+    """Fill a trainer's parameters from `ckpt`: a dense model's may become experts.
+
+    Return the path of the model. Collective.
+    """
+    config, source = trainer.config, open_source(ckpt)
+    fill = partial(fill_parameters, source=source, ctx=trainer.ctx, initialize=False)
+    if dense_config(config, {"model": asdict(source.model)}) is None:
+        fill(trainer.shards)
+    else:
+        start_from_dense(config.model, trainer.shards, fill)
     return source.path
 
 

@@ -18,5 +18,6 @@ FAMILY = ModelFamily(
     protocol="consecutive windows, every token but the first scored once",
     model_problem=settings.model_problem,
     warning=settings.warning,
+    dense_twin=settings.dense_twin,
     converts_as="llama",
 )

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
 from mlm.config.fields import OnlyIf, exact
@@ -11,7 +11,7 @@ from mlm.models.config import ModelConfig
 from mlm.models.family import Architecture, option_problem
 from mlm.models.gpt2.family import decoder_problem
 from mlm.parallel.config import EXPERTS, RouterSettings
-from mlm.util.errors import Problem, format_value
+from mlm.util.errors import ConfigError, Problem, format_value
 
 MODEL_TYPES = (
     *("llama", "arcee", "ernie4_5", "glm", "helium", "phi3", "seed_oss", "glm4", "granite"),
@@ -246,6 +246,26 @@ def architecture(model: ModelConfig) -> Architecture:
         active_size=(settings.experts_per_token + settings.shared_experts) * settings.expert_ffn_size,
         dense_layers=settings.dense_layers if settings.num_experts else 0,
     )
+
+
+def dense_twin(model: ModelConfig) -> ModelConfig | None:
+    """Return the dense model of which experts can be copies; None for a dense model.
+
+    Raises ConfigError if they cannot.
+    """
+    settings = LlamaSettings.of(model)
+    if not settings.num_experts:
+        return None
+    for name, value, fits in (
+        ("expert_ffn_size", settings.expert_ffn_size, model.ffn_size),
+        ("shared_experts", settings.shared_experts, 0),
+    ):
+        if value != fits:
+            key = f"model.options.{name}"
+            problem = f"{key}={value}: experts that start from a dense model are copies of its MLP"
+            raise ConfigError([Problem((key,), problem, f"set {key}={fits}")])
+    options = {name: value for name, value in model.options.items() if name not in EXPERT_OPTIONS}
+    return replace(model, options=options)
 
 
 def warning(model: ModelConfig) -> str | None:
