@@ -276,7 +276,10 @@ def test_exact_names_the_setting_that_it_does_not_cover(other: str, fix: str) ->
             ["exact=8"],
             "exact=8 does not go with model.hidden_size=64; use a multiple of 128 for it, or exact=0",
         ),
-        (["exact=4", "cp=4"], "exact=4 does not go with cp=4; use a divisor of 2 for it, or exact=0"),
+        (
+            ["exact=4", "cp=4", "data.seq_length=256", "model.max_positions=256"],
+            "exact=4 does not go with cp=4; use a divisor of 2 for it, or exact=0",
+        ),
         (
             ["exact=4", "cp=2", "model=moe_tiny"],
             "exact=4 does not go with cp=2; use 1 for it, or exact=0",
