@@ -66,6 +66,14 @@ def test_muon_and_adapters_over_cp_have_one_digest(change: dict[str, Any]) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp64"])
+def test_interleaved_stages_over_cp_have_one_digest(dtype: str) -> None:
+    layout = {"cp": 2, "pp": 2, "vp": 2}
+    spec = long_spec_of("llama", dtype, layers=4, **layout)
+    assert result(spec, 5, **ranks_of(layout)) == result(long_spec_of("llama", dtype, layers=4), 5)
+
+
+@pytest.mark.slow
 def test_eight_ranks_hold_the_eight_parts_of_1024_tokens() -> None:
     spec = long_spec_of("llama", length=1024, batch=2)
     assert result(replace(spec, parallel=replace(spec.parallel, cp=8)), 2, cp=8) == result(spec, 2)

@@ -89,6 +89,14 @@ def test_digest_is_that_of_one_process(model: str, dtype: str, layout: dict[str,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_interleaved_stages_with_experts_have_one_digest(dtype: str) -> None:
+    layout = {"pp": 2, "vp": 2, "dp": 2, "ep": 2}
+    spec = mixture_of("mixtral", dtype, layers=4, **layout)
+    assert result(spec, 5, **ranks_of(layout)) == result(mixture_of("mixtral", dtype, layers=4), 5)
+
+
+@pytest.mark.slow
 def test_muon_of_experts_has_one_digest() -> None:
     layout = {"tp": 2, "dp": 2, "ep": 2, "zero": 2}
     spec = mixture_of("mixtral", optimizer="muon", **layout)
