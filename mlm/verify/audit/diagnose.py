@@ -237,7 +237,8 @@ def _explain_gradients(comparison: Comparison, place: Location, wrong: Sequence[
     others = "some before it are too" if len(wrong) <= index else "all before it are wrong"
     why = (
         f"{after} is right and {others}; look at what is done to the gradient of its layer's input over tp, "
-        "of keys and values over cp, at losses that routers add, and at the ranks whose gradients are summed"
+        "of keys and values over cp, at losses that routers add, and at the ranks over dp whose gradients "
+        "are summed"
     )
     return Cause("backward pass", why, place.key.name)
 

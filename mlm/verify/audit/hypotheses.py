@@ -220,7 +220,7 @@ def _norms_of_parameters(comparison: Comparison, squares: Mapping[str, float], l
         square = sum(squares[n] for n in names if n in squares)
         for factor in (0.0, 2.0, *(f for n in sizes for f in (n, 1 / n))) if square > 1e3 * least else ():
             cause = f"norm {'misses' if factor < 1 else 'repeats'} parameters"
-            norm = math.sqrt(total + (factor - 1) * square)
+            norm = math.sqrt(max(0.0, total + (factor - 1) * square))  # all missed: rounding is left
             yield cause, f"squares of {which} count {factor:.3g} times", dict.fromkeys(comparison.ranks, norm)
 
 
