@@ -53,6 +53,7 @@ OWN_CONFIG = "write your settings to DIR/experiment/NAME.yaml and type --config-
                 "plan layouts --help)",
             ),
             ("data", "mlm data: name a task: tokenizer, build, merge, split, inspect, verify"),
+            ("import megatron", "mlm import: unknown task 'megatron'; did you mean 'mlm convert'?"),
             ("data bild", "mlm data: unknown task 'bild'; did you mean 'build'?"),
             (
                 "generate ckpt=. prompt=a seq_length=4096",

@@ -63,15 +63,22 @@ def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
     first = argv[0]
     tasks = tasks_of(first, _typed_value(argv, CONFIG_DIR_FLAGS))
     if not tasks:
-        foreign = first.lower().replace("-", "_")
-        ours = next((c.name for c in COMMANDS if foreign in c.other_names), None)
+        ours = _command_called(first)
         hint = f"; did you mean '{ours}'?" if ours else did_you_mean(first, [c.words[0] for c in COMMANDS])
         raise UserError(f"mlm: unknown command '{first}'{hint} (list: mlm --help)")
     if _has_word(argv):
         own = f"; {CUSTOM_TASK}" if any(c.words == (first,) for c in COMMANDS) else ""
-        hint = did_you_mean(argv[1], tasks) or f"; choose {', '.join(tasks)}{own}"
+        ours = _command_called(f"{first} {argv[1]}")
+        nearest = f"; did you mean 'mlm {ours}'?" if ours else did_you_mean(argv[1], tasks)
+        hint = nearest or f"; choose {', '.join(tasks)}{own}"
         raise UserError(f"mlm {first}: unknown task '{argv[1]}'{hint}")
     raise UserError(f"mlm {first}: name a task: {', '.join(tasks)}")
+
+
+def _command_called(words: str) -> str | None:
+    """Name of the command that other programs, or a reader, call so."""
+    name = re.sub("[- ]", "_", words.lower())
+    return next((command.name for command in COMMANDS if name in command.other_names), None)
 
 
 def _is_meant(command: Command, argv: Sequence[str]) -> bool:

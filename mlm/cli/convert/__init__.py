@@ -45,6 +45,7 @@ COMMANDS = (
         target="mlm.cli.convert.run:run",
         preflight="mlm.convert.conversion:preflight",
         positional=("source", "out"),
+        other_names=("import_megatron", "import_torchtitan", "export_megatron", "export_dcp"),
         summary="convert checkpoints between mlm, transformers, Megatron-LM and torchtitan",
         about="""Reads a checkpoint of any of these and writes it as any other, a tensor at a time, without
             running what is in it: pickles are read as data. Of Megatron-LM torch_dist and files of ranks are

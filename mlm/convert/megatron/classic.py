@@ -72,7 +72,9 @@ _MOST_DEPTH, _MOST_NODES = 8, 1 << 17  # of the dictionaries in a file; they may
 
 
 def is_classic(step: Path) -> bool:
-    return any(RANK_FOLDER.fullmatch(folder.name) for folder in step.iterdir())
+    """True if a folder holds files of ranks. Raises UserError if it cannot be read."""
+    with reading_from(step, COPY_AGAIN):
+        return any(RANK_FOLDER.fullmatch(folder.name) for folder in step.iterdir())
 
 
 def open_classic(
@@ -117,15 +119,15 @@ class RankFiles:
     def __init__(self, step: Path) -> None:
         self.step, self.paths = step, dict[Rank, Path]()
         with reading_from(step, COPY_AGAIN):
-            folders = [path for path in sorted(step.iterdir()) if RANK_FOLDER.fullmatch(path.name)]
+            folders = sorted(step.iterdir())
         for folder in folders:
-            tp_rank, pp_rank, ep_rank = (number and int(number) for number in _numbers(folder.name))
+            numbers = RANK_FOLDER.fullmatch(folder.name)
             paths = [path for name in MODEL_FILES if (path := folder / name).is_file()]
-            if not paths:  # the moments of a data-parallel rank have folders of their own
+            if not numbers or not paths:  # the moments of a data-parallel rank have folders of their own
                 continue
-            if ep_rank is not None:
+            if numbers[3] is not None:
                 raise UserError(f"{folder}: of one expert-parallel rank: {THROUGH_HF}")
-            rank = tp_rank or 0, pp_rank or 0
+            rank = int(numbers[1]), int(numbers[2] or 0)
             if rank in self.paths:
                 raise CorruptFileError(f"{step}: {folder.name} of two layouts: delete the older")
             self.paths[rank] = paths[0]
@@ -177,12 +179,6 @@ class RankFiles:
                     ) from error
                 digests[path.relative_to(self.step).as_posix()] = digest_file(path, progress)
         return digests
-
-
-def _numbers(name: str) -> tuple[str | None, ...]:
-    match = RANK_FOLDER.fullmatch(name)
-    assert match is not None
-    return match.groups()
 
 
 class RankTensors(MegatronTensors):

@@ -149,7 +149,7 @@ def match_step(
 
 
 def constants(key: Key, whole: Calls, parts: Mapping[Coordinates, Calls]) -> tuple[Tensor, Parts]:
-    """What is the same in each micro-batch, once; its gradient adds up."""
+    """Return a constant output once for all micro-batches, and its gradients added up."""
     every = [[*own.values()][: 1 if key.kind == "output" else None] for own in (whole, *parts.values())]
     full, *own = (torch.stack(tensors).sum(0) for tensors in every)
     return full, dict(zip(parts, own, strict=True))
@@ -158,7 +158,7 @@ def constants(key: Key, whole: Calls, parts: Mapping[Coordinates, Calls]) -> tup
 def choose(
     whole: Calls, parts: Mapping[Coordinates, Calls], known: Samples | None, layout: Layout
 ) -> Samples | str:
-    """How outputs are compared: by their own rows, by those of inputs, as a constant, or by sums."""
+    """Choose how outputs are matched: by their own rows, by rows of inputs, as a constant, or by sums."""
     calls = [[*own.values()] for own in (whole, *parts.values())]
     is_constant = all(torch.equal(own[0], tensor) for own in calls for tensor in own)  # rotary angles, say
     if is_constant and may_be_copies(calls[0][0].numel() / max(calls[1][0].numel(), 1), layout):
