@@ -31,7 +31,8 @@ def trained_config(manifest: Manifest, path: Path) -> PretrainConfig:
         raise  # the file is whole
     except (KeyError, TypeError, ValueError) as error:
         reason = "; ".join(str(error).split("\n")[:LISTED])
-        raise CorruptFileError(f"{path}: holds no configuration this version can read ({reason})") from error
+        problem = f"holds no configuration this version can read ({reason})"
+        raise CorruptFileError(f"{path}: {problem}; use the version of mlm that saved it") from error
 
 
 def check_stored_parameters(manifest: Manifest, model: ModelConfig, path: Path) -> None:
